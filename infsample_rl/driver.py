@@ -90,7 +90,12 @@ class Driver:
         metrics = sample_metrics(groups) | update | rollout_metrics(self.cluster.rollout_stats()) | {"weight_sync/bytes": num_bytes}
         metrics |= timing_metrics(groups, waves.first_sent_at, started=started, backward_done=backward_done, updated=updated)
         completions = completion_records(
-            groups, self.cluster.completions, self.tokenizer, step=self.step, limit=self.config.logging.completions_per_step
+            groups,
+            self.cluster.completions,
+            self.tokenizer,
+            step=self.step,
+            limit=self.config.logging.completions_per_step,
+            stop_strings=self.config.rollout.stop_strings,
         )
         self.cluster.end_step()
         return metrics, completions

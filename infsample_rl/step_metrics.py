@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from infsample_rl.groups import SampleRecord, StepGroups
+from infsample_rl.model.response_text import response_text
 from infsample_rl.types import Completion
 
 Metrics = dict[str, float | None]
@@ -66,6 +67,7 @@ def rollout_metrics(stats: list[dict[str, float]]) -> Metrics:
         "rollout/kv_pool_bytes": max(worker["kv_pool_bytes"] for worker in stats),
         "rollout/row_utilisation": busy / sum(steps) if sum(steps) else None,
         "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in stats),
+        "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in stats),
         "rollout/preemptions": sum(worker["preemptions"] for worker in stats),
     }
 
@@ -87,9 +89,15 @@ def timing_metrics(groups: StepGroups, first_wave_at: float | None, *, started: 
 
 
 def completion_records(
-    groups: StepGroups, fetch: Callable[[int], list[Completion]], tokenizer: PreTrainedTokenizerBase, *, step: int, limit: int
+    groups: StepGroups,
+    fetch: Callable[[int], list[Completion]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    step: int,
+    limit: int,
+    stop_strings: list[str],
 ) -> list[dict[str, Any]]:
-    """Up to `limit` samples, spread evenly over the step's (prompt, sample) order, as text with everything known of them."""
+    """Up to `limit` samples, spread evenly over the step's (prompt, sample) order, as the text rewards saw with everything known of them."""
     everything = [(group, sample) for group in groups.groups for sample in group.sorted_samples()]
     count = min(limit, len(everything))
     records = []
@@ -102,7 +110,7 @@ def completion_records(
                 "row": group.prompt.row,
                 "sample_index": sample.sample_index,
                 "prompt": group.prompt.text,
-                "response": tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True),
+                "response": response_text(tokenizer, completion.token_ids.tolist(), stop_strings),
                 "reward": sample.reward,
                 "components": sample.components,
                 "advantage": sample.advantage,

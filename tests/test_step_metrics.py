@@ -7,8 +7,9 @@ import pytest
 
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
-from infsample_rl.step_metrics import evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics
-from infsample_rl.types import MicroGroupHeader, Prompt, RewardResult
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.step_metrics import completion_records, evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics
+from infsample_rl.types import Completion, MicroGroupHeader, Prompt, RewardResult
 
 
 def book() -> StepGroups:
@@ -39,8 +40,20 @@ def test_evaluation_counts_a_failed_reward_as_wrong():
     assert metrics["eval/pass@1"] == 0.5 and metrics["eval/length_mean"] == 5
 
 
+def test_records_show_the_text_rewards_saw():
+    tokenizer = load_tokenizer(load_config([]).model)
+    ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
+    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    completions = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in range(2)]
+    shown = [
+        [record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, step=1, limit=4, stop_strings=strings)]
+        for strings in ([], [" knave", "."])
+    ]
+    assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
+
+
 def test_rollout_figures_of_workers_side_by_side():
-    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "kv_pool_bytes": 64.0}
+    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}
     stats = [
         {"running_steps": 10.0, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero},
         {"running_steps": 30.0, "row_utilisation": 0.5, "peak_kv_bytes": 48.0, **zero},

@@ -68,7 +68,13 @@ class LearnerWorker:
         )
         self.tokenizer = load_tokenizer(self.config.model)
         lm = load_model(self.config.model, self.device, path=checkpoint, dtype=torch.float32)
-        self.policy = PackedPolicy(lm, valid_vocab=len(self.tokenizer), chunk_tokens=self.config.learner.logprob_chunk_tokens)
+        self.policy = PackedPolicy(
+            lm,
+            valid_vocab=len(self.tokenizer),
+            chunk_tokens=self.config.learner.logprob_chunk_tokens,
+            bad_token_ids=self.config.rollout.bad_token_ids,
+            head_fp32=self.config.model.lm_head_fp32,
+        )
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         self._prepare_for_training(lm)
         shard_policy(self.policy, self.device, self.world_size, self.dtype)
@@ -133,7 +139,7 @@ class LearnerWorker:
             return
         absolute, largest, k3 = (value.item() for value in engine_mismatch(logprobs, row.engine_logprobs))
         limit = self.config.objective.mismatch_stop_float32
-        if self.dtype == torch.float32 and not largest <= limit:  # NaN is a mismatch too
+        if self.config.mismatch_is_rounding and not largest <= limit:  # NaN is a mismatch too
             worst = _worst_tokens(samples, (logprobs - row.engine_logprobs).abs(), logprobs, row)
             raise RuntimeError(
                 f"update {self.num_updates + 1}: engine and learner differ by {largest:.3g} in a token's log-probability, above "
@@ -185,7 +191,7 @@ class LearnerWorker:
 
     def _check_mismatch(self, sums: UpdateSums) -> None:
         mean, bound = sums.mismatch / max(1, sums.num_tokens), self.config.objective.mismatch_stop
-        if self.dtype != torch.float32 and not mean <= bound:  # NaN is a mismatch too
+        if not self.config.mismatch_is_rounding and not mean <= bound:  # NaN is a mismatch too
             raise RuntimeError(
                 f"update {self.num_updates + 1}: engine and learner differ by {mean:.3g} in the mean log-probability of a token, above "
                 f"objective.mismatch_stop={bound} (largest {sums.mismatch_max:.3g}): they do not run the same policy"

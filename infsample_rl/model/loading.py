@@ -6,7 +6,15 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from infsample_rl.config import ModelConfig
 
@@ -43,8 +51,13 @@ def load_model(
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
     """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
+    return stop_ids_of(model.generation_config, tokenizer, extra)
+
+
+def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
+    """`stop_token_ids` from a generation config alone, without a model."""
     ids = set(extra)
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured = generation.eos_token_id if generation is not None else None
     ids.update([configured] if isinstance(configured, int) else configured or [])
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)

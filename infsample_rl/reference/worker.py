@@ -24,7 +24,13 @@ class ReferenceWorker:
         valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
         if config.reference.path and rows < valid_vocab:
             raise ValueError(f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has {valid_vocab}")
-        self.policy = PackedPolicy(lm, valid_vocab=valid_vocab, chunk_tokens=config.learner.logprob_chunk_tokens).requires_grad_(False)
+        self.policy = PackedPolicy(
+            lm,
+            valid_vocab=valid_vocab,
+            chunk_tokens=config.learner.logprob_chunk_tokens,
+            bad_token_ids=config.rollout.bad_token_ids,
+            head_fp32=config.model.lm_head_fp32,
+        ).requires_grad_(False)
 
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:

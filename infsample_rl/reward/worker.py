@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.response_text import response_text
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, ProcessPool
 from infsample_rl.types import Completion, Prompt, RewardResult
@@ -31,6 +32,7 @@ class RewardWorker:
         """Start the function processes and load the reward models; ValueError in one line when one cannot be."""
         functions = config.reward.functions
         self.tokenizer = load_tokenizer(config.model)
+        self.stop_strings = config.rollout.stop_strings
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
         kinds = [kind_of(function.name) for function in functions]
@@ -63,7 +65,7 @@ class RewardWorker:
     def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
         """Rewards of completions of one prompt, in their order."""
         token_ids = [completion.token_ids.tolist() for completion in completions]
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
+        texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
         return self.score_texts(prompt, texts, token_ids)
 
     def score_texts(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None) -> RewardResult:

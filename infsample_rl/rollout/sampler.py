@@ -8,10 +8,13 @@ the noise of V / B + B entries instead of V. Letters: R rows, V vocabulary of th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from infsample_rl.model.policy_head import masked_index
 
 TRAINING, EVALUATION = 0, 1  # noise domains
 
@@ -19,6 +22,15 @@ TRAINING, EVALUATION = 0, 1  # noise domains
 _C1, _C2, _GOLD = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _TOP_CANDIDATES = 1024  # a sort of 152k entries is 20 times dearer than the top 1,024, which nearly always hold top_p
+
+
+@dataclass(slots=True)
+class DrawnTensors:
+    """One token of every row, still on the device."""
+
+    tokens: torch.Tensor  # [R] int64
+    probs: torch.Tensor  # [R] float32, of softmax(logits / temperature)
+    sampling_probs: torch.Tensor | None  # [R] float64, of the truncated distribution; None without truncation
 
 
 @dataclass(slots=True)
@@ -31,14 +43,25 @@ class Drawn:
 
 
 class Sampler:
-    """Draws from softmax(logits / temperature) over ids below `valid_vocab`, cut by top_k, then top_p, then min_p.
+    """Draws from softmax(logits / temperature) over ids below `valid_vocab` but `bad_token_ids`, cut by top_k, then top_p, then min_p.
 
-    Ties at a cut are kept. temperature 0 is exact argmax, with log-probabilities at temperature 1 and no truncation.
+    Ties at a cut are kept. temperature 0 is exact argmax (the lowest of equal ids), with log-probabilities at temperature 1
+    and no truncation.
     """
 
     def __init__(
-        self, vocab_size: int, valid_vocab: int, *, temperature: float, top_p: float, top_k: int, min_p: float, device: torch.device
+        self,
+        vocab_size: int,
+        valid_vocab: int,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        min_p: float,
+        bad_token_ids: Sequence[int] = (),
+        device: torch.device,
     ) -> None:
+        """ValueError for a bad id outside 0 to valid_vocab - 1, and when no id is left."""
         self.valid_vocab, self.temperature = valid_vocab, temperature
         self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
         self.truncates = temperature > 0 and (top_p < 1 or 0 < top_k < valid_vocab or min_p > 0)
@@ -46,25 +69,43 @@ class Sampler:
         self._padding = self.num_blocks * self.block_size - vocab_size
         entries = [_signed((index + 1) * _GOLD) for index in range(self.num_blocks + self.block_size)]
         self._entries = torch.tensor(entries, dtype=torch.int64, device=device)
+        self._masked = masked_index(bad_token_ids, valid_vocab, device)
 
     @torch.inference_mode()
-    def draw(self, logits: torch.Tensor, keys: list[int], positions: list[int]) -> Drawn:
-        """logits [R, V] (may be overwritten), keys of `sample_key`, positions in the response -> one token per row."""
-        logits = logits.float()
+    def draw(self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> DrawnTensors:
+        """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both [R] int64).
+
+        On CUDA without a host sync and with the same kernels whatever the values, so a CUDA graph can hold it. Beside the logits
+        one float32 [R, V] exists (one more for logits in 16 bits at a temperature other than 1, one for a padded vocabulary).
+        """
         if self.valid_vocab < logits.shape[1]:
             logits[:, self.valid_vocab :] = -math.inf  # rows the head has beyond the tokenizer; the learner leaves them out too
+        if self._masked is not None:
+            logits.index_fill_(1, self._masked, -math.inf)
         if self.temperature == 0:
             tokens = logits.argmax(dim=-1)
-            return _to_host(tokens, torch.softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0], None)
-        probs = torch.softmax(logits if self.temperature == 1 else logits.div_(self.temperature), dim=-1)
-        sample_keys, response_positions = torch.tensor([keys, positions], dtype=torch.int64, device=logits.device).unbind(0)
-        keys_of_tokens = _mix((sample_keys ^ response_positions) + _signed(_GOLD))
+            return DrawnTensors(tokens, torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0], None)
+        if self.temperature != 1:
+            logits = logits.float().div_(self.temperature)
+        probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
+        keys_of_tokens = _mix((keys ^ positions) + _signed(_GOLD))
         if not self.truncates:
-            tokens, mass = self._draw_two_level(probs, keys_of_tokens)
-            return _to_host(tokens, mass, None)
-        kept = torch.where(probs >= self._cutoff(probs), probs, 0.0)
-        tokens, mass = self._draw_two_level(kept, keys_of_tokens)
-        return _to_host(tokens, mass, mass.double() / kept.sum(dim=-1))
+            return DrawnTensors(*self._draw_two_level(probs, keys_of_tokens), None)
+        scratch = logits if logits.dtype == torch.float32 else None
+        probs.masked_fill_(probs < self._cutoff(probs, scratch), 0.0)
+        tokens, mass = self._draw_two_level(probs, keys_of_tokens)
+        return DrawnTensors(tokens, mass, mass.double() / probs.sum(dim=-1))
+
+    @staticmethod
+    def to_host(drawn: DrawnTensors) -> Drawn:
+        """Lists, by one transfer for all rows. NaN for a probability that is not positive, as of logits that are not finite.
+
+        Logarithms are taken on the host: a tensor's rounds differently in a vector and in its tail.
+        """
+        columns = [drawn.tokens, drawn.probs] + ([] if drawn.sampling_probs is None else [drawn.sampling_probs])
+        host_tokens, *host_probs = torch.stack([column.double() for column in columns]).tolist()  # float64 holds ids exactly
+        logprobs = [[math.log(prob) if prob > 0 else math.nan for prob in column] for column in host_probs]
+        return Drawn([int(token) for token in host_tokens], logprobs[0], logprobs[1] if len(logprobs) > 1 else None)
 
     def _draw_two_level(self, probs: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token and its entry of `probs` [R, V] (need not sum to 1) for every row."""
@@ -80,15 +121,17 @@ class Sampler:
         index = (inside.double().log_() + noise[:, self.num_blocks :]).argmax(dim=-1)
         return block * self.block_size + index, inside.gather(1, index[:, None])[:, 0]
 
-    def _cutoff(self, probs: torch.Tensor) -> torch.Tensor:
-        """Smallest probability that top_k, top_p and min_p keep: [R, 1]."""
+    def _cutoff(self, probs: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Smallest probability that top_k, top_p and min_p keep: [R, 1]. `scratch`: as in `nucleus_cutoff`."""
         cutoff = self.min_p * probs.amax(dim=-1, keepdim=True)
         top_k = min(self.top_k, self.valid_vocab) or self.valid_vocab
         if top_k == self.valid_vocab and self.top_p == 1:
             return cutoff
+        if top_k == self.valid_vocab and probs.is_cuda:
+            return torch.maximum(cutoff, nucleus_cutoff(probs, self.top_p, scratch))
         candidates = min(max(_TOP_CANDIDATES, top_k if self.top_k else 0), self.valid_vocab)
         values = probs.topk(candidates, dim=-1).values
-        if self.top_p < 1 and candidates < top_k and bool((values.sum(dim=-1) < self.top_p).any()):
+        if self.top_p < 1 and candidates < top_k and bool((values.sum(dim=-1) < self.top_p).any()):  # on the CPU only: a host sync
             values = probs.sort(dim=-1, descending=True).values[:, : self.valid_vocab]
         values = values[:, :top_k]
         if self.top_p < 1:
@@ -98,12 +141,21 @@ class Sampler:
         return torch.maximum(cutoff, values[:, -1:])
 
 
-def _to_host(tokens: torch.Tensor, probs: torch.Tensor, sampling_probs: torch.Tensor | None) -> Drawn:
-    """One transfer for all rows. Logarithms are taken on the host: a tensor's rounds differently in a vector and in its tail."""
-    columns = [tokens.double(), probs.double()] + ([] if sampling_probs is None else [sampling_probs.double()])  # float64 holds ids exactly
-    host_tokens, *host_probs = torch.stack(columns).tolist()
-    logprobs = [[math.log(prob) if prob > 0 else math.nan for prob in column] for column in host_probs]
-    return Drawn([int(token) for token in host_tokens], logprobs[0], logprobs[1] if len(logprobs) > 1 else None)
+def nucleus_cutoff(probs: torch.Tensor, top_p: float, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    """Largest t with sum(probs >= t) >= top_p, 0 where rounding lets none reach it: [R, 1], from probs [R, V] float32.
+
+    t is the smallest probability of the nucleus, found exactly and without a sort: float32 numbers >= 0 are ordered like the
+    integers of the same bits, so the answer's bits are set from the highest down, each kept if the sum still reaches top_p
+    (rounded sums in a fixed order never rise with t). 30 sums over the row: bit 30 is set from 2.0 on, no probability has it.
+    `scratch` [R, V] float32 is overwritten.
+    """
+    scratch = torch.empty_like(probs) if scratch is None else scratch
+    bits = torch.zeros(probs.shape[0], 1, dtype=torch.int32, device=probs.device)
+    for bit in range(29, -1, -1):
+        trial = bits | (1 << bit)
+        mass = torch.mul(probs, probs >= trial.view(torch.float32), out=scratch).sum(dim=-1, keepdim=True)
+        bits = torch.where(mass >= top_p, trial, bits)
+    return bits.view(torch.float32)
 
 
 def split_vocabulary(vocab_size: int) -> tuple[int, int]:

@@ -59,6 +59,18 @@ def test_logprobs_equal_the_frozen_model_for_any_row_size(tmp_path, max_tokens, 
         assert kl_sum == pytest.approx(float((sampled.logprobs - expected).sum()), abs=1e-4)
 
 
+def test_bad_ids_have_no_probability_in_the_reference_either(tmp_path):
+    policy = save_policy(tmp_path, 0)
+    config = make_config(policy, 100)
+    config.rollout.bad_token_ids = [0, 20, 59]
+    own = ReferenceWorker(config).logprobs(PROMPT, COMPLETIONS[:1]).logprobs[0]
+    lm = LlamaForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        logits = lm(input_ids=torch.tensor([[5, 9, 7, 11, 4, 2]])).logits[0, 2:-1, :60] / 0.8
+    table = logits.index_fill(-1, torch.tensor([0, 20, 59]), -torch.inf).log_softmax(-1)
+    np.testing.assert_allclose(own, table[[0, 1, 2], [11, 4, 2]].numpy(), atol=1e-5)
+
+
 def test_without_a_path_of_its_own_the_reference_is_the_policy_at_the_start(tmp_path):
     policy = save_policy(tmp_path, 0)
     own = ReferenceWorker(make_config(policy, 100)).logprobs(PROMPT, COMPLETIONS)

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from infsample_rl.reward.worker import RewardWorker, failure_lines, weighted_sum
 from infsample_rl.types import Completion, Prompt
 
@@ -17,6 +17,12 @@ def make_prompt(columns=None) -> Prompt:
     messages = [{"role": "user", "content": "1 + 2 = ?"}]
     columns = COLUMNS if columns is None else columns
     return Prompt(prompt_index=0, row=17, messages=messages, text="<user>1 + 2 = ?", token_ids=np.array([1], np.int32), columns=columns)
+
+
+def completion_of(worker: RewardWorker, sample_index: int, text: str) -> Completion:
+    ids = np.array(worker.tokenizer(text)["input_ids"], np.int32)
+    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    return Completion(prompt_index=0, sample_index=sample_index, token_ids=ids, **figures)
 
 
 @pytest.fixture
@@ -39,18 +45,26 @@ def open_worker(tiny_qwen3, user_file):
 
 def test_completions_are_decoded_without_special_tokens(open_worker):
     worker = open_worker("gsm8k", ":brevity")
-    ids = [worker.tokenizer(text)["input_ids"] for text in ("It is 3<|im_end|>", "4<|im_end|>", "")]
-    completions = [
-        Completion(prompt_index=0, sample_index=index, token_ids=np.array(row, np.int32), logprobs=np.zeros(len(row), np.float32),
-                   sampling_logprobs=None, finish_reason="stop", policy_version=0)
-        for index, row in enumerate(ids)
-    ]  # fmt: skip
+    completions = [completion_of(worker, index, text) for index, text in enumerate(("It is 3<|im_end|>", "4<|im_end|>", ""))]
     before = time.time()
     result = worker.score(make_prompt(), completions)
     assert result.components == {"gsm8k": [1.0, 0.0, 0.0], "brevity": [-7.0, -1.0, 0.0]}
     assert result.rewards == [-6.0, -1.0, 0.0]
     assert result.failures == []
     assert before <= result.started_at <= result.finished_at <= time.time()
+
+
+def test_rewards_get_the_text_before_the_first_stop_string(tiny_qwen3):
+    reward = RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
+    rollout = RolloutConfig(stop_strings=["\n\n", "</a>"])
+    worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), rollout=rollout, reward=reward))
+    given = []
+    worker.score_texts = lambda prompt, texts, token_ids: given.append((texts, [len(row) for row in token_ids]))
+    try:
+        worker.score(make_prompt(), [completion_of(worker, index, text) for index, text in enumerate(("3</a>", "4\n\n5</a>", "6</b", "</a"))])
+    finally:
+        worker.close()
+    assert given == [(["3", "4", "6</b", "</a"], [5, 8, 4, 3])]  # the tokens are all there
 
 
 def test_rewards_are_the_weighted_sum(open_worker):

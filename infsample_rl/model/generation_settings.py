@@ -1,0 +1,44 @@
+"""The generation settings a model comes with. Only its stop ids are taken; what else they would change is told, never applied."""
+
+from __future__ import annotations
+
+from transformers import GenerationConfig, PretrainedConfig
+
+from infsample_rl.config import ModelConfig, RolloutConfig
+
+_OURS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "suppress_tokens": "bad_token_ids"}
+# Settings of theirs that no setting here matches, with the value at which each does nothing.
+_WITHOUT_MATCH = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+}
+
+
+def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -> GenerationConfig:
+    """generation_config.json of model.path; without one, what the model's config implies, as transformers does."""
+    try:
+        return GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        return GenerationConfig.from_model_config(architecture)
+
+
+def unused_generation_settings(generation: GenerationConfig, rollout: RolloutConfig) -> str | None:
+    """One line on what of the model's own settings differs from `rollout` and how to take it; None when nothing does."""
+    theirs = {name: value for name, value in generation.to_dict().items() if value is not None}
+    ours = {name: getattr(rollout, key) for name, key in _OURS.items()}
+    differing = {name: theirs[name] for name in _OURS if name in theirs and theirs[name] != ours[name]}
+    without_match = {name: theirs[name] for name, neutral in _WITHOUT_MATCH.items() if name in theirs and theirs[name] != neutral}
+    if not differing and not without_match:
+        return None
+    found = ", ".join(f"{name}={value}" for name, value in (differing | without_match).items())
+    line = f"the model's own generation settings are not used: {found}"
+    if differing:
+        taken = ", ".join(f"rollout.{_OURS[name]}={ours[name]}" for name in differing)
+        wanted = " ".join(f"rollout.{_OURS[name]}={str(value).replace(' ', '')}" for name, value in differing.items())
+        line += f"; this run takes {taken}; to use the model's write {wanted}"
+    return line + (f"; there is no setting for {', '.join(without_match)}" if without_match else "")

@@ -1,0 +1,154 @@
+"""The head as engine, learner and reference share it: masked ids have no probability, float32 logits are exact."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from infsample_rl.model import policy_head
+from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
+from infsample_rl.model.packing import pack_row
+from infsample_rl.model.policy_head import head_logits, masked_index
+
+
+def random_head(rows, vocab=300, size=64, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, size, generator=generator).to(dtype), torch.randn(vocab, size, generator=generator).mul(0.4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slice_elements", [1, 64 * 7, 2**19])  # one row of the head at a time; slices that do not divide it; all
+def test_float32_logits_are_exact_products_summed_in_float32(dtype, slice_elements, monkeypatch):
+    monkeypatch.setitem(policy_head._SLICE_ELEMENTS, "cpu", slice_elements)
+    hidden, weight = random_head(5, dtype=dtype)
+    logits = head_logits(hidden, weight, fp32=True)
+    exact = hidden.double() @ weight.double().T
+    assert logits.dtype == torch.float32 and logits.shape == (5, 300)
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=2e-5)
+    rounded = head_logits(hidden, weight, fp32=False)
+    assert rounded.dtype == dtype
+    assert (rounded.double() - exact).abs().max() > 50 * (logits - exact).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_weights_need_no_second_way(dtype):
+    hidden, weight = random_head(5, dtype=dtype)
+    assert torch.equal(head_logits(hidden, weight, fp32=True), torch.nn.functional.linear(hidden, weight))
+
+
+@pytest.mark.parametrize("slice_elements", [64 * 7, 2**19])
+def test_gradients_are_those_of_float32_rounded_once(slice_elements, monkeypatch):
+    monkeypatch.setitem(policy_head._SLICE_ELEMENTS, "cpu", slice_elements)
+    hidden, weight = (tensor.requires_grad_() for tensor in random_head(5))
+    upstream = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
+    own = torch.autograd.grad(head_logits(hidden, weight, fp32=True), (hidden, weight), upstream)
+    exact = (upstream.double() @ weight.detach().double(), upstream.double().T @ hidden.detach().double())
+    for gradient, expected in zip(own, exact, strict=True):
+        assert gradient.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient.double(), expected, rtol=2**-8, atol=1e-5)  # half a bfloat16 step is 2**-9
+    (only_hidden,) = torch.autograd.grad(head_logits(hidden, weight.detach(), fp32=True), hidden, upstream)
+    assert torch.equal(only_hidden, own[0])
+
+
+class LargestFloat32(TorchDispatchMode):
+    """Remembers the most float32 elements any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_no_float32_copy_of_the_head_exists(monkeypatch):
+    monkeypatch.setitem(policy_head._SLICE_ELEMENTS, "cpu", 64 * 30)
+    hidden, weight = (tensor.requires_grad_() for tensor in random_head(2))
+    with LargestFloat32() as forward_and_backward:
+        head_logits(hidden, weight, fp32=True).sum().backward()
+    assert forward_and_backward.largest == 64 * 30  # the head has 64 x 300
+
+
+def test_engine_and_learner_agree_far_better_with_a_float32_head():
+    """Kernels for few and for many rows sum in different orders; in bfloat16 that moves some logits by a whole step of theirs."""
+    hidden, weight = random_head(96, vocab=4000, size=512)
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+    difference, error = {}, {}
+    for fp32 in (False, True):
+        engine = torch.cat([head_logits(part[:, order], weight[:, order], fp32=fp32) for part in hidden.split(3)]).float().log_softmax(-1)
+        learner = head_logits(hidden, weight, fp32=fp32).float().log_softmax(-1)
+        difference[fp32] = (engine - learner).abs().max().item()
+        error[fp32] = (learner - exact).abs().max().item()
+    assert difference[True] < 5e-5 and error[True] < 5e-5
+    assert difference[False] > 1000 * difference[True] and error[False] > 1000 * error[True], (difference, error)
+
+
+def test_the_policy_is_the_softmax_over_the_ids_that_are_left():
+    hidden, weight = random_head(9, vocab=20, size=8, dtype=torch.float64)
+    hidden.requires_grad_()
+    bad, left = [2, 3, 19], [token for token in range(20) if token not in (2, 3, 19)]
+    labels = torch.tensor(left)[torch.randint(0, 17, (9,), generator=torch.Generator().manual_seed(3))]
+    masked = masked_index(bad, 20, "cpu")
+    logprobs, entropy = token_logprobs(hidden, weight, labels, temperature=0.7, chunk_tokens=4, masked=masked)
+    table = (hidden @ weight[left].T / 0.7).log_softmax(-1)
+    expected = table.gather(-1, torch.tensor([[left.index(label)] for label in labels.tolist()]))[:, 0]
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, -(table.exp() * table).sum(-1).detach(), rtol=0, atol=1e-12)
+    own, plain = (torch.autograd.grad(values.sum(), hidden)[0] for values in (logprobs, expected))
+    torch.testing.assert_close(own, plain, rtol=0, atol=1e-12)
+
+
+def test_a_masked_id_gets_no_gradient_and_a_row_of_weight_zero_gives_none():
+    hidden, weight = (tensor.requires_grad_() for tensor in random_head(1, vocab=6, size=4, dtype=torch.float32))
+    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([1]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu"))
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
+    assert gradient[[0, 5]].abs().sum() == 0 and gradient[[1, 2, 3, 4]].abs().sum(-1).min() > 0
+    dummy, _ = token_logprobs(hidden, weight, torch.tensor([0]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu"))
+    assert dummy.item() == -math.inf  # the learner's filling rows name id 0, whatever it is
+    for gradient in torch.autograd.grad((dummy * 0.0).sum(), (hidden, weight)):
+        assert gradient.abs().sum() == 0
+
+
+def test_masked_ids_are_sorted_once_each_and_checked():
+    assert masked_index([7, 2, 7], 8, "cpu").tolist() == [2, 7]
+    assert masked_index([], 8, "cpu") is None
+    with pytest.raises(ValueError, match=r"rollout.bad_token_ids must be ids of the tokenizer, 0 to 7, got \[8\]"):
+        masked_index([2, 8], 8, "cpu")
+    with pytest.raises(ValueError, match="rollout.bad_token_ids must leave an id to sample, got all 8"):
+        masked_index(range(8), 8, "cpu")
+
+
+def test_a_packed_row_with_masked_ids_and_a_float32_head():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    lm = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes)).bfloat16()
+    policy = PackedPolicy(lm, valid_vocab=60, chunk_tokens=4, bad_token_ids=[9, 50], head_fp32=True)
+    assert "masked" not in policy.state_dict()  # checkpoints stay those of the model
+    states = []
+    lm.base_model.register_forward_hook(lambda *arguments: states.append(arguments[2].last_hidden_state[0, 1:4]))
+    logprobs, entropy = policy(pack_row([(torch.tensor([5, 9]).numpy(), [torch.tensor([11, 4, 7]).numpy()])], "cpu"), 0.8)
+    (hidden,) = states
+    logits = (hidden.float() @ lm.lm_head.weight[:60].float().T / 0.8).index_fill(-1, torch.tensor([9, 50]), -math.inf)
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1)[[0, 1, 2], [11, 4, 7]], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_float32_logits_on_cuda_are_those_of_the_cpu():
+    hidden, weight = random_head(32, vocab=5000, size=512)
+    expected = head_logits(hidden, weight, fp32=True)
+    on_gpu = [tensor.cuda().requires_grad_() for tensor in (hidden, weight)]
+    logits = head_logits(*on_gpu, fp32=True)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=0, atol=1e-4)
+    on_cpu = [hidden.requires_grad_(), weight.requires_grad_()]
+    upstream = torch.randn(32, 5000, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad(logits, on_gpu, upstream.cuda())
+    for own, other in zip(gradients, torch.autograd.grad(head_logits(*on_cpu, fp32=True), on_cpu, upstream), strict=True):
+        torch.testing.assert_close(own.cpu().float(), other.float(), rtol=2**-7, atol=1e-2)
