@@ -1,0 +1,272 @@
+"""Float32 kernels of a decode step on CPU: skinny matrix products, two-part paged attention, a layer's small operators.
+
+The C++ beside this file is compiled at first use, for the machine at hand, into the user's cache folder. What a row gets is
+bitwise the same whatever the batch around it, its place, the page numbers and the number of threads.
+Letters: R rows, K and N columns in and out of a matrix, H kv heads, N query heads per kv head, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_vectors.h")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+COMPILE_SECONDS = 120
+
+POINTER, INT64, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+@functools.cache
+def load() -> Kernels | None:
+    """The kernels, compiled if need be; None, after one warning that says why, where they cannot be had."""
+    try:
+        return Kernels(ctypes.CDLL(str(_library_path())), ctypes.CDLL(_openmp_path()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"no compiled CPU kernels ({reason}): decoding takes torch's operators, 1.3 to 2 times slower", stacklevel=2)
+        return None
+
+
+class Kernels:
+    """The compiled functions. Tensors are float32 on CPU, their last dimension dense; anything else is a ValueError."""
+
+    def __init__(self, library: ctypes.CDLL, openmp: ctypes.CDLL) -> None:
+        use_openmp = _function(library, "use_openmp", [POINTER], None)
+        use_openmp(ctypes.cast(openmp.GOMP_parallel, POINTER))
+        self._linear = _function(library, "linear", [POINTER] * 4 + [INT64] * 4 + [INT], None)
+        self._attention = _function(library, "paged_attention", [POINTER] * 9 + [INT64] * 13 + [FLOAT, INT], INT64)
+        self._rotate = _function(library, "rotate_and_store", [POINTER] * 9 + [INT64] * 13, INT64)
+        self._norm = _function(library, "rms_norm", [POINTER] * 4 + [INT64] * 5 + [FLOAT, INT], None)
+        self._silu = _function(library, "silu_mul", [POINTER] * 3 + [INT64] * 4 + [INT], None)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [R, K] (rows may be strided), weight [N, K] contiguous, bias [N] -> x weight^T + bias [R, N]."""
+        num_rows, size = _dims("x", x, 2)
+        num_out = _dims("weight", weight, 2)[0]
+        _check_strided("x", x, (num_rows, size), 1)
+        _check("weight", weight, (num_out, size))
+        bias_at = None
+        if bias is not None:
+            _check("bias", bias, (num_out,))
+            bias_at = bias.data_ptr()
+        out = x.new_empty((num_rows, num_out))
+        threads = torch.get_num_threads()
+        self._linear(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), num_rows, x.stride(0), size, num_out, threads)
+        return out
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row_tables: torch.Tensor,
+        row_lengths: torch.Tensor,
+        prompt_tables: torch.Tensor,
+        prompt_lengths: torch.Tensor,
+        prompt_of_row: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Every row's exact softmax over its prompt's tokens and its own; a prompt's KV is read once for up to 16 of its rows.
+
+        query [R, H N, D]; keys and values [pages, page_size, H, D] with equal strides; tables [R or prompts, pages of one] and
+        lengths [R or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
+        """
+        num_rows, num_heads, size = shape = _dims("query", query, 3)
+        _check_strided("query", query, shape, 1)
+        pool = _check_pool(keys, values, size)
+        if num_heads % pool[2]:
+            raise ValueError(f"query has {num_heads} heads, not a multiple of the {pool[2]} kv heads")
+        num_prompts = prompt_tables.shape[0]
+        row_pages = _check_tables("row", row_tables, row_lengths, num_rows)
+        prompt_pages = _check_tables("prompt", prompt_tables, prompt_lengths, num_prompts)
+        _check("prompt_of_row", prompt_of_row, (num_rows,), torch.int32)
+        out = query.new_empty(shape)
+        pointers = [t.data_ptr() for t in (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)]
+        sizes = (num_rows, num_heads // pool[2], num_prompts, *pool, query.stride(0), *keys.stride()[:3], row_pages, prompt_pages)
+        _raise_bad_index(self._attention(*pointers, *sizes, scaling, torch.get_num_threads()))
+        return out
+
+    def rotate_and_store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        row_tables: torch.Tensor,
+        row_lengths: torch.Tensor,
+    ) -> None:
+        """Rotate query [R, H N, D] in place, and write key (rotated) and value [R, H, D] into the pages as each row's last token.
+
+        cos and sin [R, D]; the rotation of transformers' apply_rotary_pos_emb. The other shapes as in `paged_attention`.
+        """
+        num_rows, num_heads, size = _dims("query", query, 3)
+        _check_strided("query", query, (num_rows, num_heads, size), 1)
+        pool = _check_pool(keys, values, size)
+        for name, tensor in (("key", key), ("value", value)):
+            _check_strided(name, tensor, (num_rows, pool[2], size), 1)
+        for name, tensor in (("cos", cos), ("sin", sin)):
+            _check(name, tensor, (num_rows, size))
+        if size % 2:
+            raise ValueError(f"a head size of {size} cannot be rotated; it must be even")
+        row_pages = _check_tables("row", row_tables, row_lengths, num_rows)
+        pointers = [t.data_ptr() for t in (query, key, value, cos, sin, keys, values, row_tables, row_lengths)]
+        strides = (query.stride(0), key.stride(0), value.stride(0), *keys.stride()[:3])
+        _raise_bad_index(self._rotate(*pointers, num_rows, num_heads, *pool, *strides, row_pages))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [R, K] or [R, heads, K] (the last dimension is normed) -> the same shape; with a residual, contiguous like x:
+
+        residual += x in place, and its norm is returned.
+        """
+        shape = _dims("x", x, 2, 3)
+        size = shape[-1]
+        heads, head_stride = (shape[1], x.stride(1)) if len(shape) == 3 else (1, size)
+        _check_strided("x", x, shape, len(shape) - 1)
+        _check("weight", weight, (size,))
+        residual_at = None
+        if residual is not None:
+            _check("residual", residual, shape)
+            residual_at = residual.data_ptr()
+        out = x.new_empty(shape)
+        sizes = (shape[0], heads, size, x.stride(0), head_stride)
+        self._norm(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), *sizes, eps, torch.get_num_threads())
+        return out
+
+    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate and up [R, K] (rows may be strided) -> gate * sigmoid(gate) * up [R, K]."""
+        num_rows, size = shape = _dims("gate", gate, 2)
+        _check_strided("gate", gate, shape, 1)
+        _check_strided("up", up, shape, 1)
+        out = gate.new_empty((num_rows, size))
+        threads = torch.get_num_threads()
+        self._silu(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_rows, size, gate.stride(0), up.stride(0), threads)
+        return out
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+    """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every call.)"""
+    if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
+        _refuse(name, tensor, shape, dtype)
+
+
+def _check_strided(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dense_from: int) -> None:
+    """As `_check` in float32, but strides before dimension `dense_from` are free."""
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.shape != shape:
+        _refuse(name, tensor, shape, torch.float32)
+    if not tensor.is_contiguous() and not tensor[(0,) * dense_from].is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}; its last {tensor.dim() - dense_from} dimensions must be contiguous")
+
+
+def _refuse(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+    raise ValueError(f"{name} is {found}; it must be {dtype} {tuple(shape)}, contiguous, on cpu")
+
+
+def _dims(name: str, tensor: torch.Tensor, *counts: int) -> torch.Size:
+    """The tensor's shape, if it has one of these numbers of dimensions."""
+    if tensor.dim() not in counts:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {' or '.join(map(str, counts))} dimensions")
+    return tensor.shape
+
+
+def _check_pool(keys: torch.Tensor, values: torch.Tensor, size: int) -> torch.Size:
+    """The shape of a pool's keys [pages, page_size, H, D] of head size `size`."""
+    shape = _dims("keys", keys, 4)
+    _check_strided("keys", keys, (*shape[:3], size), 3)
+    _check_strided("values", values, shape, 3)
+    if keys.stride() != values.stride():
+        raise ValueError(f"keys have strides {keys.stride()} and values {values.stride()}; they must be equal")
+    return shape
+
+
+def _check_tables(kind: str, tables: torch.Tensor, lengths: torch.Tensor, count: int) -> int:
+    """The tables' width: pages of one row or prompt."""
+    width = _dims(f"{kind}_tables", tables, 2)[1]
+    _check(f"{kind}_tables", tables, (count, width), torch.int32)
+    _check(f"{kind}_lengths", lengths, (count,), torch.int32)
+    return width
+
+
+def _raise_bad_index(code: int) -> None:
+    """A kernel's answer: 0, or which index is out of range (it was checked before anything was read)."""
+    if code:
+        index, kind = divmod(code - 1, 3)
+        what = ("row_lengths or row_tables", "prompt_lengths or prompt_tables", "prompt_of_row")[kind]
+        raise ValueError(f"{what}[{index}] is out of range: lengths go from 1 to what the pages hold, pages and prompts must exist")
+
+
+def _function(library: ctypes.CDLL, name: str, arguments: list, result: type | None) -> Callable:
+    function = library[f"infsample_{name}"]
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def _openmp_path() -> str:
+    """The OpenMP runtime that torch has loaded; a second one would fight it for the cores."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = [line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp5" in line or "libomp" in line]
+    if not paths:
+        raise RuntimeError("torch has no OpenMP runtime loaded")
+    return min(paths, key=lambda path: "torch" not in path)  # torch's own, where several are
+
+
+def _library_path() -> Path:
+    """The compiled library for these sources, this compiler and this CPU; compiles it where it is missing."""
+    command = _compile_command()
+    sources = [(FOLDER / name).read_bytes() for name in SOURCES]
+    name = hashlib.sha256(b"\0".join([*sources, " ".join(command).encode(), _cpu().encode()])).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "infsample_rl"
+    path = folder / f"cpu_kernels_{name}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile(command, path)
+    return path
+
+
+def _compile_command() -> list[str]:
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named or [compiler for compiler in COMPILERS if shutil.which(compiler)][:1]
+    if not found:
+        raise RuntimeError(f"no C++ compiler: {', '.join(COMPILERS)} not found, CXX not set")
+    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    return [*found, *FLAGS, native]
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Compiled aside and renamed, so that processes may race."""
+    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".so.part")
+    os.close(handle)
+    try:
+        done = subprocess.run([*command, "-o", aside, str(FOLDER / SOURCES[0])], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
+        os.replace(aside, path)
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+def _cpu() -> str:
+    """What -march=native looks at, so that a cache folder shared by machines serves each."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    telling = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return platform.machine() + "".join(line for line in lines if line.startswith(telling))
