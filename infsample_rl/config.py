@@ -9,14 +9,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
-SCHEDULES = ("full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
+SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
 PREDICTORS = ("none", "bert")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8", "int8")
 
 
 def setting(
@@ -52,6 +54,15 @@ def check_bounds(section: str, config: Any) -> None:
             raise ValueError(f"{name} must be > {bound['above']}, got {value}")
 
 
+def parse_bytes(text: str) -> int:
+    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): parse_bytes("1.5KB") -> 1500. ValueError for anything else."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if found is None or found[2].upper() not in units or float(found[1]) <= 0:
+        raise ValueError(f"rollout.kv_budget_bytes must be auto or a size as 24GB or 512MiB, got {text!r}")
+    return int(float(found[1]) * units[found[2].upper()])
+
+
 @dataclass(kw_only=True)
 class RunConfig:
     """One training run."""
@@ -81,6 +92,7 @@ class ModelConfig:
     path: str = setting("", "Hugging Face folder or hub name of a causal language model")
     tokenizer_path: str | None = setting(None, "folder or hub name of the tokenizer; none: model.path")
     dtype: str = setting("float32", "dtype of weights and compute; the optimizer always keeps float32 masters", choices=DTYPES)
+    lm_head_fp32: bool = setting(False, "logits in float32 from 16-bit weights, in engine, learner and reference alike; without effect in float32")
     trust_remote_code: bool = setting(False, "run code that comes with the model")
 
     def __post_init__(self) -> None:
@@ -134,8 +146,8 @@ class RolloutConfig:
     """Sampling: G completions of every prompt through a fixed KV pool."""
 
     group_size: int = setting(8, "G, completions of every prompt", low=1)
-    slots: int = setting(4, "rows decoding at a time in one rollout worker; full_group takes G instead", low=1)
-    schedule: str = setting("arrival", "which sample decodes next (see docs)", choices=SCHEDULES)
+    slots: int = setting(4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1)
+    schedule: str = setting("token_budget", "which sample decodes next (README: schedules)", choices=SCHEDULES)
     predictor: str = setting("none", "length predictor of fptas, sjf, infinite and lpt", choices=PREDICTORS)
     predictor_path: str | None = setting(None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning")
     prefix_tokens: int = setting(0, "k, tokens of every sample decoded before its length is predicted", low=0)
@@ -146,13 +158,35 @@ class RolloutConfig:
     top_k: int = setting(0, "most probable tokens kept; 0: all", low=0)
     min_p: float = setting(0.0, "tokens below min_p x the largest probability are dropped", low=0, high=1)
     stop_token_ids: list[int] = setting([], "stop ids beside those of the generation config and the tokenizer")
-    prompts_at_once: int = setting(1, "prompts resident in one worker at a time; slots a prompt's tail leaves idle go to the next", low=1)
-    kv_budget_tokens: int | None = setting(None, "all KV tokens of a worker, with prompts; none: slots x max_new_tokens + resident prompts", low=1)
+    stop_strings: list[str] = setting([], "texts that end a sample at the token that completes one; rewards get the text before it")
+    bad_token_ids: list[int] = setting([], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference")
+    prompts_at_once: int = setting(1, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1)
+    page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
+    kv_budget_tokens: int | None = setting(
+        None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1
+    )
+    kv_budget_bytes: str | None = setting(None, "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights")
+    kv_dtype: str = setting("auto", "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head", choices=KV_DTYPES)
+    max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
+    preemption: str = setting("auto", "KV of a preempted sample: computed again, or parked in host memory", choices=("auto", "recompute", "park"))
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
     max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses", low=1)
 
     def __post_init__(self) -> None:
         check_bounds("rollout", self)
+        if "" in self.stop_strings:
+            raise ValueError(f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out")
+        if any("\N{REPLACEMENT CHARACTER}" in string for string in self.stop_strings):
+            raise ValueError(f"rollout.stop_strings must not hold U+FFFD, which incomplete characters decode to, got {self.stop_strings}")
+        if any(token < 0 for token in self.bad_token_ids):
+            raise ValueError(f"rollout.bad_token_ids must be >= 0, got {self.bad_token_ids}")
+        if self.kv_budget_bytes is not None:
+            if self.kv_budget_tokens is not None:
+                raise ValueError(f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or rollout.kv_budget_bytes={self.kv_budget_bytes}, not both")
+            if self.kv_budget_bytes != "auto":
+                parse_bytes(self.kv_budget_bytes)
+        if self.max_rows is not None and self.schedule != "token_budget":
+            raise ValueError(f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots instead")
         if self.schedule == "dynamic_slot" and self.group_size < self.slots:
             raise ValueError(f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}")
         if self.predictor != "none" and self.schedule not in PREDICTED_SCHEDULES:
@@ -168,8 +202,18 @@ class RolloutConfig:
 
     @property
     def num_slots(self) -> int:
-        """Rows of the KV pool: slots, or G for `full_group`."""
+        """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for `full_group`."""
         return self.group_size if self.schedule == "full_group" else min(self.slots, self.group_size * self.prompts_at_once)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the KV budget is given by itself, not as slots."""
+        return self.kv_budget_tokens is not None or self.kv_budget_bytes is not None
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows that decode at a time."""
+        return min(self.max_rows or 256, self.group_size * self.prompts_at_once) if self.schedule == "token_budget" else self.num_slots
 
     @property
     def micro_group(self) -> int:
@@ -193,8 +237,10 @@ class ObjectiveConfig:
         "none", "truncated importance weights for the difference of engine and learner", choices=("none", "token_tis", "sequence_tis")
     )
     importance_cap: float = setting(2.0, "cap of the importance weights", above=0)
-    mismatch_stop: float = setting(0.05, "in bf16 and fp16 the run stops above this mean |engine - learner| log-probability", above=0)
-    mismatch_stop_float32: float = setting(1e-4, "in fp32 the run stops above this |engine - learner| log-probability of any token", above=0)
+    mismatch_stop: float = setting(
+        0.05, "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability", above=0
+    )
+    mismatch_stop_float32: float = setting(1e-4, "in fp32 with kv_dtype=auto the run stops above this |engine - learner| of any token", above=0)
     shuffle_advantages: bool = setting(False, "control run: shuffle the advantages within every group, so nothing can be learnt")
 
     def __post_init__(self) -> None:
@@ -347,12 +393,12 @@ class Config:
         if self.rollout.temperature == 0:
             raise ValueError("rollout.temperature must be > 0 for training, got 0.0; use run.eval_temperature=0 for greedy evaluation")
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        pool = self.rollout.num_slots * self.rollout.max_new_tokens
-        budget = self.rollout.kv_budget_tokens
-        if budget is not None and budget < pool + self.data.max_prompt_tokens:
+        budget, page_size = self.rollout.kv_budget_tokens, self.rollout.page_size
+        smallest = (-(-self.data.max_prompt_tokens // page_size) + -(-self.rollout.max_new_tokens // page_size)) * page_size
+        if budget is not None and budget < smallest:
             raise ValueError(
-                f"rollout.kv_budget_tokens must be >= slots x max_new_tokens + data.max_prompt_tokens = {pool} + {self.data.max_prompt_tokens}, "
-                f"got {budget}; the nearest that works is {pool + self.data.max_prompt_tokens}"
+                f"rollout.kv_budget_tokens must be >= {smallest} to hold a prompt of data.max_prompt_tokens = {self.data.max_prompt_tokens} "
+                f"and a response of rollout.max_new_tokens = {self.rollout.max_new_tokens} in pages of {page_size}, got {budget}"
             )
         if longest > self.learner.max_tokens_per_micro_batch:
             raise ValueError(
@@ -366,6 +412,11 @@ class Config:
             )
         if self.run.steps is not None and self.learner.warmup_steps > self.run.steps:
             raise ValueError(f"learner.warmup_steps must be <= run.steps = {self.run.steps}, got {self.learner.warmup_steps}")
+        if self.rollout.kv_dtype != "auto" and self.objective.importance == "none":
+            raise ValueError(
+                f"rollout.kv_dtype must be auto with objective.importance=none, got {self.rollout.kv_dtype}: samples come from rounded KV, "
+                "not from the policy that is trained; take objective.importance=token_tis"
+            )
         if self.run.deterministic:
             self._check_deterministic()
 
@@ -376,10 +427,22 @@ class Config:
                 raise ValueError(f"cluster.{name} must be 0 with run.deterministic=true, got {count}: only CPU runs are bitwise repeatable")
         if self.model.dtype != "float32":
             raise ValueError(f"model.dtype must be float32 with run.deterministic=true, got {self.model.dtype}")
+        if self.rollout.kv_dtype != "auto":
+            raise ValueError(
+                f"rollout.kv_dtype must be auto with run.deterministic=true, got {self.rollout.kv_dtype}: KV that is rounded need not repeat bitwise"
+            )
         if self.rollout.predictor != "none":
             raise ValueError(
                 f"rollout.predictor must be none with run.deterministic=true, got {self.rollout.predictor}: rebuilt prefixes round differently"
             )
+
+    @property
+    def mismatch_is_rounding(self) -> bool:
+        """Whether engine and learner differ by float32 rounding alone, so that objective.mismatch_stop_float32 bounds every token.
+
+        If not, in 16 bits or with rollout.kv_dtype=fp8 or int8, objective.mismatch_stop bounds the mean.
+        """
+        return self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"
 
     @property
     def samples_per_step(self) -> int:

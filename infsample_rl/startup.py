@@ -10,16 +10,21 @@ from typing import Any, TextIO
 
 import torch
 import yaml
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from infsample_rl import keeping
 from infsample_rl.config import PREDICTED_SCHEDULES, Config
 from infsample_rl.config_loading import cache_folder
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
-from infsample_rl.model.loading import load_model_config, load_tokenizer
+from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
+from infsample_rl.model.loading import load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.packed_attention import check_packable
+from infsample_rl.model.policy_head import masked_index
 from infsample_rl.placement import check_gpus, total_gpus, worker_groups
 from infsample_rl.reward.check import check_reward_functions
+from infsample_rl.rollout.kv_budget import num_pool_pages
+from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.types import Prompt
 
 
@@ -53,6 +58,8 @@ def prepare(config: Config) -> Start:
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
     if outside:
         raise ValueError(f"rollout.stop_token_ids must be ids of the tokenizer, 0 to {len(tokenizer) - 1}, got {outside}")
+    masked_index(config.rollout.bad_token_ids, len(tokenizer), "cpu")
+    StopStrings(tokenizer, config.rollout.stop_strings)
     context = architecture.to_dict().get("max_position_embeddings")  # none: unbounded
     prompts = build_train_prompts(config, tokenizer, context)
     eval_prompts = build_eval_prompts(config, tokenizer, context)
@@ -79,6 +86,7 @@ def prepare(config: Config) -> Start:
             *(f"{path} is of a step that is done again: moved to checkpoints/superseded" for path in superseded),
             *(f"changed since this run began: {change}" for change in changed),
             *setting_warnings(config),
+            *sampling_warnings(config, tokenizer, load_generation_config(config.model, architecture)),
         ],
         lock=lock,
     )
@@ -100,29 +108,42 @@ def setting_warnings(config: Config) -> list[str]:
         warnings.append(f"set, but nothing reads it here: {', '.join(unread)}")
     if config.model.dtype == "float16":
         warnings.append("model.dtype=float16: there is no loss scaling, small gradients can underflow; bfloat16 has the range of float32")
+    if rollout.kv_dtype != "auto":
+        warnings.append(
+            f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; learner/logprob_diff_* shows what "
+            f"that does to log-probabilities; its mean, not every token, is bounded, by objective.mismatch_stop={config.objective.mismatch_stop:g}"
+        )
     if config.objective.shuffle_advantages:
         warnings.append("objective.shuffle_advantages=true: a control run, the policy cannot learn from the rewards")
     return warnings
 
 
-def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str) -> int:
-    """Bytes of keys and values of one token over all layers."""
+def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> list[str]:
+    """What of the model's own generation settings is left out, and stop ids that can never be sampled."""
+    rollout = config.rollout
+    unused = unused_generation_settings(generation, rollout)
+    warnings = [unused] if unused else []
+    stop_ids = stop_ids_of(generation, tokenizer, rollout.stop_token_ids)
+    never = stop_ids & set(rollout.bad_token_ids)
+    if never:
+        ends = f"samples end at {sorted(stop_ids - never)}" if stop_ids - never else "no stop id is left"
+        warnings.append(f"rollout.bad_token_ids forbids the stop ids {sorted(never)}: {ends}")
+    return warnings
+
+
+def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 16) -> int:
+    """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded up)."""
     settings = architecture.to_dict()
     heads = settings.get("num_key_value_heads") or architecture.num_attention_heads
     head_dim = settings.get("head_dim") or architecture.hidden_size // architecture.num_attention_heads
-    return 2 * architecture.num_hidden_layers * heads * head_dim * getattr(torch, dtype).itemsize
+    stored = stored_dtype(kv_dtype, getattr(torch, dtype))
+    return -(-page_bytes(architecture.num_hidden_layers, page_size, heads, head_dim, stored) // page_size)
 
 
 def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: int) -> list[tuple[str, str]]:
     """What follows from the settings, as (name, value) rows."""
     rollout, data = config.rollout, config.data
-    pool_tokens = rollout.num_slots * rollout.max_new_tokens
-    # In an evaluation every slot may hold a sample of another prompt.
-    resident = max(rollout.prompts_at_once, rollout.num_slots if data.held_out and config.run.eval_prompts else 0)
-    prompt_tokens = resident * data.max_prompt_tokens
-    if rollout.kv_budget_tokens is not None:
-        prompt_tokens = min(prompt_tokens, rollout.kv_budget_tokens - pool_tokens)
-    per_token = kv_bytes_per_token(architecture, config.model.dtype)
+    per_token = kv_bytes_per_token(architecture, config.model.dtype, rollout.kv_dtype, rollout.page_size)
     processes = [f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "") for group in worker_groups(config)]
     device = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
     epochs = total_steps * data.prompts_per_step / num_rows
@@ -133,12 +154,10 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
         ("prompts per step", str(data.prompts_per_step)),
         ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
         ("updates per step", "1"),
-        ("schedule", f"{rollout.schedule}, {rollout.num_slots} slots per rollout worker"),
+        ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
         ("micro-group", f"{rollout.micro_group} samples"),
-        (
-            "KV pool per rollout worker",
-            f"{pool_tokens * per_token:,} bytes ({pool_tokens:,} tokens) + prompts up to {prompt_tokens * per_token:,} bytes",
-        ),
+        ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
+        ("KV pool per rollout worker", _pool_text(config, per_token)),
         ("KV of the full group", f"{rollout.group_size * rollout.max_new_tokens * per_token:,} bytes, what decoding all G at once would take"),
         ("learner row", f"up to {config.learner.max_tokens_per_micro_batch:,} tokens"),
         ("evaluation", _evaluation_text(config)),
@@ -148,11 +167,28 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
     ]
 
 
+def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
+    if config.rollout.kv_dtype == "auto":
+        return ""
+    return f" ({config.rollout.kv_dtype} with scales; {kv_bytes_per_token(architecture, config.model.dtype):,} in {config.model.dtype})"
+
+
+def _pool_text(config: Config, per_token: int) -> str:
+    """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
+    rollout = config.rollout
+    if rollout.kv_budget_bytes == "auto":
+        return "0.9 of what is free after the weights"
+    pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, longest_prompt=config.data.max_prompt_tokens)
+    tokens = pages * rollout.page_size
+    return f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
+
+
 def _unread_settings(config: Config) -> list[str]:
     """Settings that differ from their default while another setting turns off what would read them."""
     sources = (config.data.source, config.data.held_out or "")
     idle: list[tuple[bool, Any, str, tuple[str, ...]]] = [
         (config.rollout.predictor == "none", config.rollout, "rollout", ("predictor_path",)),
+        (config.model.dtype == "float32", config.model, "model", ("lm_head_fp32",)),
         (not config.objective.needs_reference, config.reference, "reference", ("path", "max_tokens_per_micro_batch")),
         (not any(source.startswith("reasoning_gym:") for source in sources), config.data, "data", ("size", "generator_seed", "generator_kwargs")),
         (not any(function.name.startswith("model:") for function in config.reward.functions), config.cluster, "cluster", ("reward_gpus",)),

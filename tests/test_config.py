@@ -7,10 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig
 
 from infsample_rl.config import Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config_loading import SECTIONS, ConfigError, compose, experiments, load_config
 from infsample_rl.main import main
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.startup import sampling_warnings, setting_warnings
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = ["arithmetic_smollm2", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "gsm8k_smollm2", "kk_qwen3_1.7b", "kk_qwen3_8b", "kk_tiny"]
@@ -37,7 +40,7 @@ def test_paper_setting():
 
 def test_group_choice_overrides_the_experiment():
     config = load_config(["+experiment=math_qwen3_8b", "rollout=default", "objective=paper_section_3_4", "rollout.slots=2"])
-    assert (config.rollout.schedule, config.rollout.slots, config.objective.advantage) == ("arrival", 2, "mean_only")
+    assert (config.rollout.schedule, config.rollout.slots, config.objective.advantage) == ("token_budget", 2, "mean_only")
 
 
 def test_choices_and_bounds_raise_value_error_in_python():
@@ -69,7 +72,7 @@ WRONG = [
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
     (["~rollout.slots"], "settings cannot be deleted"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
-    (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=arrival"),
+    (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=token_budget"),
     (["rollout.group_size=1"], "rollout.group_size must be >= 2 with objective.advantage=std, got 1"),
     (["rollout.temperature=0"], "rollout.temperature must be > 0 for training"),
     (["learner.max_tokens_per_micro_batch=100"], "learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens"),
@@ -84,11 +87,18 @@ WRONG = [
     (["data.source=/no/such/file.jsonl"], "/no/such/file.jsonl"),
     (["cluster.learner_gpus=1", "cluster.learner_ranks=64"], "64 GPUs, but there are"),
     (["run.resume=/no/checkpoint"], "run.resume=/no/checkpoint is not a checkpoint"),
-    (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= slots x max_new_tokens + data.max_prompt_tokens = 1280 + 160, got 10"),
+    (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160"),
     (["learner.beta1=1"], "learner.beta1 must be <= 0.999999, got 1"),
     (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions.weight must be finite, got nan"),
     (["cluster.learner_gpus=0.5"], "cluster.learner_gpus must be 0 or 1, got 0.5"),
     (["rollout.stop_token_ids=[96]"], "rollout.stop_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
+    (["rollout.bad_token_ids=[3,96]"], "rollout.bad_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
+    (["rollout.bad_token_ids=[-1]"], "rollout.bad_token_ids must be >= 0, got [-1]"),
+    (["rollout.bad_token_ids=[a]"], "rollout.bad_token_ids[0] must be a whole number, got 'a'"),
+    (["rollout.bad_token_ids=" + str(list(range(96))).replace(" ", "")], "rollout.bad_token_ids must leave an id to sample, got all 96"),
+    (['rollout.stop_strings=["a",""]'], "rollout.stop_strings must not hold an empty string, got ['a', '']"),
+    (['rollout.stop_strings=["a\ufffd"]'], "rollout.stop_strings must not hold U+FFFD"),
+    (['rollout.stop_strings=["<|im_end|>"]'], "rollout.stop_strings must not hold special tokens, which texts leave out, got '<|im_end|>'"),
     (["rollout=paper", "rollout.predictor_path=/no", "learner.max_tokens_per_micro_batch=4096"], "rollout.predictor_path=/no is not a folder"),
     (["run.dir=/dev/null/run"], "run.dir=/dev/null/run cannot be written"),
     (["--bogus"], "unrecognized arguments: --bogus"),
@@ -101,6 +111,26 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(overrides, message, tmp_pat
     assert main([f"run.dir={tmp_path}/run", *overrides]) == 2
     output = capsys.readouterr()
     assert message in output.err and output.err.count("\n") == 1 and output.err.startswith("error: ")
+
+
+def test_stop_strings_may_hold_anything_else():
+    assert load_config(['rollout.stop_strings=["\\n\\n", "</a>", "a, b = c"]']).rollout.stop_strings == ["\\n\\n", "</a>", "a, b = c"]
+    assert load_config(["rollout.stop_strings=['\n\n']"]).rollout.stop_strings == ["\n\n"]
+
+
+def test_what_is_told_of_sampling_before_a_run():
+    config = load_config(["rollout.bad_token_ids=[3,5]", "rollout.temperature=0.5"])
+    tokenizer, generation = load_tokenizer(config.model), GenerationConfig(eos_token_id=3, temperature=1.0)
+    assert sampling_warnings(config, tokenizer, generation) == [
+        "the model's own generation settings are not used: temperature=1.0; this run takes rollout.temperature=0.5; "
+        "to use the model's write rollout.temperature=1.0",
+        "rollout.bad_token_ids forbids the stop ids [3]: no stop id is left",
+    ]
+    config.rollout.stop_token_ids = [7]
+    assert sampling_warnings(config, tokenizer, GenerationConfig()) == ["rollout.bad_token_ids forbids the stop ids [3]: samples end at [7]"]
+    assert sampling_warnings(load_config([]), tokenizer, generation) == []
+    assert setting_warnings(load_config(["model.lm_head_fp32=true"])) == ["set, but nothing reads it here: model.lm_head_fp32"]
+    assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
 
 
 def test_value_with_equals_sign_works_when_quoted():

@@ -1,174 +1,209 @@
-"""One call's decode loop: which sample lies in which row of the pool, round after round.
-
-fill the free slots -> one token for every row -> release what has ended -> hand out full micro-groups
-"""
+"""One call's decode loop: plan a step, carry it out, see which samples ended, hand out full micro-groups."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from infsample_rl.rollout.kv_pool import KVPool
-from infsample_rl.rollout.model_runner import ModelRunner, RowInput
+import numpy as np
+import torch
+
+from infsample_rl.rollout.model_runner import ModelRunner
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
-from infsample_rl.rollout.sampler import Drawn, Sampler
+from infsample_rl.rollout.row_batch import RowBatch
+from infsample_rl.rollout.sampler import Drawn, DrawnTensors, Sampler
+from infsample_rl.rollout.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion
+
+HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
 
 
 @dataclass(slots=True)
 class RolloutStats:
     """Figures of one call, so far."""
 
-    running_steps: int = 0  # rounds in which every row got one token, plus one for every rebuild
-    row_utilisation: float = 0.0  # tokens sampled / (running_steps x slots)
-    peak_kv_bytes: int = 0  # KV of the tokens held at a time, prompts included
-    kv_pool_bytes: int = 0  # KV tensors allocated: the response pool and the resident prompts at their peak
-    preemptions: int = 0  # samples thrown out of a slot unfinished; fixed slots never do
-    recomputed_tokens: int = 0  # tokens whose KV was dropped after the prefix phase and rebuilt
+    running_steps: int = 0  # rounds in which every row got one token, plus one for every prefill that computes KV again
+    row_utilisation: float = 0.0  # tokens sampled / (running_steps x slots); token_budget: x most rows at a time
+    peak_kv_bytes: int = 0  # pages held at a time, prompts included
+    kv_pool_bytes: int = 0  # pages allocated
+    preemptions: int = 0  # rows that had to give their pages back unfinished
+    recomputed_tokens: int = 0  # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
+    parked_tokens: int = 0  # tokens whose KV was kept in host memory meanwhile
 
 
 class DecodeLoop:
-    """The prompts of one call that wait, those resident, and the sample of every pool row.
-
-    Slots are what schedules count; rows are where KV lies. They are the same with `deterministic`. Otherwise the samples
-    always lie in the pool's first rows, so that a step reads them without a gather.
-    """
+    """Carries out what the planner plans, on the model. On CUDA a step that only repeats the one before is launched before the host
+    has read what that one drew; a token drawn for a sample that had ended is thrown away."""
 
     def __init__(
-        self, runner: ModelRunner, pool: KVPool, groups: list[PromptGroup], sampler: Sampler, *, prompts_at_once: int, deterministic: bool
+        self,
+        runner: ModelRunner,
+        planner: StepPlanner,
+        batch: RowBatch,
+        sampler: Sampler,
+        *,
+        max_new_tokens: int,
+        stop_token_ids: set[int],
+        ends_text: Callable[[list[int]], bool] | None,
+        micro_group_size: int,
+        policy_version: int,
+        fixed_rows: int | None = None,
+        run_ahead: bool = False,
     ) -> None:
-        self.runner, self.pool, self.sampler = runner, pool, sampler
-        self.prompts_at_once, self.deterministic = prompts_at_once, deterministic
-        self.max_new_tokens = runner.response.num_tokens
-        self.waiting = deque(groups)
-        self.resident: list[PromptGroup] = []
-        self.rows: list[Sample | None] = [None] * pool.num_slots
+        """`ends_text`: whether a response's newest token completes a stop string. `fixed_rows`: every step has that many, a sample's
+        row is its slot. `run_ahead`: launch a repeated step before reading the one before."""
+        self.runner, self.planner, self.batch, self.sampler = runner, planner, batch, sampler
+        self.max_new_tokens, self.stop_token_ids, self.ends_text = max_new_tokens, stop_token_ids, ends_text
+        self.micro_group_size, self.policy_version = micro_group_size, policy_version
+        self.fixed_rows, self.run_ahead = fixed_rows, run_ahead
         self.stats = RolloutStats()
-        self._num_tokens = 0  # sampled so far
+        self._groups: list[PromptGroup] = list(planner.waiting)
+        self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
+        self._parked: dict[Sample, torch.Tensor] = {}
+        self._launched: tuple[list[Sample | None], DrawnTensors] | None = None
+        self._rows: list[Sample | None] = []
 
     @property
     def is_done(self) -> bool:
         """Whether every sample of every prompt has been handed out."""
-        return not self.waiting and not self.resident
+        return self.planner.is_done
 
-    def step(self, stop_token_ids: set[int], policy_version: int) -> list[list[Completion]]:
-        """One running step (more when samples are rebuilt); the micro-groups it completes."""
-        self._fill_slots()
-        self._decode(stop_token_ids, policy_version)
-        micro_groups = []
-        for group in list(self.resident):
-            if group.is_done:
-                self._drop(group)
-            micro_groups += group.take_micro_groups()
+    def step(self) -> list[list[Completion]]:
+        """One running step (more when KV is computed again); the micro-groups it completes."""
+        plan = self.planner.repeat_step() if self._launched is not None else None
+        if plan is None:
+            self._collect()
+            if not self.planner.is_done:
+                self._carry_out(self.planner.next_step())
+                self._launched = (self._rows, self._launch())
+        else:
+            before, self._launched = self._launched, None
+            launched = (self._rows, self._launch())
+            self._read(*before)
+            self._launched = launched
+        if not self.run_ahead:
+            self._collect()
         self._update_stats()
-        return micro_groups
+        return self._take_micro_groups()
 
     def free(self) -> None:
-        """Let go of all samples and prompt KV."""
-        self.waiting.clear()
-        for group in list(self.resident):
-            self._drop(group)
+        """Let go of all samples and KV."""
+        self._launched = None
+        self.planner.drop_all()
+        self._prompt_logits.clear()
+        self._parked.clear()
 
-    def _fill_slots(self) -> None:
-        for slot in list(self.pool.free_slots):
-            sample = self._next_sample(slot)
-            if sample is None:
+    def _carry_out(self, plan: StepPlan) -> None:
+        runner = self.runner
+        for sample, pages in plan.parked:
+            self._parked[sample] = runner.kv.copy_to_host(pages[: self.planner.pool.pages_for(sample.num_kv_tokens)])
+            self.stats.parked_tokens += sample.num_kv_tokens
+        for group in plan.prefills:
+            self._prompt_logits[group] = runner.prefill(group.prompt_ids, group.pages)
+        for sample in plan.restored:
+            runner.kv.copy_from_host(sample.pages, self._parked.pop(sample))
+        for sample in plan.rebuilt:
+            group = sample.group
+            runner.rebuild(list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
+        if plan.rows_changed:
+            self._rows = list(plan.rows)
+            if self.fixed_rows is not None:
+                by_slot = {sample.slot: sample for sample in plan.rows}
+                self._rows = [by_slot.get(slot) for slot in range(self.fixed_rows)]
+            self.batch.arrange(self._rows)
+        elif plan.pages_changed:
+            self.batch.write_pages(self._rows)
+
+    @torch.inference_mode()
+    def _launch(self) -> DrawnTensors:
+        """Run the model and draw one token for every row."""
+        batch = self.batch
+        first = {row: self._prompt_logits[self._rows[row].group] for row in batch.first_rows}
+        only_first = len(first) == sum(1 for sample in self._rows if sample is not None)
+        hidden = None if only_first else self.runner.decode(batch)
+        parts = []
+        for start in range(0, batch.num_rows, HEAD_ROWS):
+            rows = slice(start, min(start + HEAD_ROWS, batch.num_rows))
+            if hidden is None:  # idle rows draw from anything
+                logits = torch.stack([first.get(row, next(iter(first.values()))) for row in range(rows.start, rows.stop)])
+            else:
+                logits = self.runner.logits(hidden[rows])
+                for row in range(rows.start, rows.stop):
+                    if row in first:
+                        logits[row - start] = first[row]
+            parts.append(self.sampler.draw(logits, batch.keys[rows], batch.positions[rows] + 1))
+        drawn = parts[0] if len(parts) == 1 else _join(parts)
+        batch.advance(drawn.tokens)
+        return drawn
+
+    def _collect(self) -> None:
+        """Read the step that is in flight, if any."""
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            self._read(*launched)
+
+    def _read(self, rows: list[Sample | None], tensors: DrawnTensors) -> None:
+        """Append what a step drew; samples whose newest token was their last leave."""
+        drawn, ended = self.sampler.to_host(tensors), []
+        for row, sample in enumerate(rows):
+            if sample is None or sample.finish_reason or sample.slot < 0:  # no sample, or it had ended when this step was launched
                 continue
-            self.pool.take_slot(slot)
-            row = slot if self.deterministic else self.rows.index(None)
-            self.rows[row] = sample
-            if sample.num_kv_tokens:
-                self._rebuild(sample, row)
-        if not self.deterministic:
-            self._close_gaps()
+            self._append(row, sample, drawn)
+            sample.finish_reason = self._finish_reason(sample)
+            if sample.finish_reason:
+                ended.append(sample)
+        self.planner.end_step(ended)
+        for group in [group for group in self._prompt_logits if group.is_done]:
+            del self._prompt_logits[group]
 
-    def _next_sample(self, slot: int) -> Sample | None:
-        for group in self.resident:
-            sample = group.next_sample(slot)
-            if sample is not None or group.holds(slot):
-                return sample
-        while self.waiting and len(self.resident) < self.prompts_at_once and self.pool.has_room(len(self.waiting[0].prompt_ids)):
-            group = self._admit(self.waiting.popleft())
-            sample = group.next_sample(slot)
-            if sample is not None or group.holds(slot):
-                return sample
-        return None
-
-    def _admit(self, group: PromptGroup) -> PromptGroup:
-        self.pool.admit_prompt(len(group.prompt_ids))
-        self.resident.append(group)
-        group.prompt = self.runner.prefill(group.prompt_ids)
-        return group
-
-    def _drop(self, group: PromptGroup) -> None:
-        for row, sample in enumerate(self.rows):
-            if sample is not None and sample.group is group:  # dynamic_slot, or a stream closed early
-                self._release(row)
-        self.resident.remove(group)
-        self.pool.drop_prompt(len(group.prompt_ids))
-        group.prompt = None
-
-    def _release(self, row: int) -> None:
-        self.pool.release_slot(self.rows[row].slot, self.rows[row].num_kv_tokens)
-        self.rows[row] = None
-
-    def _rebuild(self, sample: Sample, row: int) -> None:
-        """Bring back the KV of a parked sample; its newest token goes through the next decode step."""
-        self.runner.rebuild(sample.group.prompt, row, sample.tokens[:-1])
-        self.pool.add_response_tokens(sample.num_kv_tokens)
-        self.stats.recomputed_tokens += sample.num_kv_tokens
-        self.stats.running_steps += 1
-
-    def _close_gaps(self) -> None:
-        """Move the last rows into the gaps that no sample has filled."""
-        last = len(self.rows) - 1
-        for row, sample in enumerate(self.rows):
-            while last > row and self.rows[last] is None:
-                last -= 1
-            if last <= row:
-                return
-            if sample is None:
-                self.rows[row], self.rows[last] = self.rows[last], None
-                self.runner.response.move(last, row, self.rows[row].num_kv_tokens)
-
-    def _decode(self, stop_token_ids: set[int], policy_version: int) -> None:
-        """One token for every row."""
-        active = [(row, sample) for row, sample in enumerate(self.rows) if sample is not None]
-        if not active:
-            raise RuntimeError("no sample could start in any slot, yet some are not finished")
-        num_rows = len(self.rows) if self.deterministic else len(active)
-        samples = [sample or active[0][1] for sample in self.rows[:num_rows]]  # a slot without a sample computes along with another's input
-        logits = self.runner.decode([_row_input(sample) for sample in samples])
-        drawn = self.sampler.draw(logits, [sample.key for sample in samples], [len(sample.tokens) for sample in samples])
-        self.pool.add_response_tokens(sum(1 for _, sample in active if sample.tokens))
-        self.stats.running_steps += 1
-        self._num_tokens += len(active)
-        for row, sample in active:
-            self._append(row, sample, drawn, stop_token_ids, policy_version)
-
-    def _append(self, row: int, sample: Sample, drawn: Drawn, stop_token_ids: set[int], policy_version: int) -> None:
-        token, logprob = drawn.tokens[row], drawn.logprobs[row]
-        if not math.isfinite(logprob):
+    def _append(self, row: int, sample: Sample, drawn: Drawn) -> None:
+        if not math.isfinite(drawn.logprobs[row]):
             name = f"sample {sample.sample_index} of prompt {sample.group.prompt_index}"
             raise RuntimeError(f"{name}: the model's logits are not finite at token {len(sample.tokens)}")
-        sample.tokens.append(token)
-        sample.logprobs.append(logprob)
+        sample.tokens.append(drawn.tokens[row])
+        sample.logprobs.append(drawn.logprobs[row])
         if drawn.sampling_logprobs is not None:
             sample.sampling_logprobs.append(drawn.sampling_logprobs[row])
-        if token in stop_token_ids or len(sample.tokens) == self.max_new_tokens:
-            self._release(row)
-            sample.group.finish(sample, "stop" if token in stop_token_ids else "length", policy_version)
-        elif len(sample.tokens) == sample.park_at:
-            self._release(row)
-            sample.group.park(sample)
+
+    def _finish_reason(self, sample: Sample) -> str:
+        if sample.tokens[-1] in self.stop_token_ids or (self.ends_text is not None and self.ends_text(list(sample.tokens))):
+            return "stop"
+        return "length" if len(sample.tokens) == self.max_new_tokens else ""
+
+    def _take_micro_groups(self) -> list[list[Completion]]:
+        """Full micro-groups, and the smaller last one of a group that is done."""
+        taken = []
+        for group in list(self._groups):
+            size = self.micro_group_size
+            while len(group.finished) >= size or (group.is_done and group.finished):
+                taken.append([self._completion(sample) for sample in group.finished[:size]])
+                group.finished = group.finished[size:]
+            if group.is_done:
+                self._groups.remove(group)
+        return taken
+
+    def _completion(self, sample: Sample) -> Completion:
+        return Completion(
+            prompt_index=sample.group.prompt_index,
+            sample_index=sample.sample_index,
+            token_ids=np.array(sample.tokens, np.int32),
+            logprobs=np.array(sample.logprobs, np.float32),
+            sampling_logprobs=np.array(sample.sampling_logprobs, np.float32) if self.sampler.truncates else None,
+            finish_reason=sample.finish_reason,
+            policy_version=self.policy_version,
+        )
 
     def _update_stats(self) -> None:
-        token_bytes = self.runner.response.bytes_per_token
-        self.stats.row_utilisation = self._num_tokens / (self.stats.running_steps * self.pool.num_slots)
-        self.stats.peak_kv_bytes = self.pool.peak_tokens * token_bytes
-        self.stats.kv_pool_bytes = self.runner.response.store.nbytes + self.pool.peak_prompt_tokens * token_bytes
+        planner, stats = self.planner, self.stats
+        page_bytes = self.runner.page_bytes(planner.pool.page_size)
+        stats.running_steps, stats.preemptions, stats.recomputed_tokens = planner.running_steps, planner.num_preemptions, planner.recomputed_tokens
+        slots = planner.most_rows if planner.policy is not None else planner.num_slots
+        stats.row_utilisation = planner.num_tokens / (planner.running_steps * slots)
+        stats.peak_kv_bytes = planner.pool.peak_pages * page_bytes
+        stats.kv_pool_bytes = planner.pool.num_pages * page_bytes
 
 
-def _row_input(sample: Sample) -> RowInput:
-    return RowInput(sample.group.prompt, sample.tokens[-1] if sample.tokens else 0, len(sample.tokens) - 1)
+def _join(parts: list[DrawnTensors]) -> DrawnTensors:
+    sampling = None if parts[0].sampling_probs is None else torch.cat([part.sampling_probs for part in parts])
+    return DrawnTensors(torch.cat([part.tokens for part in parts]), torch.cat([part.probs for part in parts]), sampling)

@@ -1,22 +1,30 @@
-"""The sampling engine: G completions of every prompt through a KV pool of a few slots, streamed as micro-groups."""
+"""The sampling engine: G completions of every prompt through a KV pool of a fixed number of pages, streamed as micro-groups."""
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
+from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
 from infsample_rl.rollout.kv_pool import KVPool
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.model_runner import ModelRunner
-from infsample_rl.rollout.prompt_group import Noise, Predict, PromptGroup
-from infsample_rl.rollout.sampler import EVALUATION, TRAINING, Sampler
+from infsample_rl.rollout.prompt_group import GroupSettings, Predict, PromptGroup
+from infsample_rl.rollout.row_batch import RowBatch
+from infsample_rl.rollout.sampler import EVALUATION, TRAINING, Sampler, sample_key
+from infsample_rl.rollout.step_planner import StepPlanner
+from infsample_rl.rollout.stop_strings import StopStrings
+from infsample_rl.rollout.token_budget import TokenBudgetPolicy
 from infsample_rl.types import Completion
 
 
@@ -31,23 +39,26 @@ class SamplingEngine:
         *,
         stop_token_ids: set[int] | None = None,
         deterministic: bool = False,
+        max_prompt_tokens: int | None = None,
+        lm_head_fp32: bool = False,
     ) -> None:
         """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
-        `deterministic`: bitwise the same results whatever else runs, at the price of always computing every slot in full.
-        Raises ValueError for a model, tokenizer or KV budget that cannot work.
+        `deterministic`: bitwise the same results whatever else runs, at the price of always computing every row, and of room
+        for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget the pool is
+        allocated at the first call, and again at a longer prompt. ValueError for what cannot work.
         """
         self.config = rollout_config
         self.tokenizer = tokenizer
         self.valid_vocab = len(tokenizer)  # ids from here on are padding of the model's head, never sampled
-        self._limits = self._new_pool()  # refuses a budget that is too small before anything is allocated
-        self.runner = ModelRunner(model.eval(), rollout_config.num_slots, rollout_config.max_new_tokens, fixed_shapes=deterministic)
-        if self.valid_vocab > self.runner.vocab_size:
+        self.runner = ModelRunner(model.eval(), deterministic=deterministic, lm_head_fp32=lm_head_fp32)
+        self.vocab_size = self.runner.shape.vocab_size
+        if self.valid_vocab > self.vocab_size:
             raise ValueError(
-                f"the tokenizer has {self.valid_vocab} tokens, more than the model's vocabulary of {self.runner.vocab_size}: "
-                "give the tokenizer of this model"
+                f"the tokenizer has {self.valid_vocab} tokens, more than the model's vocabulary of {self.vocab_size}: give the tokenizer of this model"
             )
         self.stop_token_ids = model_stop_token_ids(model, tokenizer, rollout_config.stop_token_ids) if stop_token_ids is None else stop_token_ids
+        self._stop_strings = StopStrings(tokenizer, rollout_config.stop_strings)
         self.deterministic = deterministic
         self.policy_version = 0  # stamped on completions
         self.heartbeat = 0  # running steps since construction
@@ -55,8 +66,11 @@ class SamplingEngine:
         self.stats = RolloutStats()
         self._predictor = self._load_predictor()
         self._loop: DecodeLoop | None = None
-        # Few samples of many prompts: every slot may hold another prompt, and no order may favour short samples.
-        plain = {"schedule": "arrival", "predictor": "none", "prefix_tokens": 0, "prompts_at_once": rollout_config.num_slots}
+        self._longest_prompt = 0
+        if max_prompt_tokens is not None or rollout_config.has_budget:
+            self._allocate(max_prompt_tokens or 1)
+        # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
+        plain = {"schedule": "token_budget", "predictor": "none", "prefix_tokens": 0, "prompts_at_once": rollout_config.most_rows}
         self._evaluation_config = replace(rollout_config, **plain)
         if rollout_config.schedule == "dynamic_slot":
             warnings.warn("rollout.schedule=dynamic_slot keeps the first samples to finish and so favours short ones", stacklevel=2)
@@ -107,58 +121,118 @@ class SamplingEngine:
         if sample_indices is None:
             sample_indices = [list(range(self.config.group_size)) for _ in prompt_ids]
         self._check_request(prompt_ids, prompt_indices, sample_indices)
-        noise = Noise(seed, EVALUATION if evaluation else TRAINING, step)
-        work = zip(prompt_indices, prompt_ids, sample_indices, strict=True)
         config = self._evaluation_config if evaluation else self.config
-        predictor = None if evaluation else self._predictor
-        groups = [PromptGroup(index, list(ids), list(asked), noise, config, predictor) for index, ids, asked in work if len(asked) > 0]
-        options = {"prompts_at_once": config.prompts_at_once, "deterministic": self.deterministic}
-        self._loop = DecodeLoop(self.runner, self._new_pool(), groups, self._new_sampler(temperature), **options)
+        self._allocate(max((len(ids) for ids in prompt_ids), default=1))
+        self._loop = None if self._loop is None else self._loop.free()
+        domain = EVALUATION if evaluation else TRAINING
+        settings = GroupSettings(config.schedule, config.num_slots, config.group_size, config.epsilon, config.prefix_tokens)
+        groups = [
+            PromptGroup(index, list(ids), list(asked), settings, partial(sample_key, seed, domain, step, index), predict=self._predictor_of(config))
+            for index, ids, asked in zip(prompt_indices, prompt_ids, sample_indices, strict=True)
+            if len(asked) > 0
+        ]
+        self._loop = self._new_loop(groups, config, self._new_sampler(temperature))
         self.stats = self._loop.stats
         return self._run(self._loop)
 
     def _run(self, loop: DecodeLoop) -> Iterator[list[Completion]]:
-        version = self.policy_version
         try:
-            while not loop.is_done:
+            is_done = loop.is_done
+            while not is_done:
                 if self._loop is not loop:
                     raise RuntimeError("this stream was ended by a later call of the same engine")
                 steps_before = loop.stats.running_steps
-                micro_groups = loop.step(self.stop_token_ids, version)
+                micro_groups = loop.step()
                 self.last_step_at = time.time()
                 self.heartbeat += loop.stats.running_steps - steps_before
+                is_done = loop.is_done
                 yield from micro_groups
         finally:
             loop.free()
 
-    def _new_sampler(self, temperature: float | None) -> Sampler:
+    def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler) -> DecodeLoop:
+        """The planner and the tensors of one call."""
+        kv, page_size = self.runner.kv, config.page_size
+        response_pages = -(-config.max_new_tokens // page_size)
+        most_rows, policy = config.most_rows, None
+        if self.deterministic:  # a full response of every row fits, so no sample is ever preempted
+            prompt_pages = [-(-len(group.prompt_ids) // page_size) for group in groups]
+            most_rows = max(1, min(most_rows, (kv.num_pages - max(prompt_pages, default=0)) // response_pages))
+        elif config.schedule == "token_budget":
+            policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
+        planner = StepPlanner(
+            groups,
+            KVPool(kv.num_pages, page_size),
+            num_slots=most_rows,
+            prompts_at_once=config.prompts_at_once,
+            max_new_tokens=config.max_new_tokens,
+            policy=policy,
+            park=self._parks(),
+        )
+        longest = max((len(group.prompt_ids) for group in groups), default=1)
+        prompts = min(config.prompts_at_once, max(len(groups), 1))
+        batch = RowBatch(most_rows, response_pages, prompts, -(-longest // page_size), kv.scratch_page, self.runner.device)
+        return DecodeLoop(
+            self.runner,
+            planner,
+            batch,
+            sampler,
+            max_new_tokens=config.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            ends_text=self._stop_strings.ends if config.stop_strings else None,
+            micro_group_size=config.micro_group,
+            policy_version=self.policy_version,
+            fixed_rows=most_rows if self.deterministic else None,
+            run_ahead=self.runner.device.type == "cuda",
+        )
+
+    def _allocate(self, longest_prompt: int) -> None:
+        """Allocate the pool for prompts of up to `longest_prompt` tokens, if the one there is does not do."""
         config, runner = self.config, self.runner
+        if longest_prompt <= self._longest_prompt or (runner.kv is not None and config.has_budget):
+            return
+        free = _free_bytes(runner.device) if config.kv_budget_bytes == "auto" else None
+        pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), longest_prompt=longest_prompt, free_bytes=free)
+        runner.allocate(pages, config.page_size)
+        self._longest_prompt = longest_prompt
+
+    def _parks(self) -> bool:
+        """Whether a preempted sample's KV goes to host memory: on CUDA a copy over PCIe and back costs less than a prefill of its tokens,
+        which reads all weights once (4 KB of KV a token and layer against hundreds of MB); on the CPU host memory is the pool's own."""
+        if self.config.preemption == "auto":
+            return self.runner.device.type == "cuda"
+        return self.config.preemption == "park"
+
+    def _predictor_of(self, config: RolloutConfig) -> Predict | None:
+        return self._predictor if config.schedule in PREDICTED_SCHEDULES else None
+
+    def _new_sampler(self, temperature: float | None) -> Sampler:
+        config = self.config
         temperature = config.temperature if temperature is None else temperature
         if temperature < 0:
             raise ValueError(f"temperature must be >= 0, got {temperature}; 0 is exact argmax")
-        options = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p}
-        return Sampler(runner.vocab_size, self.valid_vocab, temperature=temperature, device=runner.device, **options)
-
-    def _new_pool(self) -> KVPool:
-        return KVPool(self.config.num_slots, self.config.max_new_tokens, self.config.kv_budget_tokens)
+        options = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p, "bad_token_ids": config.bad_token_ids}
+        return Sampler(self.vocab_size, self.valid_vocab, temperature=temperature, device=self.runner.device, **options)
 
     def _check_request(self, prompt_ids: list[list[int]], prompt_indices: list[int], sample_indices: list[list[int]]) -> None:
         if not len(prompt_ids) == len(prompt_indices) == len(sample_indices):
             lengths = f"{len(prompt_ids)}, {len(prompt_indices)} and {len(sample_indices)}"
             raise ValueError(f"prompt_ids, prompt_indices and sample_indices must be equally long, got {lengths}")
-        context = self.runner.context
+        context, kv = self.runner.shape.context, self.runner.kv
         for index, ids, asked in zip(prompt_indices, prompt_ids, sample_indices, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"prompt {index} is empty; give at least one token")
-            if not (0 <= min(ids) and max(ids) < self.runner.vocab_size):
+            if not (0 <= min(ids) and max(ids) < self.vocab_size):
                 outside = min(ids) if min(ids) < 0 else max(ids)
-                raise ValueError(f"prompt {index} has token {outside}, outside the model's vocabulary of {self.runner.vocab_size}")
+                raise ValueError(f"prompt {index} has token {outside}, outside the model's vocabulary of {self.vocab_size}")
             if context is not None and len(ids) + self.config.max_new_tokens > context:
                 raise ValueError(
                     f"prompt {index} of {len(ids)} tokens + rollout.max_new_tokens = {self.config.max_new_tokens} is above the model's context "
                     f"of {context}; the nearest that works is max_new_tokens={context - len(ids)}"
                 )
-            self._limits.check_prompt(len(ids), f"prompt {index}")
+            if self.config.has_budget:
+                page_bytes = self.runner.page_bytes(self.config.page_size)
+                check_pages(kv.num_pages, self.config, len(ids), f"prompt {index}", page_bytes=page_bytes)
             if len(set(asked)) != len(asked):
                 raise ValueError(f"sample_indices of prompt {index} must differ, got {list(asked)}")
             if self.config.schedule == "dynamic_slot" and list(asked) != list(range(asked[0], asked[0] + len(asked)) if len(asked) else []):
@@ -180,3 +254,17 @@ class SamplingEngine:
         bert = BertLengthPredictor(self.config.predictor_path, self.runner.device)
         decode = self.tokenizer.decode
         return lambda prompt_ids, prefixes: bert.predict(decode(prompt_ids), [decode(prefix) for prefix in prefixes])
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
+    if os.path.exists(limit):
+        with open(limit) as most, open(used) as now:
+            text = most.read().strip()
+            return available if text == "max" else min(available, int(text) - int(now.read()))
+    return available

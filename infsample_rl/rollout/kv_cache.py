@@ -1,51 +1,187 @@
-"""KV tensors: one fixed response pool, and one exactly sized tensor for every resident prompt.
+"""The KV pool's tensors: pages of every layer's keys and values, allocated once, in the model's dtype or quantised to 8 bits.
 
-Letters: L layers, S slots (rows of the pool), R rows in use, H kv heads, T tokens of a slot, P prompt tokens, D head size.
-Keys of layer l lie at [2 l], its values at [2 l + 1].
+Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T tokens, P pages of one call.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-
-class PromptKV:
-    """The KV of one resident prompt, stored once and read by all its rows."""
-
-    def __init__(self, num_layers: int, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_tokens = num_tokens
-        self.store = torch.empty(2 * num_layers, 1, num_kv_heads, num_tokens, head_dim, dtype=dtype, device=device)
-        self.layers = self.store.unbind(0)  # 2 L tensors [1, H, P, D]
+QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
 
 
-class ResponseKV:
-    """The response pool, allocated once: [2 L, S, H, T, D].
+@dataclass(frozen=True, slots=True)
+class HostPages:
+    """Pages that were copied to host memory."""
 
-    It starts as zeros: positions a row has not written are masked, but 0 x NaN of raw memory would still be NaN.
+    store: torch.Tensor  # [2 L, n, S, H, D]
+    scales: torch.Tensor | None  # [2 L, n, H], of quantised pages
+
+
+class PagedKV:
+    """Keys and values of all layers in pages: [2 L, G + 1, S, H, D]. Keys of layer l lie at [2 l], its values at [2 l + 1].
+
+    Page G is scratch: rows without a sample, in steps of a fixed number of rows, read and write there. The pool starts as zeros:
+    a page's tokens that are not written yet are masked, but 0 x NaN of raw memory would still be NaN.
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, num_tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_layers, self.num_kv_heads, self.num_tokens, self.head_dim = num_layers, num_kv_heads, num_tokens, head_dim
-        self.store = torch.zeros(2 * num_layers, num_slots, num_kv_heads, num_tokens, head_dim, dtype=dtype, device=device)
-        self.flat_layers = self.store.view(2 * num_layers, -1, head_dim).unbind(0)  # 2 L tensors [S H T, D]
-        self._head_starts = (torch.arange(num_slots * num_kv_heads, device=device) * num_tokens).view(num_slots, num_kv_heads)
-        self.bytes_per_token = self.store.nbytes // (num_slots * num_tokens)
+        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
+        self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
+        self.scratch_page = num_pages
+        shape = (2 * num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.store = torch.zeros(shape, dtype=dtype, device=device)
+        self.scales: torch.Tensor | None = None
+        self.layers = self.store.unbind(0)  # 2 L tensors [G + 1, S, H, D]
+        self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
-    def rows(self, num_rows: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Views [R, H, num_tokens, D] of the first rows, 2 L of them."""
-        return self.store[:, :num_rows, :, :num_tokens].unbind(0)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool, scales included."""
+        return self.store.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def write_index(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where token `positions[r]` of row r lies in `flat_layers`, for every head: [R H]."""
-        return (self._head_starts[: positions.shape[0]] + positions[:, None]).view(-1)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers, scales included."""
+        return self.nbytes // (self.num_pages + 1)
 
-    def write_prefix(self, layer: int, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write the first tokens of a row: keys and values [1, H, tokens, D]."""
-        self.store[2 * layer, row, :, : keys.shape[2]] = keys[0]
-        self.store[2 * layer + 1, row, :, : values.shape[2]] = values[0]
+    def token_index(self, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens lie in a layer: token `positions[..., t]` of the sequence whose pages are `pages[..., :]`."""
+        return pages.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
 
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of row `source` to row `target`."""
-        self.store[:, target, :, :num_tokens] = self.store[:, source, :, :num_tokens]
+    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences. No host sync, fixed shapes."""
+        self._flat[2 * layer].index_copy_(0, token_index, keys)
+        self._flat[2 * layer + 1].index_copy_(0, token_index, values)
+
+    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest."""
+        self.write(layer, token_index, keys, values)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dense copy of one layer's keys and values in the pages [R, n]: two [R, n S, H, D]."""
+        rows, count = pages.shape
+        shape = (rows, count * self.page_size, self.num_kv_heads, self.head_dim)
+        index = pages.reshape(-1)
+        return self.layers[2 * layer].index_select(0, index).view(shape), self.layers[2 * layer + 1].index_select(0, index).view(shape)
+
+    def copy_to_host(self, pages: list[int]) -> HostPages:
+        """The KV of `pages` in host memory."""
+        index = torch.tensor(pages, device=self.device)
+        scales = None if self.scales is None else self.scales[:, index].to("cpu", copy=True)
+        return HostPages(self.store[:, index].to("cpu", copy=True), scales)
+
+    def copy_from_host(self, pages: list[int], held: HostPages) -> None:
+        """Put what copy_to_host gave into `pages`, of which there may be more than it holds."""
+        index = torch.tensor(pages[: held.store.shape[1]], device=self.device)
+        self.store[:, index] = held.store.to(self.device)
+        if self.scales is not None:
+            self.scales[:, index] = held.scales.to(self.device)
+
+
+class QuantisedKV(PagedKV):
+    """Pages of int8 or float8_e4m3fn with a float32 scale per page and kv head, keys and values apart: value = stored x scale.
+
+    A page's scale is the largest |value| / the largest number of the dtype. Its first token sets the scale afresh, so what an
+    earlier owner left does not matter; a later token that is larger makes it grow, and what the page holds is rounded again.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        """`dtype`: of the pages. `compute_dtype`: of what `gather` gives."""
+        super().__init__(num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, device)
+        self.compute_dtype = compute_dtype
+        self.largest = largest_number(dtype)
+        self.scales = torch.zeros(2 * num_layers, num_pages + 1, num_kv_heads, dtype=torch.float32, device=device)
+        self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
+
+    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other tokens in the same pages
+        are rounded again where a scale grows. No host sync, fixed shapes."""
+        new = torch.stack([keys, values]).float()
+        pages, slots = token_index // self.page_size, token_index % self.page_size
+        places = torch.arange(len(pages), device=self.device) * self.page_size + slots
+        self._write_pages(layer, pages, slots == 0, places, new, new.abs().amax(-1))
+
+    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be partly filled."""
+        new = torch.stack([keys, values]).float()
+        count, size = len(token_index), self.page_size
+        pages, slots = token_index // size, token_index % size
+        begins = (slots == 0).long()
+        order = begins.cumsum(0) - begins[:1]  # [T], which of the run's pages a token lies in
+        # As many pages as any run of that length can touch, so that no count is read from the device; those left over are scratch.
+        num_pages = (count + size - 2) // size + 1
+        touched = torch.full((num_pages,), self.scratch_page, device=self.device).index_copy_(0, order, pages)
+        is_new = torch.zeros(num_pages, dtype=torch.long, device=self.device).index_add_(0, order, begins) > 0
+        places = order * size + slots
+        dense = new.new_zeros(2, num_pages * size, *new.shape[2:]).index_copy_(1, places, new)
+        largest = dense.view(2, num_pages, size, *new.shape[2:]).abs().amax((2, 4))
+        self._write_pages(layer, touched, is_new, places, new, largest)
+
+    def _write_pages(
+        self, layer: int, pages: torch.Tensor, is_new: torch.Tensor, places: torch.Tensor, new: torch.Tensor, largest: torch.Tensor
+    ) -> None:
+        """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the largest |value| a page gets.
+
+        `is_new` [P]: pages whose first token is written.
+        """
+        both = slice(2 * layer, 2 * layer + 2)
+        held, old = self._bytes[both].index_select(1, pages), self.scales[both].index_select(1, pages)
+        old = old.masked_fill(is_new[:, None], 0.0)
+        scale = torch.maximum(old, (largest / self.largest).clamp_(min=SMALLEST_SCALE))
+        # Where the scale stays, the factor is exactly 1 and nothing is rounded anew.
+        numbers = held.view(self.dtype).float().mul_((old / scale)[:, :, None, :, None])
+        numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)  # not by a factor of 0: an earlier owner may have left NaN
+        quotients = new / scale.index_select(1, places // self.page_size)[..., None]
+        numbers.flatten(1, 2).index_copy_(1, places, quotients)
+        self._bytes[both].index_copy_(1, pages, self._rounded(numbers).view(torch.int8))
+        self.scales[both].index_copy_(1, pages, scale)
+
+    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which float8 may take for NaN."""
+        if self.dtype == torch.int8:
+            numbers.round_()
+        return numbers.clamp_(-self.largest, self.largest).to(self.dtype)
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A dense copy of one layer's keys and values in the pages [R, n], in the compute dtype: two [R, n S, H, D]."""
+        rows, count = pages.shape
+        both, index = slice(2 * layer, 2 * layer + 2), pages.reshape(-1)
+        scales = self.scales[both].index_select(1, index)[:, :, None, :, None]
+        numbers = self._bytes[both].index_select(1, index).view(self.dtype).float().mul_(scales).to(self.compute_dtype)
+        return numbers.view(2, rows, count * self.page_size, self.num_kv_heads, self.head_dim).unbind(0)
+
+
+def largest_number(dtype: torch.dtype) -> float:
+    """The number that a page's largest |value| is stored as: 127 of int8 (-128 is not used), 448 of float8_e4m3fn."""
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Of the pages under rollout.kv_dtype: stored_dtype("int8", torch.bfloat16) -> torch.int8; auto: the model's dtype."""
+    return model_dtype if kv_dtype == "auto" else QUANTISED_DTYPES[kv_dtype]
+
+
+def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one page with its scales, if its `dtype` is quantised: page_bytes(28, 16, 8, 128, torch.bfloat16) -> 1835008, 112 KiB a token.
+
+    With torch.int8 919296, 56 KiB a token and 112 bytes of scales.
+    """
+    scales = 2 * num_layers * num_kv_heads * torch.float32.itemsize if dtype in QUANTISED_DTYPES.values() else 0
+    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize + scales

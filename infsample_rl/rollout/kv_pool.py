@@ -1,61 +1,61 @@
-"""Which slots are taken and how many KV tokens are held, as plain ints; kv_cache.py has the tensors."""
+"""Which KV pages are free, taken and shared, as plain ints; kv_cache.py has the tensors."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+
 
 class KVPool:
-    """Book-keeping of one worker's KV memory: `num_slots` x `slot_tokens` response tokens, reserved, plus resident prompts."""
+    """Book-keeping of one worker's KV memory: `num_pages` pages of `page_size` tokens, fixed for the life of the pool.
 
-    def __init__(self, num_slots: int, slot_tokens: int, budget_tokens: int | None) -> None:
-        """Raises ValueError when `budget_tokens` does not even hold the slots and a prompt of one token."""
-        self.reserved_tokens = num_slots * slot_tokens
-        if budget_tokens is not None and budget_tokens < self.reserved_tokens + 1:
-            raise ValueError(
-                f"rollout.kv_budget_tokens must be >= slots x max_new_tokens + 1 = {num_slots} x {slot_tokens} + 1 = {self.reserved_tokens + 1}, "
-                f"got {budget_tokens}; take fewer slots or a larger budget"
-            )
-        self.num_slots = num_slots
-        self.budget_tokens = budget_tokens
-        self.free_slots = list(range(num_slots))  # ascending
-        self.prompt_tokens = self.response_tokens = 0  # held now
-        self.peak_prompt_tokens = self.peak_tokens = 0
+    A page belongs to whoever took it and to everyone who shared it; it is free again when the last of them has released it.
+    """
 
-    def check_prompt(self, num_tokens: int, name: str) -> None:
-        """Raise ValueError when a prompt could never become resident."""
-        if self.budget_tokens is not None and self.reserved_tokens + num_tokens > self.budget_tokens:
-            raise ValueError(
-                f"{name} of {num_tokens} tokens needs rollout.kv_budget_tokens >= {self.reserved_tokens + num_tokens} "
-                f"({self.reserved_tokens} of them for slots x max_new_tokens), got {self.budget_tokens}"
-            )
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(f"num_pages and page_size must be >= 1, got {num_pages} and {page_size}")
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages))  # a heap: low pages first
+        self._owners = [0] * num_pages
+        self.peak_pages = 0
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a prompt of `num_tokens` can become resident beside those that are."""
-        return self.budget_tokens is None or self.reserved_tokens + self.prompt_tokens + num_tokens <= self.budget_tokens
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
 
-    def admit_prompt(self, num_tokens: int) -> None:
-        """A prompt becomes resident."""
-        self.prompt_tokens += num_tokens
-        self.peak_prompt_tokens = max(self.peak_prompt_tokens, self.prompt_tokens)
-        self._note_peak()
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
 
-    def drop_prompt(self, num_tokens: int) -> None:
-        """A resident prompt leaves with its last sample."""
-        self.prompt_tokens -= num_tokens
+    def take(self, count: int) -> list[int]:
+        """`count` free pages, the lowest first. RuntimeError when there are fewer: the caller must have made room."""
+        if count > len(self._free):
+            raise RuntimeError(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages} are free")
+        pages = [heapq.heappop(self._free) for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
+        return pages
 
-    def take_slot(self, slot: int) -> None:
-        """A free slot starts a sample."""
-        self.free_slots.remove(slot)
+    def share(self, pages: Sequence[int]) -> None:
+        """One more owner for every page, which somebody must hold already."""
+        for page in pages:
+            if self._owners[page] == 0:
+                raise RuntimeError(f"KV page {page} is free and cannot be shared")
+            self._owners[page] += 1
 
-    def release_slot(self, slot: int, num_tokens: int) -> None:
-        """A slot's sample leaves with the `num_tokens` of KV it holds."""
-        self.free_slots.append(slot)
-        self.free_slots.sort()
-        self.response_tokens -= num_tokens
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner less for every page; a page without any is free."""
+        for page in pages:
+            if self._owners[page] == 0:
+                raise RuntimeError(f"KV page {page} is free already")
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                heapq.heappush(self._free, page)
 
-    def add_response_tokens(self, num_tokens: int) -> None:
-        """Rows have written the KV of `num_tokens` more response tokens."""
-        self.response_tokens += num_tokens
-        self._note_peak()
 
-    def _note_peak(self) -> None:
-        self.peak_tokens = max(self.peak_tokens, self.prompt_tokens + self.response_tokens)
+def smallest_budget_tokens(prompt_tokens: int, max_new_tokens: int, page_size: int) -> int:
+    """Tokens of the smallest pool that holds one prompt and one full response: smallest_budget_tokens(20, 30, 16) -> 64."""
+    return (-(-prompt_tokens // page_size) + -(-max_new_tokens // page_size)) * page_size

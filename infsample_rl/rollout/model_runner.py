@@ -1,124 +1,183 @@
-"""Runs the model over the KV pool: prefill of a prompt, one decode step of all rows, rebuild of a row's first tokens.
+"""Runs the model over the KV pool: prefill of a prompt, one decode step of all rows, the KV of a preempted sample again.
 
-Letters: R rows, P prompt tokens, V vocabulary of the model's head.
+Letters: R rows, E hidden size, V vocabulary of the model's head.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from infsample_rl.rollout import attention
-from infsample_rl.rollout.kv_cache import PromptKV, ResponseKV
+from infsample_rl.model.policy_head import head_logits
+from infsample_rl.rollout import attention, cpu_kernels
+from infsample_rl.rollout.decoder import LeanDecoder, linear, supports
+from infsample_rl.rollout.kv_cache import PagedKV, QuantisedKV, page_bytes, stored_dtype
+from infsample_rl.rollout.row_batch import RowBatch
+
+PREFILL_TOKENS = 512  # of a prompt in one forward, so that its activations do not grow with it
 
 
-@dataclass(slots=True)
-class ResidentPrompt:
-    """A prefilled prompt: its KV and the logits of its first response token."""
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the pool and the sampler need to know of a model."""
 
-    kv: PromptKV
-    logits: torch.Tensor  # [V], in the model's dtype
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # rows of the head
+    context: int | None  # None: unbounded
 
-
-@dataclass(slots=True)
-class RowInput:
-    """What one row feeds the next decode step."""
-
-    prompt: ResidentPrompt
-    token: int  # the row's newest token
-    position: int  # of that token in the response; -1: it has none yet
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelShape:
+        """The model's shape; ValueError when its attention cannot be split into prompt and response parts here."""
+        settings = check_architecture(model)
+        heads = settings["num_attention_heads"]
+        return cls(
+            num_layers=settings["num_hidden_layers"],
+            num_kv_heads=settings.get("num_key_value_heads") or heads,
+            head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+            vocab_size=model.get_output_embeddings().weight.shape[0],
+            context=settings.get("max_position_embeddings"),
+        )
 
 
 class ModelRunner:
     """A model whose attention reads and writes the KV pool. Sets the model's attention implementation, once."""
 
-    def __init__(self, model: PreTrainedModel, num_slots: int, slot_tokens: int, *, fixed_shapes: bool) -> None:
-        """`fixed_shapes`: every decode step runs all slots at the full KV extent, so results do not depend on what else runs."""
-        settings = check_architecture(model)
-        model.set_attn_implementation(attention.NAME)
-        self.model = model
-        self.device, self.dtype = model.device, model.dtype
-        self.num_layers = settings["num_hidden_layers"]
-        heads = settings["num_attention_heads"]
-        self.num_kv_heads = settings.get("num_key_value_heads") or heads
-        self.head_dim = settings.get("head_dim") or settings["hidden_size"] // heads
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.context = settings.get("max_position_embeddings")  # None: unbounded
-        self.fixed_shapes = fixed_shapes
-        self.response = ResponseKV(self.num_layers, num_slots, self.num_kv_heads, slot_tokens, self.head_dim, self.dtype, self.device)
-        self._extent = torch.arange(slot_tokens, device=self.device)
+    def __init__(self, model: PreTrainedModel, *, deterministic: bool = False, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
+        """`deterministic`: every decode step runs all rows at the full KV extent, so results do not depend on what else runs.
 
-    @torch.inference_mode()
-    def prefill(self, prompt_ids: list[int]) -> ResidentPrompt:
-        """Run one prompt alone and keep its KV and last logits."""
-        kv = PromptKV(self.num_layers, self.num_kv_heads, len(prompt_ids), self.head_dim, self.dtype, self.device)
-        ids = torch.tensor([prompt_ids], device=self.device)
-        positions = torch.arange(len(prompt_ids), device=self.device)[None]
-        logits = self._forward(ids, positions, attention.PrefillStep(kv), logits_to_keep=1)
-        return ResidentPrompt(kv, logits[0, -1].clone())
-
-    @torch.inference_mode()
-    def decode(self, inputs: list[RowInput]) -> torch.Tensor:
-        """Logits [R, V] of the next token of the pool's first rows; a row's first token takes its prompt's, without a forward.
-
-        A row without a token still computes along with the others (at position 0, written again by its first token).
+        `kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert it.
         """
-        new_rows = [index for index, row in enumerate(inputs) if row.position < 0]
-        new_logits = [inputs[index].prompt.logits for index in new_rows]
-        if len(new_rows) == len(inputs):
-            return torch.stack(new_logits)
-        logits = self._decode(inputs)
-        if new_rows:
-            logits[torch.tensor(new_rows, device=self.device)] = torch.stack(new_logits)
-        return logits
+        self.shape = ModelShape.of(model)
+        model.set_attn_implementation(attention.NAME)
+        self.model, self.deterministic, self.lm_head_fp32 = model, deterministic, lm_head_fp32
+        self.device, self.dtype = model.device, model.dtype
+        self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        check_kv_dtype(kv_dtype, capability, deterministic=deterministic)
+        self.kernels = cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
+        self.decoder = self._lean_decoder()
+        self.kv: PagedKV | None = None
 
-    def _decode(self, inputs: list[RowInput]) -> torch.Tensor:
-        columns = [
-            [row.token for row in inputs],
-            [max(row.position, 0) for row in inputs],
-            [row.prompt.kv.num_tokens + max(row.position, 0) for row in inputs],
-        ]
-        tokens, positions, model_positions = torch.tensor(columns, device=self.device).unbind(0)
-        length = self.response.num_tokens if self.fixed_shapes else max(columns[1]) + 1
-        all_seen = min(columns[1]) + 1 == length and not self.fixed_shapes
-        step = attention.DecodeStep(
-            prompts=self._rows_by_prompt(inputs),
-            fixed_shapes=self.fixed_shapes,
-            response_layers=self.response.rows(len(inputs), length),
-            flat_layers=self.response.flat_layers,
-            write_index=self.response.write_index(positions),
-            mask=None if all_seen else self._unseen_mask(positions, length),
-        )
-        return self._forward(tokens[:, None], model_positions[:, None], step, logits_to_keep=0)[:, 0]
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocate the pool; one of another size is freed first."""
+        if self.kv is not None and (self.kv.num_pages, self.kv.page_size) == (num_pages, page_size):
+            return
+        self.kv = None
+        shape = self.shape
+        sizes = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim, self.kv_dtype, self.device)
+        self.kv = PagedKV(*sizes) if self.kv_dtype == self.dtype else QuantisedKV(*sizes, compute_dtype=self.dtype)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page, all layers, scales included."""
+        return page_bytes(self.shape.num_layers, page_size, self.shape.num_kv_heads, self.shape.head_dim, self.kv_dtype)
 
     @torch.inference_mode()
-    def rebuild(self, prompt: ResidentPrompt, row: int, tokens: list[int]) -> None:
-        """Write the KV of a row's first `tokens`, which were sampled before, in one pass."""
-        start, count = prompt.kv.num_tokens, len(tokens)
-        positions = torch.arange(start, start + count, device=self.device)
-        mask = torch.arange(start + count, device=self.device) <= positions[:, None]
-        step = attention.RebuildStep(prompt.kv, self.response, row, mask)
-        self._forward(torch.tensor([tokens], device=self.device), positions[None], step, logits_to_keep=1)
+    def prefill(self, prompt_ids: list[int], pages: list[int]) -> torch.Tensor:
+        """Write the KV of one prompt, alone, into `pages`; the logits [V] of its first response token."""
+        return self._logits(self._extend(prompt_ids, pages, [], 0)[-1:])[0].clone()
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: object, logits_to_keep: int) -> torch.Tensor:
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=logits_to_keep, pool=step).logits
+    @torch.inference_mode()
+    def rebuild(self, tokens: list[int], num_kept: int, pages: list[int], prompt_pages: list[int], num_prompt_tokens: int) -> None:
+        """Write the KV of a sample's `tokens` from `num_kept` on into its `pages`, which hold that of the ones before."""
+        prompt = (torch.tensor(prompt_pages, device=self.device), num_prompt_tokens)
+        self._extend(tokens, pages, [prompt], num_prompt_tokens, num_kept)
 
-    def _rows_by_prompt(self, inputs: list[RowInput]) -> list[tuple[PromptKV, torch.Tensor | None]]:
-        first = inputs[0].prompt
-        if all(row.prompt is first for row in inputs):
-            return [(first.kv, None)]
-        rows: dict[int, tuple[PromptKV, list[int]]] = {}
-        for index, row in enumerate(inputs):
-            rows.setdefault(id(row.prompt), (row.prompt.kv, []))[1].append(index)
-        return [(kv, torch.tensor(indices, device=self.device)) for kv, indices in rows.values()]
+    def _extend(self, ids: list[int], pages: list[int], past: list[tuple[torch.Tensor, int]], start: int, num_kept: int = 0) -> torch.Tensor:
+        """Run a sequence's `ids` from `num_kept` on, after `start` tokens, and keep their KV in `pages`; last hidden states of the last piece."""
+        own_pages = torch.tensor(pages, device=self.device)
+        hidden = torch.empty(0)
+        for begin in range(num_kept, len(ids), PREFILL_TOKENS):
+            piece = torch.tensor([ids[begin : begin + PREFILL_TOKENS]], device=self.device)
+            places = torch.arange(begin, begin + piece.shape[1], device=self.device)
+            earlier = [(own_pages[: -(-begin // self.kv.page_size)], begin)] if begin else []
+            step = attention.ExtendStep(self.kv, [*past, *earlier], self.kv.token_index(own_pages, places))
+            hidden = self._forward(piece, (start + places)[None], step)[0]
+        return hidden
 
-    def _unseen_mask(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """-inf at the response tokens a row has not written: [R, 1, 1, length]."""
-        unseen = self._extent[:length] > positions[:, None]
-        return torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)[:, None, None]
+    @torch.inference_mode()
+    def decode(self, batch: RowBatch) -> torch.Tensor:
+        """One forward of all rows: last hidden states [R, E] of their next tokens."""
+        num_rows = batch.num_rows
+        positions = batch.positions[:num_rows].clamp(min=0)
+        write_index = self.kv.token_index(batch.tables[:num_rows].long(), positions[:, None])[:, 0]
+        step = self._decode_step(batch, positions, write_index)
+        tokens, places = batch.tokens[:num_rows], batch.starts[:num_rows] + positions
+        if self.decoder is not None:
+            return self.decoder(tokens, places, step)
+        return self._forward(tokens[:, None], places[:, None], step)[:, 0]
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, E] -> logits [R, V]; float32 with lm_head_fp32, else the model's dtype."""
+        return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.model.get_output_embeddings().weight
+        if self.dtype == torch.float32:
+            return linear(hidden, weight, None, self.kernels)
+        return head_logits(hidden, weight, fp32=self.lm_head_fp32)
+
+    def _decode_step(self, batch: RowBatch, positions: torch.Tensor, write_index: torch.Tensor) -> attention.Step:
+        if self.kernels is not None and self.kv_dtype == torch.float32:
+            return attention.CPUKernelStep(self.kv, write_index, batch, batch.num_rows, self.kernels)
+        num_rows, page_size = batch.num_rows, self.kv.page_size
+        num_pages = batch.tables.shape[1] if self.deterministic else -(-batch.max_length // page_size)
+        unseen = torch.arange(num_pages * page_size, device=self.device) > positions[:, None]
+        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)[:, None, None]
+        return attention.GatherStep(
+            kv=self.kv,
+            write_index=write_index,
+            pages=batch.tables[:num_rows, :num_pages],
+            mask=mask,
+            prompts=self._prompts(batch),
+            fixed_shapes=self.deterministic,
+        )
+
+    def _prompts(self, batch: RowBatch) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:
+        prompts = []
+        of_row = batch.prompt_of_row[: batch.num_rows]
+        for place, group in enumerate(batch.groups):
+            rows = None if len(batch.groups) == 1 else (of_row == place).nonzero()[:, 0]
+            prompts.append((batch.prompt_tables[place : place + 1, : len(group.pages)], len(group.prompt_ids), rows))
+        return prompts
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step) -> torch.Tensor:
+        return self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, pool=step).last_hidden_state
+
+    @torch.inference_mode()
+    def _lean_decoder(self) -> LeanDecoder | None:
+        """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one line says why."""
+        if not supports(self.model):
+            return None
+        decoder = LeanDecoder(self.model, self.kernels)
+        shape = self.shape
+        kv = PagedKV(shape.num_layers, 1, 1, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
+        batch = RowBatch(1, 1, 1, 1, kv.scratch_page, self.device)
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        step = attention.GatherStep(kv, zero, torch.zeros_like(batch.tables), None, [(batch.prompt_tables, 1, None)], fixed_shapes=False)
+        token = zero + shape.vocab_size // 2
+        short, own = decoder(token, zero + 3, step).float(), self._forward(token[:, None], zero[:, None] + 3, step)[:, 0].float()
+        difference = (short - own).abs().max() / own.abs().max()
+        if difference < (1e-4 if self.dtype == torch.float32 else 0.05):
+            return decoder
+        name = type(self.model).__name__
+        warnings.warn(f"the short decoder differs from {name} by {difference:.2g}; transformers' modules are used, slower", stacklevel=3)
+        return None
+
+
+def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, deterministic: bool) -> None:
+    """Raise ValueError for a rollout.kv_dtype that does not work with deterministic steps or on a GPU of that compute capability (None: no GPU)."""
+    if kv_dtype != "auto" and deterministic:
+        raise ValueError(f"rollout.kv_dtype must be auto with run.deterministic=true, got {kv_dtype}: KV that is rounded need not repeat bitwise")
+    if kv_dtype == "fp8" and capability is not None and capability < (8, 9):
+        found = f"{capability[0]}.{capability[1]}"
+        raise ValueError(f"rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above, this one has {found}; take rollout.kv_dtype=int8")
 
 
 def check_architecture(model: PreTrainedModel) -> dict:
@@ -129,8 +188,11 @@ def check_architecture(model: PreTrainedModel) -> dict:
     if kinds or (uses_window and not settings.get("layer_types")):
         found = f"layer types {', '.join(kinds)}" if kinds else f"sliding_window={settings['sliding_window']}"
         raise ValueError(f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, Qwen2 or Qwen3")
-    if settings.get("attn_logit_softcapping"):
-        raise ValueError(f"model type {settings['model_type']} has attn_logit_softcapping, which is not supported; take e.g. Qwen3")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if settings.get(name):
+            raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
+    if model.get_output_embeddings().bias is not None:
+        raise ValueError(f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3")
     if not type(model)._supports_attention_backend:
         raise ValueError(f"model type {settings['model_type']} does not call transformers' attention interface; take e.g. Llama, Qwen2 or Qwen3")
     return settings

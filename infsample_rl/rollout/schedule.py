@@ -26,7 +26,7 @@ class SharedQueue:
         self._order = deque(order)
         self._first = dict(first or {})
         self._started: set[int] = set()
-        self._unfinished = len(self._order)
+        self._num_samples = self._unfinished = len(self._order)
 
     def next_sample(self, slot: int) -> int | None:
         """The sample that starts in `slot` now, or None."""
@@ -48,6 +48,11 @@ class SharedQueue:
     def holds(self, slot: int) -> bool:
         """Whether `slot`, free now, will be wanted later: never, a shared queue starts what it can at once."""
         return False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return len(self._started) < self._num_samples
 
     @property
     def is_done(self) -> bool:
@@ -73,6 +78,11 @@ class SlotQueues:
     def holds(self, slot: int) -> bool:
         """Whether `slot`, free now, will be wanted later."""
         return bool(self._queues[slot])
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return any(self._queues)
 
     @property
     def is_done(self) -> bool:
@@ -110,6 +120,11 @@ class Rounds:
         return self._round_start + self._slots + slot < self._num_samples
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return bool(self._waiting) or self._round_start + self._slots < self._num_samples
+
+    @property
     def is_done(self) -> bool:
         """Whether every sample has ended."""
         return self._round_start >= self._num_samples
@@ -141,6 +156,11 @@ class Endless:
         return False
 
     @property
+    def has_waiting(self) -> bool:
+        """Whether another sample would start: until enough have ended, always."""
+        return not self.is_done
+
+    @property
     def is_done(self) -> bool:
         """Whether as many samples as asked for have ended; those still running are dropped."""
         return self._unfinished == 0
@@ -161,6 +181,8 @@ def make_schedule(name: str, num_samples: int, slots: int, lengths: Sequence[flo
     everyone = range(num_samples)
     if name in ("arrival", "full_group"):  # full_group differs in its slot count alone: all samples start at once
         return SharedQueue(everyone)
+    if name == "token_budget":  # how many at once is the planner's to decide; known lengths: the longest first, as in lpt
+        return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]) if lengths else everyone)
     if name == "naive":
         return Rounds(num_samples, slots)
     if name == "fixed_slot":
@@ -176,7 +198,7 @@ def make_schedule(name: str, num_samples: int, slots: int, lengths: Sequence[flo
     if name == "infinite":
         groups = fptas_groups(lengths, slots, epsilon)
         return SharedQueue(sorted(everyone, key=lambda index: lengths[index]), first={slot: group[0] for slot, group in enumerate(groups) if group})
-    raise ValueError(f"schedule must be arrival, full_group, naive, fixed_slot, dynamic_slot, fptas, sjf, lpt or infinite, got {name!r}")
+    raise ValueError(f"schedule must be token_budget, arrival, full_group, naive, fixed_slot, dynamic_slot, fptas, sjf, lpt, infinite, got {name!r}")
 
 
 def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:

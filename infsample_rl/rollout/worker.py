@@ -23,7 +23,14 @@ class RolloutWorker:
         self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
         self.model = load_model(config.model, self.device)
-        self.engine = SamplingEngine(self.model, load_tokenizer(config.model), config.rollout, deterministic=config.run.deterministic)
+        self.engine = SamplingEngine(
+            self.model,
+            load_tokenizer(config.model),
+            config.rollout,
+            deterministic=config.run.deterministic,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            lm_head_fp32=config.model.lm_head_fp32,
+        )
 
     def stream(self, work: list[RolloutWork], *, step: int, evaluation: bool = False) -> Iterator[MicroGroupHeader | list[Completion]]:
         """A header, then its micro-group, for every micro-group as soon as its samples have ended."""
@@ -54,7 +61,7 @@ class RolloutWorker:
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""
         stats = self.engine.stats
-        names = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "recomputed_tokens", "preemptions")
+        names = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "recomputed_tokens", "preemptions", "parked_tokens")
         return {name: float(getattr(stats, name)) for name in names}
 
 

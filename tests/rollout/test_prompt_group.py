@@ -1,12 +1,11 @@
-"""The prefix phase: what is parked, predicted and started in which order. No model."""
+"""The prefix phase: what waits, is predicted and started in which order. No model."""
 
 import pytest
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.prompt_group import Noise, PromptGroup
+from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup
 
 
-def make_group(schedule, predicted, **settings):
+def make_group(schedule, predicted):
     """A group of four samples whose predicted length is looked up by their first token; and the calls of the predictor."""
     calls = []
 
@@ -14,48 +13,48 @@ def make_group(schedule, predicted, **settings):
         calls.append((prompt_ids, [list(prefix) for prefix in prefixes]))
         return [predicted[prefix[0]] for prefix in prefixes]
 
-    config = RolloutConfig(group_size=4, slots=2, schedule=schedule, predictor="bert", prefix_tokens=2, micro_group_size=2, **settings)
-    return PromptGroup(0, [5, 9], [0, 1, 2, 3], Noise(0, 0, 0), config, predict), calls
-
-
-def decode(sample, tokens):
-    sample.tokens += tokens
-    sample.logprobs += [-1.0] * len(tokens)
+    settings = GroupSettings(schedule, slots=2, group_size=4, prefix_tokens=2)
+    return PromptGroup(0, [5, 9], [0, 1, 2, 3], settings, lambda index: 100 + index, predict=predict), calls
 
 
 def test_the_schedule_starts_after_the_last_prefix_with_each_samples_own_prediction():
     group, calls = make_group("sjf", {10: 7.0, 11: 3.0, 13: 5.0})
     samples = [group.next_sample(slot % 2) for slot in range(4)]
+    assert [(sample.key, sample.wait_at) for sample in samples] == [(100, 2), (101, 2), (102, 2), (103, 2)]
     for index, tokens in ((3, [13, 1]), (1, [11, 1]), (0, [10, 1])):
-        decode(samples[index], tokens)
-        group.park(samples[index])
-    assert calls == [] and group.next_sample(0) is None and group.holds(0)
-    decode(samples[2], [12])
-    group.finish(samples[2], "stop", policy_version=0)  # ends within its prefix
+        samples[index].tokens.extend(tokens)
+        group.keep_waiting(samples[index])
+    assert calls == [] and group.next_sample(0) is None and group.holds(0) and group.has_waiting
+    samples[2].tokens.append(12)
+    assert group.finish(samples[2])  # ends within its prefix
     assert calls == [([5, 9], [[10, 1], [11, 1], [13, 1]])]
-    assert [group.next_sample(0).sample_index for _ in range(3)] == [1, 3, 0]  # predicted 3, 5 and 7 tokens
-    assert group.next_sample(0) is None and not group.holds(0) and not group.is_done
+    order = [group.next_sample(0) for _ in range(3)]
+    assert [(sample.sample_index, sample.predicted, sample.wait_at) for sample in order] == [(1, 3.0, None), (3, 5.0, None), (0, 7.0, None)]
+    assert group.next_sample(0) is None and not group.holds(0) and not group.has_waiting and not group.is_done
 
 
-def test_a_parked_sample_goes_on_with_its_tokens_and_finishes_once():
+def test_a_waiting_sample_goes_on_with_its_tokens_and_finishes_once():
     group, _ = make_group("lpt", {10: 7.0})
     for slot in range(4):
         sample = group.next_sample(slot % 2)
-        decode(sample, [10, 1])
-        group.park(sample)
-    finished = []
+        sample.tokens.extend([10, 1])
+        group.keep_waiting(sample)
     for _ in range(4):
         sample = group.next_sample(0)
-        assert sample.tokens == [10, 1] and sample.num_kv_tokens == 1 and sample.park_at is None
-        decode(sample, [2])
-        group.finish(sample, "stop", policy_version=3)
-        finished += group.take_micro_groups()
-    assert [[completion.sample_index for completion in micro_group] for micro_group in finished] == [[0, 1], [2, 3]]
-    assert group.is_done and finished[0][0].token_ids.tolist() == [10, 1, 2]
+        assert list(sample.tokens) == [10, 1]
+        assert group.finish(sample)
+    assert group.is_done and [sample.sample_index for sample in group.finished] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("asked", "extra"), [([0, 1, 2, 3], [4, 5]), ([2, 3], [6, 7])])
 def test_extra_samples_of_dynamic_slot_never_collide_between_workers(asked, extra):
-    config = RolloutConfig(group_size=4, slots=2, schedule="dynamic_slot")
-    group = PromptGroup(0, [5, 9], asked, Noise(0, 0, 0), config, None)
+    settings = GroupSettings("dynamic_slot", slots=2, group_size=4)
+    group = PromptGroup(0, [5, 9], asked, settings, lambda index: index)
     assert [group.next_sample(0).sample_index for _ in range(len(asked) + 2)] == asked + extra
+
+
+def test_a_sample_beyond_those_dynamic_slot_keeps_is_not_wanted():
+    group = PromptGroup(0, [5], [0, 1], GroupSettings("dynamic_slot", slots=2, group_size=2), lambda index: index)
+    samples = [group.next_sample(0) for _ in range(3)]
+    assert [group.finish(sample) for sample in samples] == [True, True, False]
+    assert [sample.sample_index for sample in group.finished] == [0, 1]

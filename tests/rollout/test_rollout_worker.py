@@ -83,7 +83,8 @@ def test_figures_are_floats_by_metric_name(config):
     worker = RolloutWorker(config, 0)
     collect(worker.stream(WORK, step=0))
     stats = worker.stats()
-    assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "recomputed_tokens", "preemptions"}
+    counts = {"recomputed_tokens", "preemptions", "parked_tokens"}
+    assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation"} | counts
     assert all(isinstance(value, float) for value in stats.values())
     assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1
     assert torch.get_num_threads() == 1

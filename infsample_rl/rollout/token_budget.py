@@ -1,0 +1,150 @@
+"""The policy of the `token_budget` schedule: who starts, who waits and who gives up pages. Plain ints, no torch.
+
+All samples of a group look alike until they end, so the one with the fewest tokens has the most to do and is the likeliest to
+end last. Hence one order for everything: *most work left first* decides who is admitted, its reverse who is preempted and
+whose pages are taken (the tail of the run is what the steps are lost in: preempting the row with least progress instead costs
+6 % more steps on recorded lengths). Earlier groups come before later ones, which fill what the earlier leave idle.
+
+Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and hold t_i
+tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n h) exp(-h n / S)
+tokens; the maximum over h >= 0 is
+
+    peak = S exp(T / S - 1) if T < S, else T
+
+and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0) this
+admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not fit after all
+is preempted.
+
+Expected length of a sample without a prediction: the mean over its group, in which a finished sample counts with its length, a
+running one with twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample
+more with the prior. The prior is the mean of the other groups of this run, with one sample more of `prior_length`, by default
+max_new_tokens / 3: under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
+
+A preempted sample keeps its tokens, and its pages as long as nobody needs them: pages are taken one by one, from the end of
+the sample at the back of the line, and only the tokens in them are recomputed. Taking a whole sample's pages at once
+recomputes twice as much on recorded lengths.
+
+No livelock. Every running row gains a token in every step, and tokens are never lost, so n samples of l_i tokens need at most
+sum l_i decoding steps, and at most one rebuild for each token gained: 2 x sum l_i running steps in all. Besides, the row that
+has run longest without a pause is never preempted, so some sample ends at least every max_new_tokens decoding steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+PRIOR_SHARE = 3  # prior_length = max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
+
+
+class Sample(Protocol):
+    """What the policy reads of a sample. Groups are served in the order of `group_id`."""
+
+    group_id: int
+    num_tokens: int  # generated so far; 0: not started
+    admitted_order: int  # counts admissions, re-admissions included: smaller has run longer
+    predicted: float | None  # predicted length in tokens
+
+
+class TokenBudgetPolicy:
+    """Decides admission and preemption under a budget of KV pages; see the module's docstring for the rule."""
+
+    def __init__(self, page_size: int, max_new_tokens: int, prior_length: float | None = None, rebuild_cost: float = 0.25) -> None:
+        """`prior_length`: mean length expected before any sample has ended (tokens), such as the previous step's mean.
+
+        `rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted sample
+        returns only where rebuild_cost x its expected length would stay free: between two ends of samples the rows together
+        write about one mean length, so at 1 the next end is awaited before anybody is preempted again.
+
+        Raises ValueError for page_size or max_new_tokens < 1, prior_length <= 0, a negative rebuild_cost.
+        """
+        if page_size < 1 or max_new_tokens < 1:
+            raise ValueError(f"page_size and max_new_tokens must be >= 1, got {page_size} and {max_new_tokens}")
+        if prior_length is not None and prior_length <= 0:
+            raise ValueError(f"prior_length must be > 0 tokens, got {prior_length}; None takes max_new_tokens / {PRIOR_SHARE}")
+        if rebuild_cost < 0:
+            raise ValueError(f"rebuild_cost must be >= 0, got {rebuild_cost}")
+        self._page_size = page_size
+        self._max_new_tokens = max_new_tokens
+        self._rebuild_cost = rebuild_cost
+        self._prior_length = min(max_new_tokens, max_new_tokens / PRIOR_SHARE if prior_length is None else prior_length)
+        self._finished: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])  # group: samples, tokens
+        self._all_samples = self._all_tokens = 0
+
+    def observe_finished(self, group_id: int, length: int) -> None:
+        """A sample has ended with `length` tokens."""
+        group = self._finished[group_id]
+        group[0] += 1
+        group[1] += length
+        self._all_samples += 1
+        self._all_tokens += length
+
+    def next_waiting(self, waiting: Sequence[Sample]) -> int:
+        """Index of the sample to admit next: earliest group, then most work left; ties in the order given."""
+        return min(range(len(waiting)), key=lambda index: (waiting[index].group_id, -self._work_left(waiting[index])))
+
+    def may_admit(self, running: Sequence[Sample], candidate: Sample, missing_pages: int, free_pages: int, response_pages: int) -> bool:
+        """Whether `candidate` may run from this step on.
+
+        `missing_pages`: pages it must get now, ceil(num_tokens / page_size) less those it has kept. `free_pages`: pages nobody
+        holds, after the running rows took what they need in this step. `response_pages`: all pages that are not a prompt's.
+        An empty engine admits always (the caller takes pages from preempted samples if it must).
+        """
+        if not running:
+            return True
+        if missing_pages > free_pages:
+            return False
+        means = self._group_means(running, candidate)
+        expected = sum(means[row.group_id] if row.predicted is None else self._predicted(row) for row in running)
+        mean = means[candidate.group_id] if candidate.predicted is None else self._predicted(candidate)
+        if candidate.num_tokens and (free_pages - missing_pages) * self._page_size < self._rebuild_cost * mean:
+            return False
+        size = self._page_size
+        held = sum(-(-row.num_tokens // size) for row in running) + -(-candidate.num_tokens // size)
+        return _future_peak(expected + mean, held * size) <= response_pages * size
+
+    def victim(self, running: Sequence[Sample]) -> int:
+        """Index of the row to preempt: latest group, then least work left, but never the row that has run longest.
+
+        Raises RuntimeError with fewer than two rows: the budget holds one prompt and one full response, so one row always fits.
+        """
+        if len(running) < 2:
+            raise RuntimeError(f"token_budget has {len(running)} rows and no page for them: the budget must hold a prompt and max_new_tokens")
+        oldest = min(range(len(running)), key=lambda index: running[index].admitted_order)
+        others = (index for index in range(len(running)) if index != oldest)
+        return max(others, key=lambda index: (running[index].group_id, -self._work_left(running[index]), running[index].admitted_order))
+
+    def donor(self, preempted: Sequence[Sample]) -> int:
+        """Index of the preempted sample, of those that still hold pages, whose last page is taken next: the back of the line."""
+        return max(range(len(preempted)), key=lambda index: (preempted[index].group_id, -self._work_left(preempted[index])))
+
+    def _work_left(self, sample: Sample) -> float:
+        """Tokens left, up to a constant where there is no prediction."""
+        return (self._max_new_tokens if sample.predicted is None else self._predicted(sample)) - sample.num_tokens
+
+    def _predicted(self, sample: Sample) -> float:
+        """The prediction, but one token more than the sample has and at most the maximum."""
+        return min(self._max_new_tokens, max(sample.predicted, sample.num_tokens + 1))
+
+    def _group_means(self, running: Sequence[Sample], candidate: Sample) -> dict[int, float]:
+        """Expected length of a sample of each group present."""
+        tokens: dict[int, float] = {}
+        samples: dict[int, int] = {}
+        priors: dict[int, float] = {}
+        for group_id in {candidate.group_id, *(row.group_id for row in running)}:
+            own_samples, own_tokens = self._finished[group_id]
+            prior = (self._prior_length + self._all_tokens - own_tokens) / (1 + self._all_samples - own_samples)
+            priors[group_id], tokens[group_id], samples[group_id] = prior, prior + own_tokens, 1 + own_samples
+        for row in (*running, candidate):
+            if row.num_tokens:
+                group_id = row.group_id
+                tokens[group_id] += min(self._max_new_tokens, max(2 * row.num_tokens, priors[group_id]))
+                samples[group_id] += 1
+        return {group_id: tokens[group_id] / samples[group_id] for group_id in tokens}
+
+
+def _future_peak(expected: float, held: float) -> float:
+    """Largest number of tokens that rows of `expected` tokens in all will hold, if they hold `held` now."""
+    return held if held >= expected else expected * math.exp(held / expected - 1)

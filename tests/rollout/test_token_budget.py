@@ -1,0 +1,227 @@
+"""The token_budget policy on hand-made rows, and in a small simulation of the steps of one pool of pages."""
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from infsample_rl.rollout.token_budget import TokenBudgetPolicy
+
+
+@dataclass
+class Row:
+    num_tokens: int = 0
+    group_id: int = 0
+    admitted_order: int = -1
+    predicted: float | None = None
+    length: int = 0
+    pages: int = 0
+
+
+@dataclass
+class Outcome:
+    decode_steps: int = 0
+    rebuilds: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    longest_wait_for_an_end: int = 0  # decoding steps
+
+
+def simulate(policy, rows, num_pages, page_size, max_rows=10**6):
+    """Run `rows` to their lengths in `num_pages` pages as the engine does: grow, preempt, admit, decode."""
+    waiting, running, free, admissions, last_end, result = list(rows), [], num_pages, 0, 0, Outcome()
+
+    def take(pages, own=None):
+        nonlocal free
+        while pages > free:
+            donors = [row for row in waiting if row.pages and row is not own]
+            donors[policy.donor(donors)].pages -= 1
+            free += 1
+        free -= pages
+
+    def needs(row):
+        return math.ceil(row.num_tokens / page_size) - row.pages
+
+    while waiting or running:
+        while sum(map(needs, running)) > free + sum(row.pages for row in waiting):
+            result.preemptions += 1
+            victim = running.pop(policy.victim(running))
+            assert victim.admitted_order > min(row.admitted_order for row in running), "the row that has run longest was preempted"
+            waiting.append(victim)
+        for row in running:
+            grown = needs(row)
+            take(grown)
+            row.pages += grown
+        while waiting and len(running) < max_rows:
+            index = policy.next_waiting(waiting)
+            row = waiting[index]
+            if not policy.may_admit(running, row, needs(row), free, num_pages):
+                break
+            missing = needs(row)
+            lost = max(0, row.num_tokens - 1 - row.pages * page_size)
+            result.recomputed_tokens, result.rebuilds = result.recomputed_tokens + lost, result.rebuilds + (lost > 0)
+            take(missing, own=row)
+            row.pages += missing
+            row.admitted_order = admissions
+            admissions += 1
+            running.append(waiting.pop(index))
+        assert running and free >= 0 and free + sum(row.pages for row in rows) == num_pages
+        result.decode_steps += 1
+        for row in running:
+            row.num_tokens += 1
+        ended = [row for row in running if row.num_tokens == row.length]
+        for row in ended:
+            free, row.pages = free + row.pages, 0
+            policy.observe_finished(row.group_id, row.length)
+        running = [row for row in running if row.num_tokens < row.length]
+        if ended:
+            result.longest_wait_for_an_end = max(result.longest_wait_for_an_end, result.decode_steps - last_end)
+            last_end = result.decode_steps
+    return result
+
+
+def test_a_fresh_group_starts_e_times_the_rows_that_the_budget_holds_at_the_prior_length():
+    policy, rows = TokenBudgetPolicy(1, 300), []  # the prior is 100 tokens, the budget 1,200: e x 1200 / 100 = 32.6
+    while policy.may_admit(rows, Row(), 0, 1200, 1200):
+        rows.append(Row())
+    assert len(rows) == 32
+
+
+def test_rows_past_their_expected_length_are_counted_with_what_they_hold():
+    policy = TokenBudgetPolicy(1, 1000, prior_length=10)
+    rows = [Row(100, predicted=20), Row(100, predicted=20)]
+    assert policy.may_admit(rows, Row(0, predicted=5), 0, 60, 200)
+    assert not policy.may_admit(rows, Row(0, predicted=5), 0, 60, 199)
+
+
+def test_expected_peak_is_that_of_exponential_lengths():
+    policy = TokenBudgetPolicy(1, 1000)
+    rows = [Row(100, predicted=300), Row(50, predicted=200)]
+    # S = 300 + 200 + 100 = 600, T = 150: 600 x exp(150 / 600 - 1) = 283.4
+    assert policy.may_admit(rows, Row(predicted=100), 0, 134, 284)
+    assert not policy.may_admit(rows, Row(predicted=100), 0, 133, 283)
+
+
+def test_held_tokens_are_counted_in_whole_pages():
+    policy = TokenBudgetPolicy(16, 1000)
+    rows = [Row(17, predicted=18), Row(1, predicted=2)]  # 32 + 16 tokens held, more than expected
+    assert policy.may_admit(rows, Row(predicted=2), 0, 3, 3)
+    assert not policy.may_admit(rows, Row(predicted=2), 0, 2, 2)
+
+
+def test_ended_samples_change_what_their_group_may_start():
+    def started(length):
+        policy, rows = TokenBudgetPolicy(1, 300), [Row(1)]
+        for _ in range(9):
+            policy.observe_finished(0, length)
+        while policy.may_admit(rows, Row(), 0, 1200, 1200):
+            rows.append(Row())
+        return len(rows)
+
+    assert started(10) > 100 > 32 > started(250) > 8
+
+
+def test_other_groups_lengths_are_the_prior_of_a_new_group():
+    policy = TokenBudgetPolicy(1, 300)
+    for _ in range(99):
+        policy.observe_finished(0, 20)  # prior of group 1: (100 + 99 x 20) / 100 = 20.8, budget e x 208 / 20.8 = 27 rows
+    rows = []
+    while policy.may_admit(rows, Row(group_id=1), 0, 208, 208):
+        rows.append(Row(group_id=1))
+    assert len(rows) == 27
+
+
+def test_pages_must_be_free_and_a_preempted_sample_leaves_room():
+    policy = TokenBudgetPolicy(1, 100, prior_length=40, rebuild_cost=0.25)
+    rows = [Row(5)]
+    assert policy.may_admit(rows, Row(), 0, 0, 400)
+    assert not policy.may_admit(rows, Row(20), 6, 5, 400)
+    assert policy.may_admit(rows, Row(20), 6, 16, 400)  # 16 - 6 = 0.25 x 40
+    assert not policy.may_admit(rows, Row(20), 6, 15, 400)
+    assert TokenBudgetPolicy(1, 100, prior_length=40, rebuild_cost=0).may_admit(rows, Row(20), 6, 6, 400)
+
+
+def test_an_empty_engine_admits_whatever_comes():
+    assert TokenBudgetPolicy(16, 4096).may_admit([], Row(4000), 250, 0, 256)
+
+
+def test_order_is_group_then_most_work_left_and_its_reverse():
+    policy = TokenBudgetPolicy(1, 100)
+    rows = [Row(30, 0, 0), Row(10, 0, 1), Row(20, 0, 2)]
+    assert policy.next_waiting(rows) == 1
+    assert policy.donor(rows) == 0
+    assert policy.victim(rows) == 2  # row 0 has run longest
+    others = [Row(5, 1, 0), Row(30, 0, 1), Row(1, 1, 2)]
+    assert policy.next_waiting(others) == 1
+    assert policy.victim(others) == 2
+    assert policy.donor(others) == 0
+
+
+def test_a_prediction_tells_the_work_left():
+    policy = TokenBudgetPolicy(1, 100)
+    rows = [Row(30, predicted=90), Row(0, predicted=20), Row(10, predicted=200)]  # 60, 20 and 90 left
+    assert policy.next_waiting(rows) == 2
+    assert policy.donor(rows) == 1
+
+
+def test_preemption_without_a_second_row_is_refused():
+    with pytest.raises(RuntimeError, match="budget must hold"):
+        TokenBudgetPolicy(1, 100).victim([Row(5)])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"page_size": 0}, {"max_new_tokens": 0}, {"prior_length": 0.0}, {"rebuild_cost": -1.0}],
+)
+def test_bad_settings_are_refused_by_name(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        TokenBudgetPolicy(**({"page_size": 16, "max_new_tokens": 64} | arguments))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_sample_ends_within_the_bound_in_any_pool_that_holds_one(seed):
+    rng = random.Random(seed)
+    page_size, max_new_tokens, groups = rng.choice([1, 3, 16]), rng.randint(1, 60), rng.randint(1, 4)
+    rows = [Row(group_id=rng.randrange(groups), length=rng.randint(1, max_new_tokens)) for _ in range(rng.randint(1, 40))]
+    if seed % 3 == 0:
+        for row in rows:
+            row.predicted = rng.uniform(0.1, 2 * max_new_tokens)
+    num_pages = math.ceil(max_new_tokens / page_size) + rng.choice([0, 0, 1, 5])
+    policy = TokenBudgetPolicy(page_size, max_new_tokens, rebuild_cost=rng.choice([0.0, 0.25, 1.0]))
+    total = sum(row.length for row in rows)
+    result = simulate(policy, rows, num_pages, page_size, max_rows=rng.choice([1, 3, 100]))
+    assert [row.num_tokens for row in rows] == [row.length for row in rows]
+    assert result.decode_steps <= total
+    assert result.rebuilds <= total
+    assert result.longest_wait_for_an_end <= max_new_tokens
+
+
+def lognormal_group(rng, num_samples, median, sigma, cap):
+    return [min(cap, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(num_samples)]
+
+
+@pytest.mark.parametrize(("median", "sigma"), [(100, 0.6), (60, 1.0)])
+def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots(median, sigma):
+    rng, cap, slots = random.Random(1), 512, 4
+    steps = bound = recomputed = tokens = 0
+    for _ in range(20):
+        lengths = lognormal_group(rng, 64, median, sigma, cap)
+        result = simulate(TokenBudgetPolicy(1, cap), [Row(length=length) for length in lengths], slots * cap, 1)
+        steps += result.decode_steps + result.rebuilds
+        recomputed += result.recomputed_tokens
+        tokens += sum(lengths)
+        bound += max(max(lengths), sum(length * (length + 1) / 2 for length in lengths) / (slots * cap))
+    assert steps <= 1.25 * bound
+    assert recomputed <= 0.2 * tokens
+
+
+def test_a_decision_over_64_rows_takes_microseconds():
+    policy = TokenBudgetPolicy(16, 2048)
+    rows, fresh, best = [Row(17 * index, 0, index) for index in range(64)], Row(), math.inf
+    for _ in range(50):
+        start = time.perf_counter()
+        policy.may_admit(rows, fresh, 0, 5000, 5000)
+        best = min(best, time.perf_counter() - start)
+    assert best < 200e-6  # 27 microseconds on an idle core; the bound allows a slow, busy one
