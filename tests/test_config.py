@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config_loading import SECTIONS, ConfigError, compose, experiments, load_config
 from infsample_rl.main import main
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.startup import sampling_warnings, setting_warnings
+from infsample_rl.startup import derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = ["arithmetic_smollm2", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "gsm8k_smollm2", "kk_qwen3_1.7b", "kk_qwen3_8b", "kk_tiny"]
@@ -101,6 +101,12 @@ WRONG = [
     (['rollout.stop_strings=["<|im_end|>"]'], "rollout.stop_strings must not hold special tokens, which texts leave out, got '<|im_end|>'"),
     (["rollout=paper", "rollout.predictor_path=/no", "learner.max_tokens_per_micro_batch=4096"], "rollout.predictor_path=/no is not a folder"),
     (["run.dir=/dev/null/run"], "run.dir=/dev/null/run cannot be written"),
+    (["rollout.kv_dtype=int4"], "rollout.kv_dtype must be one of auto, fp8, int8, got 'int4'; did you mean int8?"),
+    (["rollout.kv_dtype=int8"], "rollout.kv_dtype must be auto with objective.importance=none, got int8"),
+    (
+        ["rollout.kv_dtype=fp8", "objective.importance=token_tis", "run.deterministic=true"],
+        "rollout.kv_dtype must be auto with run.deterministic=true, got fp8",
+    ),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["--config-dir", "/no/such/folder"], "--config-dir /no/such/folder is not a folder"),
 ]
@@ -131,6 +137,17 @@ def test_what_is_told_of_sampling_before_a_run():
     assert sampling_warnings(load_config([]), tokenizer, generation) == []
     assert setting_warnings(load_config(["model.lm_head_fp32=true"])) == ["set, but nothing reads it here: model.lm_head_fp32"]
     assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
+
+
+def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
+    config = load_config(["rollout.kv_dtype=fp8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"])
+    (line,) = setting_warnings(config)
+    assert line.startswith("rollout.kv_dtype=fp8: ") and "learner/logprob_diff_*" in line and "objective.mismatch_stop=0.05" in line
+    qwen = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
+    assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 57_456  # 112 of them scales
+    table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))
+    assert table["KV of a token"] == "57,456 bytes (fp8 with scales; 114,688 in bfloat16)"
 
 
 def test_value_with_equals_sign_works_when_quoted():

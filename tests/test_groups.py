@@ -48,6 +48,10 @@ def test_one_prompt_is_split_over_workers():
     assert dealt_samples(deal(prompts(1), 4, 2, whole_prompts=False)) == [[(0, [0, 1])], [(0, [2, 3])]]
 
 
+def test_one_prompt_keeps_four_workers_busy():
+    assert dealt_samples(deal(prompts(1), 32, 4, whole_prompts=False)) == [[(0, list(range(start, start + 8)))] for start in (0, 8, 16, 24)]
+
+
 def test_uneven_work_is_dealt_near_equally_and_completely():
     parts = deal(prompts(3), 2, 4, whole_prompts=False)
     flat = [(work.prompt_index, sample) for part in parts for work in part for sample in work.sample_indices]

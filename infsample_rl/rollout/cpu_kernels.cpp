@@ -74,12 +74,18 @@ void rotate(const float* x, const float* cos, const float* sin, float* out, int6
     }
 }
 
+// gate * sigmoid(gate) * up
+inline vec gated(vec gate, vec up) {
+    const vec bounded = -gate < splat(88.0f) ? -gate : splat(88.0f);
+    return gate / (splat(1.0f) + exp_of(bounded)) * up;
+}
+
 // Calls one(row) for every row, on threads where there is enough to do.
 template <class One>
 void for_rows(int64_t rows, int64_t row_size, int threads, One one) {
     std::atomic<int64_t> next{0};
     auto work = [&] { for (int64_t row = next++; row < rows; row = next++) one(row); };
-    run_parts(work, rows, rows * row_size < 16384 ? 1 : threads);
+    run_parts(work, rows, rows * row_size < 65536 ? 1 : threads);
 }
 
 }  // namespace
@@ -148,16 +154,16 @@ void infsample_rms_norm(
     });
 }
 
-// gate * sigmoid(gate) * up
 void infsample_silu_mul(
     const float* gate, const float* up, float* out, int64_t rows, int64_t size, int64_t gate_stride, int64_t up_stride, int threads) {
     for_rows(rows, 4 * size, threads, [=](int64_t row) {
-        for (int64_t k = 0; k < size; k += LANES) {
-            const int64_t count = std::min<int64_t>(LANES, size - k);
-            const vec g = load_some(gate + row * gate_stride + k, count), u = load_some(up + row * up_stride + k, count);
-            const vec bounded = -g < splat(88.0f) ? -g : splat(88.0f);
-            const vec v = g / (splat(1.0f) + exp_of(bounded)) * u;
-            std::memcpy(out + row * size + k, &v, count * sizeof(float));
+        const float *row_gate = gate + row * gate_stride, *row_up = up + row * up_stride;
+        float* row_out = out + row * size;
+        int64_t k = 0;
+        for (; k + LANES <= size; k += LANES) store(row_out + k, gated(load(row_gate + k), load(row_up + k)));
+        if (const int64_t rest = size - k; rest > 0) {
+            const vec v = gated(load_some(row_gate + k, rest), load_some(row_up + k, rest));
+            std::memcpy(row_out + k, &v, rest * sizeof(float));
         }
     });
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from infsample_rl.rollout.kv_cache import HostPages
 from infsample_rl.rollout.model_runner import ModelRunner
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.row_batch import RowBatch
@@ -16,7 +17,7 @@ from infsample_rl.rollout.sampler import Drawn, DrawnTensors, Sampler
 from infsample_rl.rollout.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion
 
-HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
+HEAD_ROWS = 16  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
 
 
 @dataclass(slots=True)
@@ -53,16 +54,19 @@ class DecodeLoop:
     ) -> None:
         """`ends_text`: whether a response's newest token completes a stop string. `fixed_rows`: every step has that many, a sample's
         row is its slot. `run_ahead`: launch a repeated step before reading the one before."""
-        self.runner, self.planner, self.batch, self.sampler = runner, planner, batch, sampler
+        self._graphs = runner.graphs.take(batch, sampler)
+        self.batch = batch if self._graphs is None else self._graphs.batch
+        self.runner, self.planner, self.sampler = runner, planner, sampler
         self.max_new_tokens, self.stop_token_ids, self.ends_text = max_new_tokens, stop_token_ids, ends_text
         self.micro_group_size, self.policy_version = micro_group_size, policy_version
         self.fixed_rows, self.run_ahead = fixed_rows, run_ahead
         self.stats = RolloutStats()
         self._groups: list[PromptGroup] = list(planner.waiting)
         self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
-        self._parked: dict[Sample, torch.Tensor] = {}
+        self._parked: dict[Sample, HostPages] = {}
         self._launched: tuple[list[Sample | None], DrawnTensors] | None = None
         self._rows: list[Sample | None] = []
+        self._num_finished = self._num_finished_tokens = 0
 
     @property
     def is_done(self) -> bool:
@@ -86,6 +90,11 @@ class DecodeLoop:
             self._collect()
         self._update_stats()
         return self._take_micro_groups()
+
+    @property
+    def mean_length(self) -> float | None:
+        """Mean tokens of the samples handed out; None before the first."""
+        return self._num_finished_tokens / self._num_finished if self._num_finished else None
 
     def free(self) -> None:
         """Let go of all samples and KV."""
@@ -119,23 +128,28 @@ class DecodeLoop:
     def _launch(self) -> DrawnTensors:
         """Run the model and draw one token for every row."""
         batch = self.batch
+        if self._graphs is not None:
+            starting = {self._rows[row].group for row in batch.first_rows}
+            return self._graphs.step({place: self._prompt_logits[group] for place, group in enumerate(batch.groups) if group in starting})
         first = {row: self._prompt_logits[self._rows[row].group] for row in batch.first_rows}
         only_first = len(first) == sum(1 for sample in self._rows if sample is not None)
         hidden = None if only_first else self.runner.decode(batch)
-        parts = []
-        for start in range(0, batch.num_rows, HEAD_ROWS):
-            rows = slice(start, min(start + HEAD_ROWS, batch.num_rows))
-            if hidden is None:  # idle rows draw from anything
-                logits = torch.stack([first.get(row, next(iter(first.values()))) for row in range(rows.start, rows.stop)])
-            else:
-                logits = self.runner.logits(hidden[rows])
-                for row in range(rows.start, rows.stop):
-                    if row in first:
-                        logits[row - start] = first[row]
-            parts.append(self.sampler.draw(logits, batch.keys[rows], batch.positions[rows] + 1))
+        pieces = [range(start, min(start + HEAD_ROWS, batch.num_rows)) for start in range(0, batch.num_rows, HEAD_ROWS)]
+        parts = [self._draw(rows, hidden, first) for rows in pieces]
         drawn = parts[0] if len(parts) == 1 else _join(parts)
         batch.advance(drawn.tokens)
         return drawn
+
+    def _draw(self, rows: range, hidden: torch.Tensor | None, first: dict[int, torch.Tensor]) -> DrawnTensors:
+        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a sample any)."""
+        place = slice(rows.start, rows.stop)
+        if hidden is None:
+            logits = torch.stack([first.get(row, next(iter(first.values()))) for row in rows])
+        else:
+            logits = self.runner.logits(hidden[place])
+            for row in first.keys() & rows:
+                logits[row - rows.start] = first[row]
+        return self.sampler.draw(logits, self.batch.keys[place], self.batch.positions[place] + 1)
 
     def _collect(self) -> None:
         """Read the step that is in flight, if any."""
@@ -178,6 +192,8 @@ class DecodeLoop:
             size = self.micro_group_size
             while len(group.finished) >= size or (group.is_done and group.finished):
                 taken.append([self._completion(sample) for sample in group.finished[:size]])
+                self._num_finished += len(taken[-1])
+                self._num_finished_tokens += sum(len(completion.token_ids) for completion in taken[-1])
                 group.finished = group.finished[size:]
             if group.is_done:
                 self._groups.remove(group)

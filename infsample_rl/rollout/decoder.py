@@ -44,7 +44,7 @@ class LeanDecoder:
         query, keys, values = (self._linear(normed, *weights).unflatten(1, (-1, self.head_dim)) for weights in (layer.query, layer.key, layer.value))
         if layer.query_norm is not None:
             query, keys = self._norm(query, layer.query_norm, layer.epsilon), self._norm(keys, layer.key_norm, layer.epsilon)
-        return _rotate(query, cos, sin)[:, :, None], _rotate(keys, cos, sin)[:, :, None], values[:, :, None]
+        return rotate(query, cos, sin)[:, :, None], rotate(keys, cos, sin)[:, :, None], values[:, :, None]
 
     def _finish(self, layer: _LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """hidden [R, E] and attention's output [R, 1, heads, D] -> the layer's output [R, E]."""
@@ -93,7 +93,7 @@ def supports(model: PreTrainedModel) -> bool:
     return type(model).__name__ in ARCHITECTURES and model.config.hidden_act == "silu"
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding of x [R, heads, D] by cos and sin [R, 1, D]."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin

@@ -51,11 +51,11 @@ class SamplingEngine:
         self.config = rollout_config
         self.tokenizer = tokenizer
         self.valid_vocab = len(tokenizer)  # ids from here on are padding of the model's head, never sampled
-        self.runner = ModelRunner(model.eval(), deterministic=deterministic, lm_head_fp32=lm_head_fp32)
+        self.runner = ModelRunner(model.eval(), deterministic=deterministic, lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
         self.vocab_size = self.runner.shape.vocab_size
         if self.valid_vocab > self.vocab_size:
             raise ValueError(
-                f"the tokenizer has {self.valid_vocab} tokens, more than the model's vocabulary of {self.vocab_size}: give the tokenizer of this model"
+                f"the tokenizer has {self.valid_vocab} tokens, more than the model's vocabulary of {self.vocab_size}: give this model's tokenizer"
             )
         self.stop_token_ids = model_stop_token_ids(model, tokenizer, rollout_config.stop_token_ids) if stop_token_ids is None else stop_token_ids
         self._stop_strings = StopStrings(tokenizer, rollout_config.stop_strings)
@@ -67,6 +67,7 @@ class SamplingEngine:
         self._predictor = self._load_predictor()
         self._loop: DecodeLoop | None = None
         self._longest_prompt = 0
+        self._mean_length: float | None = None  # of the last call's samples: what token_budget expects of the next
         if max_prompt_tokens is not None or rollout_config.has_budget:
             self._allocate(max_prompt_tokens or 1)
         # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
@@ -147,6 +148,7 @@ class SamplingEngine:
                 self.heartbeat += loop.stats.running_steps - steps_before
                 is_done = loop.is_done
                 yield from micro_groups
+            self._mean_length = loop.mean_length
         finally:
             loop.free()
 
@@ -159,7 +161,7 @@ class SamplingEngine:
             prompt_pages = [-(-len(group.prompt_ids) // page_size) for group in groups]
             most_rows = max(1, min(most_rows, (kv.num_pages - max(prompt_pages, default=0)) // response_pages))
         elif config.schedule == "token_budget":
-            policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
+            policy = TokenBudgetPolicy(page_size, config.max_new_tokens, prior_length=self._mean_length)
         planner = StepPlanner(
             groups,
             KVPool(kv.num_pages, page_size),

@@ -8,17 +8,24 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout import attention, cpu_kernels
+from infsample_rl.rollout.cuda_decode import GraphCache
 from infsample_rl.rollout.decoder import LeanDecoder, linear, supports
+from infsample_rl.rollout.fused_decoder import FusedDecoder
 from infsample_rl.rollout.kv_cache import PagedKV, QuantisedKV, page_bytes, stored_dtype
 from infsample_rl.rollout.row_batch import RowBatch
 
-PREFILL_TOKENS = 512  # of a prompt in one forward, so that its activations do not grow with it
+if TYPE_CHECKING:  # Triton may be absent
+    from infsample_rl.rollout.attention_triton import Workspace
+    from infsample_rl.rollout.triton_step import TritonStep
+
+PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}  # of a prompt in one forward, so that its activations do not grow with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +68,20 @@ class ModelRunner:
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         check_kv_dtype(kv_dtype, capability, deterministic=deterministic)
         self.kernels = cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
-        self.decoder = self._lean_decoder()
+        self.find_decoder()
         self.kv: PagedKV | None = None
+        self.graphs = GraphCache(self)
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pool; one of another size is freed first."""
         if self.kv is not None and (self.kv.num_pages, self.kv.page_size) == (num_pages, page_size):
             return
         self.kv = None
+        self.graphs.clear()
         shape = self.shape
         sizes = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim, self.kv_dtype, self.device)
         self.kv = PagedKV(*sizes) if self.kv_dtype == self.dtype else QuantisedKV(*sizes, compute_dtype=self.dtype)
+        self.graphs.check_device()
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers, scales included."""
@@ -92,8 +102,9 @@ class ModelRunner:
         """Run a sequence's `ids` from `num_kept` on, after `start` tokens, and keep their KV in `pages`; last hidden states of the last piece."""
         own_pages = torch.tensor(pages, device=self.device)
         hidden = torch.empty(0)
-        for begin in range(num_kept, len(ids), PREFILL_TOKENS):
-            piece = torch.tensor([ids[begin : begin + PREFILL_TOKENS]], device=self.device)
+        most = PREFILL_TOKENS[self.device.type]
+        for begin in range(num_kept, len(ids), most):
+            piece = torch.tensor([ids[begin : begin + most]], device=self.device)
             places = torch.arange(begin, begin + piece.shape[1], device=self.device)
             earlier = [(own_pages[: -(-begin // self.kv.page_size)], begin)] if begin else []
             step = attention.ExtendStep(self.kv, [*past, *earlier], self.kv.token_index(own_pages, places))
@@ -101,12 +112,15 @@ class ModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def decode(self, batch: RowBatch) -> torch.Tensor:
-        """One forward of all rows: last hidden states [R, E] of their next tokens."""
-        num_rows = batch.num_rows
+    def decode(self, batch: RowBatch, num_rows: int | None = None, workspace: Workspace | None = None) -> torch.Tensor:
+        """One forward of all rows, or of `num_rows` with idle ones behind the last: last hidden states [R, E] of their next tokens.
+
+        `workspace`: attention in Triton.
+        """
+        num_rows = batch.num_rows if num_rows is None else num_rows
         positions = batch.positions[:num_rows].clamp(min=0)
         write_index = self.kv.token_index(batch.tables[:num_rows].long(), positions[:, None])[:, 0]
-        step = self._decode_step(batch, positions, write_index)
+        step = self._decode_step(batch, num_rows, positions, write_index, workspace)
         tokens, places = batch.tokens[:num_rows], batch.starts[:num_rows] + positions
         if self.decoder is not None:
             return self.decoder(tokens, places, step)
@@ -119,14 +133,20 @@ class ModelRunner:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.model.get_output_embeddings().weight
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 and not self._keeps_torch:
             return linear(hidden, weight, None, self.kernels)
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
 
-    def _decode_step(self, batch: RowBatch, positions: torch.Tensor, write_index: torch.Tensor) -> attention.Step:
+    def _decode_step(
+        self, batch: RowBatch, num_rows: int, positions: torch.Tensor, write_index: torch.Tensor, workspace: Workspace | None
+    ) -> attention.Step | TritonStep:
+        if workspace is not None:
+            from infsample_rl.rollout.triton_step import TritonStep  # Triton may be absent
+
+            return TritonStep(self.kv, batch, num_rows, positions, write_index, workspace)
         if self.kernels is not None and self.kv_dtype == torch.float32:
-            return attention.CPUKernelStep(self.kv, write_index, batch, batch.num_rows, self.kernels)
-        num_rows, page_size = batch.num_rows, self.kv.page_size
+            return attention.CPUKernelStep(self.kv, write_index, batch, num_rows, self.kernels)
+        page_size = self.kv.page_size
         num_pages = batch.tables.shape[1] if self.deterministic else -(-batch.max_length // page_size)
         unseen = torch.arange(num_pages * page_size, device=self.device) > positions[:, None]
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)[:, None, None]
@@ -135,13 +155,13 @@ class ModelRunner:
             write_index=write_index,
             pages=batch.tables[:num_rows, :num_pages],
             mask=mask,
-            prompts=self._prompts(batch),
+            prompts=self._prompts(batch, num_rows),
             fixed_shapes=self.deterministic,
         )
 
-    def _prompts(self, batch: RowBatch) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:
+    def _prompts(self, batch: RowBatch, num_rows: int) -> list[tuple[torch.Tensor, int, torch.Tensor | None]]:
         prompts = []
-        of_row = batch.prompt_of_row[: batch.num_rows]
+        of_row = batch.prompt_of_row[:num_rows]
         for place, group in enumerate(batch.groups):
             rows = None if len(batch.groups) == 1 else (of_row == place).nonzero()[:, 0]
             prompts.append((batch.prompt_tables[place : place + 1, : len(group.pages)], len(group.prompt_ids), rows))
@@ -150,12 +170,21 @@ class ModelRunner:
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step) -> torch.Tensor:
         return self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, pool=step).last_hidden_state
 
+    @property
+    def _keeps_torch(self) -> bool:
+        """deterministic without compiled kernels: torch's usual products, in which a row's result does not depend on its place."""
+        return self.deterministic and self.kernels is None
+
+    def find_decoder(self) -> None:
+        """Choose the decoder, at first and when a parameter has been replaced."""
+        self.decoder = self._lean_decoder()
+
     @torch.inference_mode()
-    def _lean_decoder(self) -> LeanDecoder | None:
+    def _lean_decoder(self) -> LeanDecoder | FusedDecoder | None:
         """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one line says why."""
-        if not supports(self.model):
+        if not supports(self.model) or self._keeps_torch:
             return None
-        decoder = LeanDecoder(self.model, self.kernels)
+        decoder = FusedDecoder(self.model) if self.device.type == "cuda" else LeanDecoder(self.model, self.kernels)
         shape = self.shape
         kv = PagedKV(shape.num_layers, 1, 1, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
         batch = RowBatch(1, 1, 1, 1, kv.scratch_page, self.device)

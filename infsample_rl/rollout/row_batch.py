@@ -42,10 +42,9 @@ class RowBatch:
         self._pages_written = [0] * max_rows
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything a step reads or changes on the device."""
-        rows = [self.tables, self.tokens, self.positions, self.lengths, self.starts, self.keys, self.has_sample, self.prompt_of_row, self.row_order]
-        return [*rows, self.prompt_tables, self.prompt_lengths, self.prompt_row_starts]
+    def moving(self) -> list[tuple[torch.Tensor, int | None]]:
+        """What a step changes or writes by, each with its value where no row has a sample; None: any."""
+        return [(self.tables, self.scratch_page), (self.tokens, None), (self.positions, -1), (self.lengths, 1), (self.has_sample, 0)]
 
     def arrange(self, rows: Sequence[Sample | None]) -> None:
         """Write all rows anew; None is a row without a sample. Every sample's tokens must be complete but for this step's."""
@@ -99,10 +98,6 @@ class RowBatch:
         """The host's part of `advance`."""
         self.max_length += 1
         self.first_rows = []
-
-    def clear(self) -> None:
-        """No row has a sample."""
-        self.arrange([])
 
     def _write_prompts(self, counts: np.ndarray) -> None:
         """`counts`: rows of every place."""

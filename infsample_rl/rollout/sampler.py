@@ -26,11 +26,12 @@ _TOP_CANDIDATES = 1024  # a sort of 152k entries is 20 times dearer than the top
 
 @dataclass(slots=True)
 class DrawnTensors:
-    """One token of every row, still on the device."""
+    """One token of every row, still on the device, or on its way to host memory."""
 
     tokens: torch.Tensor  # [R] int64
     probs: torch.Tensor  # [R] float32, of softmax(logits / temperature)
     sampling_probs: torch.Tensor | None  # [R] float64, of the truncated distribution; None without truncation
+    ready: torch.cuda.Event | None = None  # after which the tensors, in host memory already, hold the step's results
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Sampler:
         """ValueError for a bad id outside 0 to valid_vocab - 1, and when no id is left."""
         self.valid_vocab, self.temperature = valid_vocab, temperature
         self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
+        self.settings = (vocab_size, valid_vocab, temperature, top_p, top_k, min_p, tuple(bad_token_ids))  # equal: draws alike
         self.truncates = temperature > 0 and (top_p < 1 or 0 < top_k < valid_vocab or min_p > 0)
         self.num_blocks, self.block_size = split_vocabulary(vocab_size)
         self._padding = self.num_blocks * self.block_size - vocab_size
@@ -71,7 +73,7 @@ class Sampler:
         self._entries = torch.tensor(entries, dtype=torch.int64, device=device)
         self._masked = masked_index(bad_token_ids, valid_vocab, device)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # torch.compile cannot write in place in inference mode
     def draw(self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> DrawnTensors:
         """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both [R] int64).
 
@@ -102,6 +104,8 @@ class Sampler:
 
         Logarithms are taken on the host: a tensor's rounds differently in a vector and in its tail.
         """
+        if drawn.ready is not None:
+            drawn.ready.synchronize()
         columns = [drawn.tokens, drawn.probs] + ([] if drawn.sampling_probs is None else [drawn.sampling_probs])
         host_tokens, *host_probs = torch.stack([column.double() for column in columns]).tolist()  # float64 holds ids exactly
         logprobs = [[math.log(prob) if prob > 0 else math.nan for prob in column] for column in host_probs]

@@ -68,12 +68,16 @@ class Workload:
         )
         return KERNELS.paged_attention(**(arguments | changes))
 
+    @staticmethod
+    def gather(pool: torch.Tensor, table: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return pool[table[: -(-int(length) // pool.shape[1])]].flatten(0, 1)[:length]
+
     def exact(self) -> torch.Tensor:
         """In float64, row by row over the gathered tokens."""
         kv_heads, out = self.keys.shape[2], []
         for row, prompt in enumerate(self.prompt_of_row):
             parts = ((self.prompt_tables[prompt], self.prompt_lengths[prompt]), (self.row_tables[row], self.row_lengths[row]))
-            keys, values = (torch.cat([pool[table].flatten(0, 1)[:length] for table, length in parts]).double() for pool in (self.keys, self.values))
+            keys, values = (torch.cat([self.gather(pool, *part) for part in parts]).double() for pool in (self.keys, self.values))
             query = self.query[row].double().unflatten(0, (kv_heads, -1))
             weights = (torch.einsum("hnd,thd->hnt", query, keys) * self.scaling).softmax(-1)
             out.append(torch.einsum("hnt,thd->hnd", weights, values).flatten(0, 1))

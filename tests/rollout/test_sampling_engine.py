@@ -111,16 +111,20 @@ def test_samples_split_over_two_engines_are_the_same(model, tokenizer, expected)
 
 
 @pytest.mark.parametrize(
-    ("slots", "heads"),
+    ("schedule", "slots", "heads"),
     [
-        (3, {}),
-        (5, {}),
-        (11, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}),  # 33 queries: the last one would be computed by other code
+        ("arrival", 3, {}),
+        ("arrival", 5, {}),
+        ("arrival", 11, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}),  # 33 queries: other code computes the last
+        ("token_budget", 5, {}),
     ],
 )
-def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(make_model, tokenizer, slots, heads):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(make_model, tokenizer, monkeypatch, schedule, slots, heads, compiled):
+    if not compiled:
+        monkeypatch.setattr("infsample_rl.rollout.cpu_kernels.load", lambda: None)
     model = make_model(**heads)
-    settings = {"deterministic": True, "slots": slots, "group_size": 12, "prompts_at_once": 2, "max_new_tokens": 16}
+    settings = {"deterministic": True, "schedule": schedule, "slots": slots, "group_size": 12, "prompts_at_once": 2, "max_new_tokens": 16}
     together = make_engine(model, tokenizer, **settings).generate(PROMPTS[:2], seed=4)
     alone = make_engine(model, tokenizer, **settings)
     for index, prompt in enumerate(PROMPTS[:2]):

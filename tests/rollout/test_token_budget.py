@@ -89,26 +89,27 @@ def test_a_fresh_group_starts_e_times_the_rows_that_the_budget_holds_at_the_prio
     assert len(rows) == 32
 
 
-def test_rows_past_their_expected_length_are_counted_with_what_they_hold():
-    policy = TokenBudgetPolicy(1, 1000, prior_length=10)
-    rows = [Row(100, predicted=20), Row(100, predicted=20)]
-    assert policy.may_admit(rows, Row(0, predicted=5), 0, 60, 200)
-    assert not policy.may_admit(rows, Row(0, predicted=5), 0, 60, 199)
-
-
 def test_expected_peak_is_that_of_exponential_lengths():
-    policy = TokenBudgetPolicy(1, 1000)
-    rows = [Row(100, predicted=300), Row(50, predicted=200)]
-    # S = 300 + 200 + 100 = 600, T = 150: 600 x exp(150 / 600 - 1) = 283.4
-    assert policy.may_admit(rows, Row(predicted=100), 0, 134, 284)
-    assert not policy.may_admit(rows, Row(predicted=100), 0, 133, 283)
+    policy = TokenBudgetPolicy(1, 1000, prior_length=300)
+    rows = [Row(100), Row(50)]
+    # S = 3 x 300, T = 150: 900 x exp(150 / 900 - 1) = 391.1
+    assert policy.may_admit(rows, Row(), 0, 242, 392)
+    assert not policy.may_admit(rows, Row(), 0, 241, 391)
+
+
+def test_a_row_counts_with_twice_what_it_has_between_prior_and_maximum():
+    policy = TokenBudgetPolicy(1, 1000, prior_length=100)
+    rows = [Row(20), Row(300), Row(700)]
+    # mean (100 + 100 + 600 + 1000) / 4 = 450, S = 4 x 450, T = 1020: 1800 x exp(1020 / 1800 - 1) = 1167.0
+    assert policy.may_admit(rows, Row(), 0, 148, 1168)
+    assert not policy.may_admit(rows, Row(), 0, 146, 1166)
 
 
 def test_held_tokens_are_counted_in_whole_pages():
-    policy = TokenBudgetPolicy(16, 1000)
-    rows = [Row(17, predicted=18), Row(1, predicted=2)]  # 32 + 16 tokens held, more than expected
-    assert policy.may_admit(rows, Row(predicted=2), 0, 3, 3)
-    assert not policy.may_admit(rows, Row(predicted=2), 0, 2, 2)
+    policy = TokenBudgetPolicy(16, 1000, prior_length=2)
+    rows = [Row(17), Row(1)]  # mean (2 + 34 + 2) / 3, S = 38, but 32 + 16 tokens are held
+    assert policy.may_admit(rows, Row(), 0, 3, 3)
+    assert not policy.may_admit(rows, Row(), 0, 2, 2)
 
 
 def test_ended_samples_change_what_their_group_may_start():
@@ -202,8 +203,11 @@ def lognormal_group(rng, num_samples, median, sigma, cap):
     return [min(cap, max(1, round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(num_samples)]
 
 
-@pytest.mark.parametrize(("median", "sigma"), [(100, 0.6), (60, 1.0)])
-def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots(median, sigma):
+@pytest.mark.parametrize(
+    ("median", "sigma", "most_steps", "most_recomputed"),
+    [(100, 0.6, 1.33, 0.08), (60, 1.0, 1.11, 0.07)],  # measured: 1.31, 0.06 and 1.09, 0.05
+)
+def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots(median, sigma, most_steps, most_recomputed):
     rng, cap, slots = random.Random(1), 512, 4
     steps = bound = recomputed = tokens = 0
     for _ in range(20):
@@ -213,8 +217,8 @@ def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots
         recomputed += result.recomputed_tokens
         tokens += sum(lengths)
         bound += max(max(lengths), sum(length * (length + 1) / 2 for length in lengths) / (slots * cap))
-    assert steps <= 1.25 * bound
-    assert recomputed <= 0.2 * tokens
+    assert steps <= most_steps * bound
+    assert recomputed <= most_recomputed * tokens
 
 
 def test_a_decision_over_64_rows_takes_microseconds():
@@ -224,4 +228,4 @@ def test_a_decision_over_64_rows_takes_microseconds():
         start = time.perf_counter()
         policy.may_admit(rows, fresh, 0, 5000, 5000)
         best = min(best, time.perf_counter() - start)
-    assert best < 200e-6  # 27 microseconds on an idle core; the bound allows a slow, busy one
+    assert best < 200e-6  # 17 to 25 microseconds on an idle core; the bound allows a slow, busy one
