@@ -160,7 +160,7 @@ class RolloutConfig:
     stop_token_ids: list[int] = setting([], "stop ids beside those of the generation config and the tokenizer")
     stop_strings: list[str] = setting([], "texts that end a sample at the token that completes one; rewards get the text before it")
     bad_token_ids: list[int] = setting([], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference")
-    prompts_at_once: int = setting(1, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1)
+    prompts_at_once: int = setting(2, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1)
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     kv_budget_tokens: int | None = setting(
         None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1

@@ -178,9 +178,14 @@ def _pool_text(config: Config, per_token: int) -> str:
     rollout = config.rollout
     if rollout.kv_budget_bytes == "auto":
         return "0.9 of what is free after the weights"
-    pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, longest_prompt=config.data.max_prompt_tokens)
+    prompts = [config.data.max_prompt_tokens] * rollout.prompts_at_once
+    pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
-    return f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
+    text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
+    if rollout.prefix_tokens:
+        kept = (rollout.group_size - rollout.num_slots) * rollout.prefix_tokens
+        text += f"; up to {kept:,} tokens of waiting prefixes stay while pages allow, the others are computed again"
+    return text
 
 
 def _unread_settings(config: Config) -> list[str]:

@@ -66,10 +66,9 @@ class SamplingEngine:
         self.stats = RolloutStats()
         self._predictor = self._load_predictor()
         self._loop: DecodeLoop | None = None
-        self._longest_prompt = 0
         self._mean_length: float | None = None  # of the last call's samples: what token_budget expects of the next
         if max_prompt_tokens is not None or rollout_config.has_budget:
-            self._allocate(max_prompt_tokens or 1)
+            self._allocate([max_prompt_tokens or 1] * rollout_config.prompts_at_once)
         # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
         plain = {"schedule": "token_budget", "predictor": "none", "prefix_tokens": 0, "prompts_at_once": rollout_config.most_rows}
         self._evaluation_config = replace(rollout_config, **plain)
@@ -123,7 +122,7 @@ class SamplingEngine:
             sample_indices = [list(range(self.config.group_size)) for _ in prompt_ids]
         self._check_request(prompt_ids, prompt_indices, sample_indices)
         config = self._evaluation_config if evaluation else self.config
-        self._allocate(max((len(ids) for ids in prompt_ids), default=1))
+        self._allocate([len(ids) for ids in prompt_ids])
         self._loop = None if self._loop is None else self._loop.free()
         domain = EVALUATION if evaluation else TRAINING
         settings = GroupSettings(config.schedule, config.num_slots, config.group_size, config.epsilon, config.prefix_tokens)
@@ -188,15 +187,15 @@ class SamplingEngine:
             run_ahead=self.runner.device.type == "cuda",
         )
 
-    def _allocate(self, longest_prompt: int) -> None:
-        """Allocate the pool for prompts of up to `longest_prompt` tokens, if the one there is does not do."""
+    def _allocate(self, prompts: list[int]) -> None:
+        """Allocate the pool for prompts of so many tokens, if the one there is does not do."""
         config, runner = self.config, self.runner
-        if longest_prompt <= self._longest_prompt or (runner.kv is not None and config.has_budget):
+        if runner.kv is not None and config.has_budget:
             return
         free = _free_bytes(runner.device) if config.kv_budget_bytes == "auto" else None
-        pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), longest_prompt=longest_prompt, free_bytes=free)
-        runner.allocate(pages, config.page_size)
-        self._longest_prompt = longest_prompt
+        pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), prompts=prompts or [1], free_bytes=free)
+        if runner.kv is None or pages > runner.kv.num_pages:
+            runner.allocate(pages, config.page_size)
 
     def _parks(self) -> bool:
         """Whether a preempted sample's KV goes to host memory: on CUDA a copy over PCIe and back costs less than a prefill of its tokens,

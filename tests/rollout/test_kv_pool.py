@@ -48,25 +48,26 @@ def test_the_smallest_budget_rounds_prompt_and_response_to_pages():
 @pytest.mark.parametrize(
     ("settings", "pages"),
     [
-        ({}, 4 * 2 + 1 * 3),  # slots x full responses, and a prompt of 40 tokens
-        ({"prompts_at_once": 2}, 4 * 2 + 2 * 3),
-        ({"schedule": "full_group"}, 8 * 2 + 3),
+        ({}, 4 * 2 + 2 * 3),  # slots x full responses, and two prompts of 40 tokens
+        ({"prompts_at_once": 1}, 4 * 2 + 3),
+        ({"prompts_at_once": 4}, 4 * 2 + 3 + 3 + 1),  # there are three
+        ({"schedule": "full_group"}, 8 * 2 + 2 * 3),
         ({"kv_budget_tokens": 100}, 6),
         ({"kv_budget_bytes": "10KB"}, 10),
         ({"kv_budget_bytes": "10KiB"}, 10),
         ({"kv_budget_bytes": "auto"}, 18),  # 0.9 of 20,000 bytes
-        ({"kv_budget_bytes": "auto", "group_size": 4}, 4 * 2 + 3),  # more could never be used
+        ({"kv_budget_bytes": "auto", "group_size": 1}, 2 * 2 + 2 * 3),  # more could never be used
     ],
 )
 def test_pages_of_every_kind_of_budget(settings, pages):
     config = RolloutConfig(**({"group_size": 8, "slots": 4, "max_new_tokens": 30} | settings))
-    assert num_pool_pages(config, page_bytes=1000, longest_prompt=40, free_bytes=20_000) == pages
+    assert num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40], free_bytes=20_000) == pages
 
 
 def test_a_budget_too_small_names_the_smallest_that_would_do():
     config = RolloutConfig(max_new_tokens=30, kv_budget_tokens=79)
     with pytest.raises(ValueError, match=r"kv_budget_tokens=79 holds 4 pages .* would do is rollout.kv_budget_tokens=80 \(5000 bytes\)"):
-        num_pool_pages(config, page_bytes=1000, longest_prompt=40)
+        num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40])
     with pytest.raises(ValueError, match="prompt 3 of 60 tokens"):
         check_pages(5, config, 60, "prompt 3", page_bytes=1000)
 

@@ -114,7 +114,7 @@ def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule)
 def test_a_budget_in_bytes_holds_as_many_pages_as_fit(model, tokenizer):
     engine = make_engine(model, tokenizer, kv_budget_bytes="100KB", page_size=16)
     assert engine.runner.kv.num_pages == 100_000 // (16 * 2 * 2 * 2 * 16 * 4)
-    assert make_engine(model, tokenizer, kv_budget_bytes="auto", max_new_tokens=6).runner.kv.num_pages == 12 * 2 + 1  # all that could be used
+    assert make_engine(model, tokenizer, kv_budget_bytes="auto", max_new_tokens=6).runner.kv.num_pages == 2 * (12 * 2 + 1)  # all that could be used
 
 
 def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, tokenizer):
