@@ -2,6 +2,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+# CUDA builds of torch bring their own; CPU builds need it for the tests of the CUDA kernels in Triton's interpreter.
+TRITON ?= triton==3.6.0
 EXPERIMENT ?= kk_tiny
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -26,7 +28,7 @@ lint: $(READY)
 
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/bench $(ARGS)
 
 smollm2: $(READY)
 	$(BIN)/python -m infsample_rl.model.fetch_smollm2
@@ -38,6 +40,8 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install -q $$(grep '^uv==' requirements.lock)
 	$(BIN)/uv pip install -q --python $(BIN)/python "$(TORCH)" $(TORCH_INDEX) -r requirements.lock \
 	  || $(BIN)/python -m pip install -q "$(TORCH)" $(TORCH_INDEX) -r requirements.lock
+	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install -q --no-deps $(TRITON) \
+	  || echo "no triton for this machine: the tests of its kernels on the CPU are skipped"
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
