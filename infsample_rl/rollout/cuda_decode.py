@@ -218,7 +218,7 @@ def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
 
 def why_no_graphs(runner: ModelRunner) -> str:
     """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is tried."""
-    page_size, rope = runner.kv.page_size, runner.model.config.rope_parameters or {}
+    page_size, rope = runner.kv.page_size, runner.model.config.to_dict().get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return f"rope_type={rope['rope_type']} depends on the longest position, which the host would have to read"
     if page_size < 8 or page_size & (page_size - 1):

@@ -59,7 +59,9 @@ class DecodeLoop:
         self.runner, self.planner, self.sampler = runner, planner, sampler
         self.max_new_tokens, self.stop_token_ids, self.ends_text = max_new_tokens, stop_token_ids, ends_text
         self.micro_group_size, self.policy_version = micro_group_size, policy_version
-        self.fixed_rows, self.run_ahead = fixed_rows, run_ahead
+        # dynamic_slot keeps the first to finish, and a sample that starts a step later finishes later
+        keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
+        self.fixed_rows, self.run_ahead = fixed_rows, run_ahead and not keeps_first
         self.stats = RolloutStats()
         self._groups: list[PromptGroup] = list(planner.waiting)
         self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
@@ -75,7 +77,7 @@ class DecodeLoop:
 
     def step(self) -> list[list[Completion]]:
         """One running step (more when KV is computed again); the micro-groups it completes."""
-        plan = self.planner.repeat_step() if self._launched is not None else None
+        plan = self.planner.repeat_step() if self._may_run_ahead() else None
         if plan is None:
             self._collect()
             if not self.planner.is_done:
@@ -83,6 +85,8 @@ class DecodeLoop:
                 self._launched = (self._rows, self._launch())
         else:
             before, self._launched = self._launched, None
+            if plan.pages_changed:
+                self.batch.write_pages(self._rows)
             launched = (self._rows, self._launch())
             self._read(*before)
             self._launched = launched
@@ -102,6 +106,11 @@ class DecodeLoop:
         self.planner.drop_all()
         self._prompt_logits.clear()
         self._parked.clear()
+
+    def _may_run_ahead(self) -> bool:
+        """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the sample leaves with
+        the next reading, which must find that token too."""
+        return self._launched is not None and all(sample is None or sample.num_tokens + 1 != sample.wait_at for sample in self._rows)
 
     def _carry_out(self, plan: StepPlan) -> None:
         runner = self.runner
@@ -166,6 +175,7 @@ class DecodeLoop:
             self._append(row, sample, drawn)
             sample.finish_reason = self._finish_reason(sample)
             if sample.finish_reason:
+                sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
                 ended.append(sample)
         self.planner.end_step(ended)
         for group in [group for group in self._prompt_logits if group.is_done]:

@@ -62,14 +62,12 @@ class RowBatch:
         self.first_rows = [row for row, sample in enumerate(rows) if sample is not None and not sample.tokens]
         lengths = np.maximum(columns[1] + 1, 1)
         self.max_length = int(lengths.max())
-        for tensor, values in zip((self.tokens, self.positions, self.starts, self.keys, self.has_sample), self._upload(columns), strict=True):
-            tensor.copy_(values)
         order = np.argsort(prompt_of_row, kind="stable")
         prompt_of_row[prompt_of_row == len(self.groups)] = 0
-        for tensor, values in zip(
-            (self.lengths, self.prompt_of_row, self.row_order), self._upload(np.stack([lengths, prompt_of_row, order])), strict=True
-        ):
-            tensor.copy_(values)
+        for tensor, values in zip((self.tokens, self.positions, self.starts, self.keys, self.has_sample), columns, strict=True):
+            self._write(tensor, values)
+        for tensor, values in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
+            self._write(tensor, values.astype(np.int32))
         self._write_prompts(np.bincount(prompt_of_row, weights=columns[4], minlength=len(self.groups)))
         self._tables[:], self._pages_written = self.scratch_page, [0] * self.max_rows
         self.write_pages(rows)
@@ -80,7 +78,7 @@ class RowBatch:
             if sample is not None and len(sample.pages) > self._pages_written[row]:
                 self._tables[row, self._pages_written[row] : len(sample.pages)] = sample.pages[self._pages_written[row] :]
                 self._pages_written[row] = len(sample.pages)
-        self.tables.copy_(self._upload(self._tables))
+        self._write(self.tables, self._tables)
 
     def advance(self, tokens: torch.Tensor) -> None:
         """Every row has got its next token [R]."""
@@ -109,11 +107,11 @@ class RowBatch:
             lengths[place] = len(group.prompt_ids)
         starts[1 : len(self.groups) + 1] = np.cumsum(counts[: len(self.groups)])
         starts[len(self.groups) + 1 :] = starts[len(self.groups)]
-        self.prompt_tables.copy_(self._upload(tables))
-        self.prompt_lengths.copy_(self._upload(lengths))
-        self.prompt_row_starts.copy_(self._upload(starts))
+        self._write(self.prompt_tables, tables)
+        self._write(self.prompt_lengths, lengths)
+        self._write(self.prompt_row_starts, starts)
 
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        """A copy on the device. Pinned memory comes from torch's cache, which waits for the copy before it lends the memory again."""
-        tensor = torch.from_numpy(values)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+    def _write(self, tensor: torch.Tensor, values: np.ndarray) -> None:
+        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before it lends it again."""
+        host = torch.from_numpy(values)
+        tensor.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)
