@@ -82,17 +82,18 @@ class StepPlanner:
         return self._run_rows(plan)
 
     def repeat_step(self) -> StepPlan | None:
-        """A step of the same rows in the same pages, or None when some row needs a page, is at its end or has left.
+        """A step of the same rows, or None when a row is at its end or has left, or some need pages and too few are free.
 
         It may be planned before it is known which rows the last step has ended: their token is then thrown away.
         """
-        page_size = self.pool.page_size
-        if self._rows_left or not self.running:
+        if self._rows_left or not self.running or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running):
             return None
-        for sample in self.running:
-            if len(sample.pages) * page_size < sample.num_tokens or sample.num_tokens in (self._max_new_tokens, sample.wait_at):
-                return None
-        return self._run_rows(StepPlan())
+        growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.num_tokens]
+        if len(growing) > self.pool.num_free:
+            return None
+        for sample in growing:
+            sample.pages += self.pool.take(1)
+        return self._run_rows(StepPlan(pages_changed=bool(growing)))
 
     def _run_rows(self, plan: StepPlan) -> StepPlan:
         plan.rows = list(self.running)

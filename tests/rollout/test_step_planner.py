@@ -109,14 +109,17 @@ def test_every_sample_finishes_within_a_bound():
         assert planner.running_steps <= sum(lengths) + 2 * planner.num_preemptions + len(lengths)
 
 
-def test_a_repeated_step_is_refused_when_a_row_needs_a_page_or_is_at_its_end():
+def test_a_repeated_step_is_refused_when_pages_are_short_or_a_row_is_at_its_end():
     settings = GroupSettings("arrival", 2, 2)
     group = PromptGroup(0, [0] * 4, [0, 1], settings, lambda _: 0)
-    planner = StepPlanner([group], KVPool(9, 2), num_slots=2, prompts_at_once=1, max_new_tokens=4)
+    planner = StepPlanner([group], KVPool(6, 2), num_slots=2, prompts_at_once=1, max_new_tokens=4)
     assert planner.repeat_step() is None  # nothing runs yet
     assert len(planner.next_step().rows) == 2
-    assert planner.repeat_step() is None  # the first token's KV needs a page
-    planner.next_step()
-    assert len(planner.repeat_step().rows) == 2  # the page has room for the second
+    taken = planner.pool.take(3)  # of four that are free
+    assert planner.repeat_step() is None  # the first tokens' KV needs two pages
+    planner.pool.release(taken)
+    plan = planner.repeat_step()
+    assert plan.pages_changed and [sample.num_tokens for sample in plan.rows] == [2, 2]
+    assert not planner.repeat_step().pages_changed  # the pages have room for the second
     planner.next_step()
     assert planner.repeat_step() is None  # four tokens: both are at their end
