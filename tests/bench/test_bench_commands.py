@@ -81,26 +81,28 @@ def test_generate_batch_keeps_to_its_pool_and_to_the_token_count(tiny_qwen3):
         found = measure.main({"what": "generate_batch", "workload": workload, "settings": plain | {"copies": copies, "kv_tokens": 70}})
         assert found["lengths"] == [8] * 12
         assert found["kv_pool_bytes"] == 64 * KV_TOKEN  # 8 blocks of 8 tokens, of which 2 hold no sample
-        assert found["running_steps"] >= 12 * 8 // 2
+        assert found["running_steps"] >= 12 * 8 // 3  # every row reads a prompt of its own, so at most 3 rows at a time
 
 
-def test_memory_points_have_pool_and_weights_apart(tiny_qwen3, tmp_path):
-    sizes = ["groups=[2,6]", "slots=[2]", "max_new_tokens=16", "prompt_tokens=16", "max_generate_group=2", "threads=1", "mean_tokens=4"]
+def test_memory_of_ours_has_pool_and_weights_apart_and_a_pool_that_is_flat_in_g(tiny_qwen3, tmp_path):
+    sizes = ["groups=[2,6]", "slots=[2]", "max_new_tokens=16", "prompt_tokens=16", "max_generate_group=1", "threads=1", "mean_tokens=4"]
     done = run("memory", f"model={tiny_qwen3}", *sizes, "schedule=arrival", "json=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(record["name"], record["group_size"]) for record in records] == [
-        ("generate", 2),
-        ("ours/full_group", 2),
-        ("ours/arrival", 2),
-        ("ours/arrival", 6),
-    ]
-    assert report.draw_memory(records, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
-    ours = records[2:]
-    assert ours[0]["kv_pool_bytes"] == ours[1]["kv_pool_bytes"] == (2 * 16 + 16) * KV_TOKEN
-    assert ours[1]["peak_kv_bytes"] <= ours[1]["kv_pool_bytes"]
+    assert [(record["name"], record["group_size"], record["slots"]) for record in records] == [("ours/arrival", 2, 2), ("ours/arrival", 6, 2)]
+    assert records[0]["kv_pool_bytes"] == records[1]["kv_pool_bytes"] == (2 * 16 + 16) * KV_TOKEN
     for record in records:
+        assert record["tokens"] > 2 * 16 and record["peak_kv_bytes"] <= record["kv_pool_bytes"]
         assert record["peak_memory_bytes"] == record["weight_bytes"] + record["kv_pool_bytes"] + record["rest_bytes"]
+    assert report.draw_memory(records, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_memory_of_generate_grows_with_its_rows(tiny_qwen3):
+    workload = asdict(Workload(model=str(tiny_qwen3), max_new_tokens=8, prompt_tokens=16, threads=1)) | {"prompts": 1, "mean_tokens": 4}
+    for rows in (2, 6):
+        settings = {"kind": "generate", "group_size": rows, "slots": None, "schedule": None}
+        found = measure.main({"what": "memory", "workload": workload, "settings": settings})
+        assert found["lengths"] == [8] * rows and found["kv_pool_bytes"] == rows * (16 + 7) * KV_TOKEN  # the last token is never fed back
 
 
 @pytest.mark.parametrize(

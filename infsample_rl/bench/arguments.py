@@ -1,0 +1,76 @@
+"""`key=value` arguments of the benchmark commands, read into a dataclass. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def option(default: Any, doc: str, *, low: int | None = None, choices: tuple[str, ...] = (), key: str | None = None) -> Any:
+    """A dataclass field that is an argument: its meaning, lowest value, allowed values, and its name when not the field's."""
+    metadata = {"doc": doc, "low": low, "choices": choices, "key": key}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse(arguments: list[str], options: type[Options]) -> Options:
+    """The options of `key=value` arguments. ValueError, in one line with the keys that exist, for an unknown key or a bad value."""
+    fields = {field.metadata["key"] or field.name: field for field in dataclasses.fields(options)}
+    hints = typing.get_type_hints(options)
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in fields or not equals:
+            nearest = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {nearest[0]}=...? " if nearest and key not in fields else ""
+            raise ValueError(f"{argument!r} is not key=value with a key that exists: {hint}keys: {', '.join(fields)}")
+        field = fields[key]
+        try:
+            values[field.name] = _check(field.metadata, _convert(text, hints[field.name]))
+        except ValueError as error:
+            raise ValueError(f"{key}={text}: {error}; keys: {', '.join(fields)}") from None
+    return options(**values)
+
+
+def parse_or_exit(options: type[Options], command: str) -> Options:
+    """The options of this process's arguments; a wrong one ends it with one line on stderr and status 2."""
+    try:
+        return parse(sys.argv[1:], options)
+    except ValueError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _convert(text: str, kind: Any) -> Any:
+    """`text` as a value of type `kind`: str, bool, int, float, a list of one of them ([a,b]), or one of them or None (none)."""
+    if isinstance(kind, types.UnionType):
+        return None if text.lower() in ("none", "null") else _convert(text, typing.get_args(kind)[0])
+    if typing.get_origin(kind) is list:
+        inner = text.strip().removeprefix("[").removesuffix("]")
+        return [_convert(item.strip(), typing.get_args(kind)[0]) for item in inner.split(",") if item.strip()]
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("must be true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}") from None
+
+
+def _check(metadata: Any, value: Any) -> Any:
+    low, choices = metadata["low"], metadata["choices"]
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None and low is not None and item < low:
+            raise ValueError(f"must be >= {low}; the nearest that works is {low}")
+        if item is not None and choices and item not in choices:
+            nearest = difflib.get_close_matches(str(item), choices, n=1)
+            raise ValueError(f"must be of {', '.join(choices)}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    return value

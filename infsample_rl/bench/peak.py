@@ -1,0 +1,46 @@
+"""Peak memory of this process (Linux) or of the CUDA device."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+
+class PeakMemory:
+    """Bytes taken since construction, which belongs after the imports and before the model is loaded.
+
+    CPU: the highest resident set (VmHWM) less what was resident at construction. CUDA: max_memory_allocated, without context and kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before = 0 if device.type == "cuda" else status_bytes("VmRSS")
+
+    def reset(self) -> None:
+        """Forget the peak so far, e.g. that of loading. Where the kernel does not allow it the peak stays, and is too high."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        with contextlib.suppress(PermissionError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """The most bytes held at a time since `reset`."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return max(0, status_bytes("VmHWM") - self._before)
+
+    def reserved_bytes(self) -> int | None:
+        """What torch's CUDA allocator held at most, unused pieces included; None on CPU."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
+
+def status_bytes(field: str) -> int:
+    """A field in kB of /proc/self/status, such as VmRSS or VmHWM, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: memory cannot be measured here")

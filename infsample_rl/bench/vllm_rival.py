@@ -1,0 +1,111 @@
+"""vLLM on a workload: a script for the interpreter that has vLLM (rivals.vllm_python). Standard library, vllm and what it brings only.
+
+vllm_rival.py SPEC RESULT, both JSON: a string, and the file to write. The caller ends the process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
+STEP_TOKENS = (4, 20)  # as in ours.py: the time of a step is the difference of two runs of so many tokens
+
+
+def main(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up; step times of `rows`."""
+    imported = _status_bytes(os.getpid(), "VmRSS")
+    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    engine = _new_engine(spec)
+    runs = [_run(engine, spec, spec["prompts"], spec["group_size"], spec["max_new_tokens"], str(repeat)) for repeat in range(spec["repeats"] + 1)]
+    seconds, lengths, steps = min(runs[1:], key=lambda run: run[0])
+    if torch.cuda.is_available():
+        peak = device_free - torch.cuda.mem_get_info()[0]
+    else:  # each process of the engine, less the imports, which are about the same in all
+        peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
+    step_seconds = {rows: _step_seconds(engine, spec, rows) for rows in spec["rows"]}
+    found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak, "step_seconds": step_seconds}
+    return found | {"vllm": vllm.__version__, "torch": torch.__version__}
+
+
+def _new_engine(spec: dict[str, Any]) -> Any:
+    options = {"load_format": "dummy", "skip_tokenizer_init": True} if spec["random_weights"] else {}
+    return vllm.LLM(
+        model=spec["model"],
+        dtype=spec["dtype"],
+        seed=spec["seed"],
+        max_model_len=spec["prompt_tokens"] + spec["max_new_tokens"],
+        block_size=spec["block_size"],
+        num_gpu_blocks_override=spec["num_blocks"],
+        enable_prefix_caching=True,
+        max_num_seqs=spec["max_num_seqs"],
+        max_num_batched_tokens=max(2048, spec["prompt_tokens"] * len(spec["prompts"])),
+        enforce_eager=spec["enforce_eager"],
+        disable_log_stats=True,
+        **options,
+    ).llm_engine
+
+
+def _run(engine: Any, spec: dict[str, Any], prompts: list[list[int]], group_size: int, new_tokens: int, name: str) -> tuple[float, list[int], int]:
+    """Seconds, completion lengths and engine steps. No seed per request: it ends the CPU engine on larger batches."""
+    params = vllm.SamplingParams(
+        n=group_size,
+        temperature=1.0,
+        top_k=-1,
+        top_p=1.0,
+        min_p=0.0,
+        max_tokens=new_tokens,
+        ignore_eos=spec["ignore_eos"],
+        stop_token_ids=None if spec["ignore_eos"] else spec["stop_ids"],
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    started, lengths, steps = time.perf_counter(), [], 0
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        steps += 1
+        for output in engine.step():
+            if output.finished:
+                lengths += [len(completion.token_ids) for completion in output.outputs]
+    return time.perf_counter() - started, lengths, steps
+
+
+def _step_seconds(engine: Any, spec: dict[str, Any], rows: int) -> float:
+    fastest = []
+    plain = spec | {"ignore_eos": True}
+    for tokens in STEP_TOKENS:
+        seconds = [_run(engine, plain, spec["prompts"][:1], rows, tokens, f"step-{rows}-{tokens}-{repeat}")[0] for repeat in range(4)]
+        fastest.append(min(seconds[1:]))
+    return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
+
+
+def _group() -> list[int]:
+    """Processes of this one's group, those that vLLM started included."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getpgid(int(folder.name)) == os.getpgid(0):
+                found.append(int(folder.name))
+        except ProcessLookupError:
+            continue  # it has just ended
+    return found
+
+
+def _status_bytes(process: int, field: str) -> int:
+    for line in Path(f"/proc/{process}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0  # a process that has ended and is not yet collected
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(sys.argv[1]))))
