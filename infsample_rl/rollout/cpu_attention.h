@@ -3,7 +3,6 @@
 // The loop over a prompt's blocks is the outer one and its rows the inner one, so its KV comes from memory once for all of them.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 #include "cpu_vectors.h"
@@ -39,7 +38,6 @@ struct Attention {
     float scaling;
     const std::vector<int32_t>& order;
     const std::vector<Task>& tasks;
-    std::atomic<size_t> next{0};
 
     // One task's state, per query (row and query head): scaled query and sums padded to `width`, softmax weights' sum by lane, maximum.
     struct State {
@@ -51,12 +49,9 @@ struct Attention {
         int64_t count;
     };
 
-    void operator()() {
+    void run(int64_t number) const {
         static thread_local std::vector<float> memory;
-        for (size_t t = next++; t < tasks.size(); t = next++) run(tasks[t], memory);
-    }
-
-    void run(const Task& task, std::vector<float>& memory) {
+        const Task& task = tasks[number];
         const int64_t queries = task.count * group;
         State s = make_state(queries, memory);
         for (int64_t i = 0; i < task.count; ++i) load_queries(s, task, i);
@@ -193,10 +188,7 @@ struct Attention {
 
     void write_out(const State& s, int64_t q, float* to) const {
         const vec share = splat(1.0f / sum_of(load(s.weight_sums + q * LANES)));
-        for (int64_t d = 0; d < pool.size; d += LANES) {
-            const vec v = load(s.sums + q * s.width + d) * share;
-            std::memcpy(to + d, &v, std::min<int64_t>(LANES, pool.size - d) * sizeof(float));
-        }
+        for (int64_t d = 0; d < pool.size; d += LANES) store_some(to + d, load(s.sums + q * s.width + d) * share, pool.size - d);
     }
 };
 

@@ -1,4 +1,4 @@
-"""Float32 kernels of a decode step on CPU: skinny matrix products, two-part paged attention, a layer's small operators.
+"""Float32 kernels of a decode step on CPU: skinny matrix products, two-part paged attention, all decoder layers (cpu_decoder.py).
 
 The C++ beside this file is compiled at first use, for the machine at hand, into the user's cache folder. What a row gets is
 bitwise the same whatever the batch around it, its place, the page numbers and the number of threads.
@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_vectors.h")
+SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_decoder.h", "cpu_linear.h", "cpu_threads.h", "cpu_vectors.h")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 COMPILE_SECONDS = 120
@@ -50,19 +50,20 @@ class Kernels:
         use_openmp(ctypes.cast(openmp.GOMP_parallel, POINTER))
         self._linear = _function(library, "linear", [POINTER] * 4 + [INT64] * 4 + [INT], None)
         self._attention = _function(library, "paged_attention", [POINTER] * 9 + [INT64] * 13 + [FLOAT, INT], INT64)
-        self._rotate = _function(library, "rotate_and_store", [POINTER] * 9 + [INT64] * 13, INT64)
-        self._norm = _function(library, "rms_norm", [POINTER] * 4 + [INT64] * 5 + [FLOAT, INT], None)
-        self._silu = _function(library, "silu_mul", [POINTER] * 3 + [INT64] * 4 + [INT], None)
+        self._norm = _function(library, "rms_norm", [POINTER] * 3 + [INT64] * 2 + [FLOAT, INT], None)
+        self._silu = _function(library, "silu_mul", [POINTER] * 3 + [INT64] * 2 + [INT], None)
+        self.decode = _function(library, "decode", [POINTER] * 2, INT64)  # of cpu_decoder.CompiledDecoder, as the next
+        self.workspace_floats = _function(library, "workspace_floats", [POINTER], INT64)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [R, K] (rows may be strided), weight [N, K] contiguous, bias [N] -> x weight^T + bias [R, N]."""
         num_rows, size = _dims("x", x, 2)
         num_out = _dims("weight", weight, 2)[0]
         _check_strided("x", x, (num_rows, size), 1)
-        _check("weight", weight, (num_out, size))
+        check("weight", weight, (num_out, size))
         bias_at = None
         if bias is not None:
-            _check("bias", bias, (num_out,))
+            check("bias", bias, (num_out,))
             bias_at = bias.data_ptr()
         out = x.new_empty((num_rows, num_out))
         threads = torch.get_num_threads()
@@ -94,81 +95,40 @@ class Kernels:
         num_prompts = prompt_tables.shape[0]
         row_pages = _check_tables("row", row_tables, row_lengths, num_rows)
         prompt_pages = _check_tables("prompt", prompt_tables, prompt_lengths, num_prompts)
-        _check("prompt_of_row", prompt_of_row, (num_rows,), torch.int32)
+        check("prompt_of_row", prompt_of_row, (num_rows,), torch.int32)
         out = query.new_empty(shape)
         pointers = [t.data_ptr() for t in (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)]
         sizes = (num_rows, num_heads // pool[2], num_prompts, *pool, query.stride(0), *keys.stride()[:3], row_pages, prompt_pages)
         _raise_bad_index(self._attention(*pointers, *sizes, scaling, torch.get_num_threads()))
         return out
 
-    def rotate_and_store(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        row_tables: torch.Tensor,
-        row_lengths: torch.Tensor,
-    ) -> None:
-        """Rotate query [R, H N, D] in place, and write key (rotated) and value [R, H, D] into the pages as each row's last token.
-
-        cos and sin [R, D]; the rotation of transformers' apply_rotary_pos_emb. The other shapes as in `paged_attention`.
-        """
-        num_rows, num_heads, size = _dims("query", query, 3)
-        _check_strided("query", query, (num_rows, num_heads, size), 1)
-        pool = _check_pool(keys, values, size)
-        for name, tensor in (("key", key), ("value", value)):
-            _check_strided(name, tensor, (num_rows, pool[2], size), 1)
-        for name, tensor in (("cos", cos), ("sin", sin)):
-            _check(name, tensor, (num_rows, size))
-        if size % 2:
-            raise ValueError(f"a head size of {size} cannot be rotated; it must be even")
-        row_pages = _check_tables("row", row_tables, row_lengths, num_rows)
-        pointers = [t.data_ptr() for t in (query, key, value, cos, sin, keys, values, row_tables, row_lengths)]
-        strides = (query.stride(0), key.stride(0), value.stride(0), *keys.stride()[:3])
-        _raise_bad_index(self._rotate(*pointers, num_rows, num_heads, *pool, *strides, row_pages))
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [R, K] or [R, heads, K] (the last dimension is normed) -> the same shape; with a residual, contiguous like x:
-
-        residual += x in place, and its norm is returned.
-        """
-        shape = _dims("x", x, 2, 3)
-        size = shape[-1]
-        heads, head_stride = (shape[1], x.stride(1)) if len(shape) == 3 else (1, size)
-        _check_strided("x", x, shape, len(shape) - 1)
-        _check("weight", weight, (size,))
-        residual_at = None
-        if residual is not None:
-            _check("residual", residual, shape)
-            residual_at = residual.data_ptr()
-        out = x.new_empty(shape)
-        sizes = (shape[0], heads, size, x.stride(0), head_stride)
-        self._norm(x.data_ptr(), residual_at, weight.data_ptr(), out.data_ptr(), *sizes, eps, torch.get_num_threads())
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [..., K], weight [K] -> x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+        size = x.shape[-1]
+        check("x", x, x.shape)
+        check("weight", weight, (size,))
+        out = torch.empty_like(x)
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads())
         return out
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """gate and up [R, K] (rows may be strided) -> gate * sigmoid(gate) * up [R, K]."""
+        """gate and up [R, K] -> gate * sigmoid(gate) * up [R, K]."""
         num_rows, size = shape = _dims("gate", gate, 2)
-        _check_strided("gate", gate, shape, 1)
-        _check_strided("up", up, shape, 1)
-        out = gate.new_empty((num_rows, size))
-        threads = torch.get_num_threads()
-        self._silu(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_rows, size, gate.stride(0), up.stride(0), threads)
+        check("gate", gate, shape)
+        check("up", up, shape)
+        out = torch.empty_like(gate)
+        self._silu(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
         return out
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
     """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every call.)"""
     if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
         _refuse(name, tensor, shape, dtype)
 
 
 def _check_strided(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dense_from: int) -> None:
-    """As `_check` in float32, but strides before dimension `dense_from` are free."""
+    """As `check` in float32, but strides before dimension `dense_from` are free."""
     if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.shape != shape:
         _refuse(name, tensor, shape, torch.float32)
     if not tensor.is_contiguous() and not tensor[(0,) * dense_from].is_contiguous():
@@ -200,8 +160,8 @@ def _check_pool(keys: torch.Tensor, values: torch.Tensor, size: int) -> torch.Si
 def _check_tables(kind: str, tables: torch.Tensor, lengths: torch.Tensor, count: int) -> int:
     """The tables' width: pages of one row or prompt."""
     width = _dims(f"{kind}_tables", tables, 2)[1]
-    _check(f"{kind}_tables", tables, (count, width), torch.int32)
-    _check(f"{kind}_lengths", lengths, (count,), torch.int32)
+    check(f"{kind}_tables", tables, (count, width), torch.int32)
+    check(f"{kind}_lengths", lengths, (count,), torch.int32)
     return width
 
 

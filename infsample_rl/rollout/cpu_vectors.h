@@ -49,6 +49,15 @@ inline vec load_some(const float* from, int64_t count) {  // the rest is zero
     std::memcpy(&v, from, count * sizeof(float));
     return v;
 }
+inline void store_some(float* to, vec v, int64_t count) { std::memcpy(to, &v, std::min<int64_t>(count, LANES) * sizeof(float)); }
+// Calls one(k, get, put) for k = 0, LANES, ... below size; get and put move a vector, or what is left of it at the end.
+template <class One>
+inline void for_vectors(int64_t size, One one) {
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES) one(k, load, store);
+    const int64_t rest = size - k;
+    if (rest > 0) one(k, [rest](const float* from) { return load_some(from, rest); }, [rest](float* to, vec v) { store_some(to, v, rest); });
+}
 
 template <int... I>
 inline vec shuffle(vec a, vec b, std::integer_sequence<int, I...>) {
@@ -162,19 +171,6 @@ inline DotTile tile_for(int64_t rows, int ahead) {
     if (ahead == 4) return pick_tile<4>((int)rows, sizes);
     if (ahead == 2) return pick_tile<2>((int)rows, sizes);
     return ahead == 1 ? pick_tile<1>((int)rows, sizes) : pick_tile<0>((int)rows, sizes);
-}
-
-// ---- threads: torch's own OpenMP runtime, entered through its C interface, so that no second one is ever loaded ----
-typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
-Parallel gomp_parallel = nullptr;
-
-// Calls work(state) on up to `threads` threads; they share out the parts by `next`, so any number of them finishes all.
-template <class Work>
-void run_parts(Work& work, int64_t parts, int threads) {
-    threads = (int)std::min<int64_t>(threads, parts);
-    auto entry = [](void* data) { (*static_cast<Work*>(data))(); };
-    if (threads <= 1 || !gomp_parallel) entry(&work);
-    else gomp_parallel(entry, &work, (unsigned)threads, 0);
 }
 
 }  // namespace

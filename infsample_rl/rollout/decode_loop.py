@@ -17,7 +17,7 @@ from infsample_rl.rollout.sampler import Drawn, DrawnTensors, Sampler
 from infsample_rl.rollout.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion
 
-HEAD_ROWS = 16  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
+LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
 
 
 @dataclass(slots=True)
@@ -68,7 +68,6 @@ class DecodeLoop:
         self._parked: dict[Sample, HostPages] = {}
         self._launched: tuple[list[Sample | None], DrawnTensors] | None = None
         self._rows: list[Sample | None] = []
-        self._num_finished = self._num_finished_tokens = 0
 
     @property
     def is_done(self) -> bool:
@@ -94,11 +93,6 @@ class DecodeLoop:
             self._collect()
         self._update_stats()
         return self._take_micro_groups()
-
-    @property
-    def mean_length(self) -> float | None:
-        """Mean tokens of the samples handed out; None before the first."""
-        return self._num_finished_tokens / self._num_finished if self._num_finished else None
 
     def free(self) -> None:
         """Let go of all samples and KV."""
@@ -143,7 +137,8 @@ class DecodeLoop:
         first = {row: self._prompt_logits[self._rows[row].group] for row in batch.first_rows}
         only_first = len(first) == sum(1 for sample in self._rows if sample is not None)
         hidden = None if only_first else self.runner.decode(batch)
-        pieces = [range(start, min(start + HEAD_ROWS, batch.num_rows)) for start in range(0, batch.num_rows, HEAD_ROWS)]
+        size = max(8, LOGITS_AT_A_TIME // self.runner.shape.vocab_size)
+        pieces = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
         parts = [self._draw(rows, hidden, first) for rows in pieces]
         drawn = parts[0] if len(parts) == 1 else _join(parts)
         batch.advance(drawn.tokens)
@@ -202,8 +197,6 @@ class DecodeLoop:
             size = self.micro_group_size
             while len(group.finished) >= size or (group.is_done and group.finished):
                 taken.append([self._completion(sample) for sample in group.finished[:size]])
-                self._num_finished += len(taken[-1])
-                self._num_finished_tokens += sum(len(completion.token_ids) for completion in taken[-1])
                 group.finished = group.finished[size:]
             if group.is_done:
                 self._groups.remove(group)

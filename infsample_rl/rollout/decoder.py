@@ -1,7 +1,8 @@
 """The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row, in as few calls as it takes.
 
-transformers' modules spend about half of a small step in Python; here a layer is a dozen calls, over the model's own parameters,
-which are read where they are. Other architectures run through their own modules. Letters: R rows, E hidden size, D head size.
+transformers' modules spend about half of a small step in Python; here a layer is two dozen calls, over the model's own parameters,
+which are read where they are. Other architectures run through their own modules. float32 on CPU has cpu_decoder.py, where a compiler
+is and the KV is not quantised. Letters: R rows, E hidden size, D head size.
 """
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ class SamplingEngine:
         self.stats = RolloutStats()
         self._predictor = self._load_predictor()
         self._loop: DecodeLoop | None = None
-        self._mean_length: float | None = None  # of the last call's samples: what token_budget expects of the next
         if max_prompt_tokens is not None or rollout_config.has_budget:
             self._allocate([max_prompt_tokens or 1] * rollout_config.prompts_at_once)
         # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
@@ -147,7 +146,6 @@ class SamplingEngine:
                 self.heartbeat += loop.stats.running_steps - steps_before
                 is_done = loop.is_done
                 yield from micro_groups
-            self._mean_length = loop.mean_length
         finally:
             loop.free()
 
@@ -160,7 +158,7 @@ class SamplingEngine:
             prompt_pages = [-(-len(group.prompt_ids) // page_size) for group in groups]
             most_rows = max(1, min(most_rows, (kv.num_pages - max(prompt_pages, default=0)) // response_pages))
         elif config.schedule == "token_budget":
-            policy = TokenBudgetPolicy(page_size, config.max_new_tokens, prior_length=self._mean_length)
+            policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
         planner = StepPlanner(
             groups,
             KVPool(kv.num_pages, page_size),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout import attention, cpu_kernels
+from infsample_rl.rollout.cpu_decoder import CompiledDecoder
 from infsample_rl.rollout.cuda_decode import GraphCache
 from infsample_rl.rollout.decoder import LeanDecoder, linear, supports
 from infsample_rl.rollout.fused_decoder import FusedDecoder
@@ -118,6 +119,8 @@ class ModelRunner:
         `workspace`: attention in Triton.
         """
         num_rows = batch.num_rows if num_rows is None else num_rows
+        if isinstance(self.decoder, CompiledDecoder):
+            return self.decoder(batch, num_rows, self.kv)
         positions = batch.positions[:num_rows].clamp(min=0)
         write_index = self.kv.token_index(batch.tables[:num_rows].long(), positions[:, None])[:, 0]
         step = self._decode_step(batch, num_rows, positions, write_index, workspace)
@@ -177,21 +180,25 @@ class ModelRunner:
 
     def find_decoder(self) -> None:
         """Choose the decoder, at first and when a parameter has been replaced."""
-        self.decoder = self._lean_decoder()
+        self.decoder = self._short_decoder() if supports(self.model) and not self._keeps_torch else None
 
     @torch.inference_mode()
-    def _lean_decoder(self) -> LeanDecoder | FusedDecoder | None:
+    def _short_decoder(self) -> CompiledDecoder | LeanDecoder | FusedDecoder | None:
         """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one line says why."""
-        if not supports(self.model) or self._keeps_torch:
-            return None
-        decoder = FusedDecoder(self.model) if self.device.type == "cuda" else LeanDecoder(self.model, self.kernels)
         shape = self.shape
         kv = PagedKV(shape.num_layers, 1, 1, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
         batch = RowBatch(1, 1, 1, 1, kv.scratch_page, self.device)
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        step = attention.GatherStep(kv, zero, torch.zeros_like(batch.tables), None, [(batch.prompt_tables, 1, None)], fixed_shapes=False)
-        token = zero + shape.vocab_size // 2
-        short, own = decoder(token, zero + 3, step).float(), self._forward(token[:, None], zero[:, None] + 3, step)[:, 0].float()
+        for tensor, value in ((batch.tables, 0), (batch.prompt_lengths, 1), (batch.tokens, shape.vocab_size // 2), (batch.starts, 3)):
+            tensor.fill_(value)
+        tokens, places = batch.tokens, batch.starts
+        step = attention.GatherStep(kv, batch.tables[0].long(), batch.tables, None, [(batch.prompt_tables, 1, None)], fixed_shapes=False)
+        own = self._forward(tokens[:, None], places[:, None], step)[:, 0].float()
+        if self.kernels is not None and self.kv_dtype == torch.float32:
+            decoder = CompiledDecoder(self.model, self.kernels)
+            short = decoder(batch, 1, kv)
+        else:
+            decoder = FusedDecoder(self.model) if self.device.type == "cuda" else LeanDecoder(self.model, self.kernels)
+            short = decoder(tokens, places, step).float()
         difference = (short - own).abs().max() / own.abs().max()
         if difference < (1e-4 if self.dtype == torch.float32 else 0.05):
             return decoder

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from infsample_rl.rollout import cpu_kernels
 
@@ -188,20 +187,6 @@ def test_attention_takes_a_slice_of_a_larger_pool_and_of_a_fused_projection():
     assert torch.equal(sliced, work.attend())
     keys, values = (pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (work.keys, work.values))  # [pages, H, page_size, D] in memory
     assert torch.equal(work.attend(keys=keys, values=values), work.attend())
-
-
-def test_rotate_and_store_is_transformers_rotation_and_writes_each_rows_last_token_alone():
-    work = Workload(rows=5, kv_heads=2, group=3, size=16, page_size=4, own_tokens=21, prompt_tokens=9)
-    query, key, value, angle = torch.randn(5, 6, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16), torch.randn(5, 8).repeat(1, 2)
-    turned_query, turned_key = apply_rotary_pos_emb(query, key, angle.cos(), angle.sin(), unsqueeze_dim=1)
-    keys, values = work.keys.clone(), work.values.clone()
-    for row, last in enumerate(work.row_lengths.tolist()):
-        at = work.row_tables[row, (last - 1) // 4], (last - 1) % 4
-        keys[at], values[at] = turned_key[row], value[row]
-    KERNELS.rotate_and_store(query, key, value, angle.cos(), angle.sin(), work.keys, work.values, work.row_tables, work.row_lengths)
-    torch.testing.assert_close(query, turned_query, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(work.keys, keys, rtol=1e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(work.values, values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_linear_refuses_what_it_cannot_read():
