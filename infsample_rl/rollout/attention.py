@@ -39,6 +39,18 @@ class ExtendStep:
 
 
 @dataclass(slots=True)
+class TokensAsRows:
+    """An ExtendStep for a decoder that takes the new tokens as rows."""
+
+    step: ExtendStep
+
+    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+        """query [T, H N, 1, D], keys and values [T, H, 1, D] -> [T, 1, H N, D]."""
+        query, keys, values = (part.permute(2, 1, 0, 3) for part in (query, keys, values))
+        return self.step.attend(layer, query, keys, values, scaling).transpose(0, 1)
+
+
+@dataclass(slots=True)
 class GatherStep:
     """One token of R rows in plain torch: one layer's pages are gathered into a dense copy, for any device."""
 
@@ -102,7 +114,7 @@ class CPUKernelStep:
         )[:, None]
 
 
-Step = ExtendStep | GatherStep | CPUKernelStep
+Step = ExtendStep | TokensAsRows | GatherStep | CPUKernelStep
 
 
 def _attend_folded(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
