@@ -107,6 +107,8 @@ class DecodeGraphs:
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
         if compiled and isinstance(runner.decoder, FusedDecoder):
             runner.decoder.compile()
+        if workspace is not None and isinstance(runner.decoder, FusedDecoder):
+            runner.decoder.use_triton()
         self._memory = torch.cuda.graph_pool_handle() if is_cuda else None
 
     @torch.no_grad()

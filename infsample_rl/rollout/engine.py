@@ -153,7 +153,7 @@ class SamplingEngine:
         """The planner and the tensors of one call."""
         kv, page_size = self.runner.kv, config.page_size
         response_pages = -(-config.max_new_tokens // page_size)
-        most_rows, policy = config.most_rows, None
+        most_rows, policy = min(config.most_rows, kv.num_pages), None  # a row has a page from its second token on
         if self.deterministic:  # a full response of every row fits, so no sample is ever preempted
             prompt_pages = [-(-len(group.prompt_ids) // page_size) for group in groups]
             most_rows = max(1, min(most_rows, (kv.num_pages - max(prompt_pages, default=0)) // response_pages))

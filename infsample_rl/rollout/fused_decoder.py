@@ -1,13 +1,14 @@
 """The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row on CUDA: few, large kernels.
 
 All that lies between two attentions is one function, which torch.compile turns into four matrix products and a kernel between each
-two. Weights are its arguments, so one compilation serves all layers. Letters: R rows, E hidden size, D head size.
+two. Weights are its arguments, so one compilation serves all layers. Steps of up to 64 rows in bfloat16 or float16 run in Triton
+instead (triton_layers.py), where its kernels take the shapes. Letters: R rows, E hidden size, D head size.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,9 @@ from transformers import PreTrainedModel
 
 from infsample_rl.rollout.attention import Step
 from infsample_rl.rollout.decoder import ARCHITECTURES, rotate, supports
+
+if TYPE_CHECKING:  # Triton may be absent
+    from infsample_rl.rollout.triton_layers import TritonLayers
 
 
 class AttentionIn(NamedTuple):
@@ -61,6 +65,14 @@ class FusedDecoder:
         self._scalings = [layer.self_attn.scaling for layer in self.model.layers]
         self.is_compiled = False
         self._project, self._between, self._last = project, finish_and_project, finish_and_norm
+        self.triton_layers: TritonLayers | None = None
+
+    def use_triton(self) -> None:
+        """Run steps of few rows in Triton from now on, where its kernels take these weights."""
+        from infsample_rl.rollout.triton_layers import TritonLayers, why_not  # Triton may be absent
+
+        if self.triton_layers is None and not why_not(self._ins[0], self._outs[0]):
+            self.triton_layers = TritonLayers(self.model, self._ins, self._outs, self._scalings)
 
     def compile(self) -> None:
         """Compile at the next call: once for one row, once for any other number."""
@@ -76,6 +88,8 @@ class FusedDecoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         """tokens [R], positions [R] in the whole sequence -> last hidden states [R, E], normed."""
+        if self.triton_layers is not None and self.triton_layers.takes(step):
+            return self.triton_layers(tokens, positions, step)
         hidden = self._any_rows(F.embedding(tokens, self.model.embed_tokens.weight))
         rotation = [self._any_rows(part) for part in self.model.rotary_emb(hidden[:, None], positions[:, None])]  # cos and sin [R, 1, D]
         query, keys, values = self._project(hidden, *rotation, self._ins[0])

@@ -63,7 +63,7 @@ def simulate(
     planner = StepPlanner(
         [group],
         pool,
-        num_slots=(max_rows or len(lengths)) if by_budget else settings.slots,
+        num_slots=min(max_rows or len(lengths), pool.num_pages) if by_budget else settings.slots,
         prompts_at_once=1,
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap) if by_budget else None,

@@ -1,9 +1,11 @@
 """The policy of the `token_budget` schedule: who starts, who waits and who gives up pages. Plain ints, no torch.
 
 All samples of a group look alike until they end, so the one with the fewest tokens has the most to do and is the likeliest to
-end last. Hence one order for everything: *most work left first* decides who is admitted, its reverse who is preempted and
-whose pages are taken (the tail of the run is what the steps are lost in: preempting the row with least progress instead costs
-6 % more steps on recorded lengths). Earlier groups come before later ones, which fill what the earlier leave idle.
+end last. Hence *least work left first* decides who is preempted and whose pages are taken (the tail of the run is what the steps
+are lost in: preempting the row with least progress instead costs 6 % more steps on recorded lengths), and samples that have not
+started go before preempted ones. Of those the one that lacks fewest pages returns first: it loses least by returning now, and
+pages that a longer one holds do not lie idle behind one that needs many. Where lengths are predicted, who has most work left is
+admitted first. Earlier groups come before later ones, which fill what the earlier leave idle.
 
 Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and hold t_i
 tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n h) exp(-h n / S)
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Protocol
 
 PRIOR_SHARE = 3  # prior_length = max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
@@ -47,6 +49,7 @@ class Sample(Protocol):
     num_tokens: int  # generated so far; 0: not started
     admitted_order: int  # counts admissions, re-admissions included: smaller has run longer
     predicted: float | None  # predicted length in tokens, of all samples or of none
+    pages: Sized  # KV pages it holds
 
 
 class TokenBudgetPolicy:
@@ -83,8 +86,11 @@ class TokenBudgetPolicy:
         self._all_tokens += length
 
     def next_waiting(self, waiting: Sequence[Sample]) -> int:
-        """Index of the sample to admit next: earliest group, then most work left; ties in the order given."""
-        return min(range(len(waiting)), key=lambda index: (waiting[index].group_id, -self._work_left(waiting[index])))
+        """Index of the sample to admit next: earliest group, then not started, then fewest pages lacking; ties in the order given.
+
+        With predictions: earliest group, then most work left.
+        """
+        return min(range(len(waiting)), key=lambda index: self._place_in_line(waiting[index]))
 
     def may_admit(self, running: Sequence[Sample], candidate: Sample, missing_pages: int, free_pages: int, response_pages: int) -> bool:
         """Whether `candidate` may run from this step on.
@@ -126,6 +132,13 @@ class TokenBudgetPolicy:
     def donor(self, preempted: Sequence[Sample]) -> int:
         """Index of the preempted sample, of those that still hold pages, whose last page is taken next: the back of the line."""
         return max(range(len(preempted)), key=lambda index: (preempted[index].group_id, -self._work_left(preempted[index])))
+
+    def _place_in_line(self, sample: Sample) -> tuple[int, bool, float, float]:
+        """Smaller is admitted earlier."""
+        if sample.predicted is not None:
+            return sample.group_id, False, 0, -self._work_left(sample)
+        lacking = -(-sample.num_tokens // self._page_size) - len(sample.pages)
+        return sample.group_id, sample.num_tokens > 0, lacking, -self._work_left(sample)
 
     def _work_left(self, sample: Sample) -> float:
         """Tokens left, up to a constant where there is no prediction; at least one, at most the room left."""

@@ -3,7 +3,7 @@
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -17,7 +17,7 @@ class Row:
     admitted_order: int = -1
     predicted: float | None = None
     length: int = 0
-    pages: int = 0
+    pages: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -37,15 +37,15 @@ def simulate(policy, rows, num_pages, page_size, max_rows=10**6):
         nonlocal free
         while pages > free:
             donors = [row for row in waiting if row.pages and row is not own]
-            donors[policy.donor(donors)].pages -= 1
+            donors[policy.donor(donors)].pages.pop()
             free += 1
         free -= pages
 
     def needs(row):
-        return math.ceil(row.num_tokens / page_size) - row.pages
+        return math.ceil(row.num_tokens / page_size) - len(row.pages)
 
     while waiting or running:
-        while sum(map(needs, running)) > free + sum(row.pages for row in waiting):
+        while sum(map(needs, running)) > free + sum(len(row.pages) for row in waiting):
             result.preemptions += 1
             victim = running.pop(policy.victim(running))
             assert victim.admitted_order > min(row.admitted_order for row in running), "the row that has run longest was preempted"
@@ -53,27 +53,27 @@ def simulate(policy, rows, num_pages, page_size, max_rows=10**6):
         for row in running:
             grown = needs(row)
             take(grown)
-            row.pages += grown
+            row.pages += [0] * grown
         while waiting and len(running) < max_rows:
             index = policy.next_waiting(waiting)
             row = waiting[index]
             if not policy.may_admit(running, row, needs(row), free, num_pages):
                 break
             missing = needs(row)
-            lost = max(0, row.num_tokens - 1 - row.pages * page_size)
+            lost = max(0, row.num_tokens - 1 - len(row.pages) * page_size)
             result.recomputed_tokens, result.rebuilds = result.recomputed_tokens + lost, result.rebuilds + (lost > 0)
             take(missing, own=row)
-            row.pages += missing
+            row.pages += [0] * missing
             row.admitted_order = admissions
             admissions += 1
             running.append(waiting.pop(index))
-        assert running and free >= 0 and free + sum(row.pages for row in rows) == num_pages
+        assert running and free >= 0 and free + sum(len(row.pages) for row in rows) == num_pages
         result.decode_steps += 1
         for row in running:
             row.num_tokens += 1
         ended = [row for row in running if row.num_tokens == row.length]
         for row in ended:
-            free, row.pages = free + row.pages, 0
+            free, row.pages = free + len(row.pages), []
             policy.observe_finished(row.group_id, row.length)
         running = [row for row in running if row.num_tokens < row.length]
         if ended:
@@ -148,14 +148,21 @@ def test_an_empty_engine_admits_whatever_comes():
     assert TokenBudgetPolicy(16, 4096).may_admit([], Row(4000), 250, 0, 256)
 
 
-def test_order_is_group_then_most_work_left_and_its_reverse():
+def test_in_line_are_earlier_groups_then_fresh_samples_then_those_that_lack_fewest_pages():
+    policy = TokenBudgetPolicy(8, 100)
+    lacking = [Row(30, pages=[1]), Row(10), Row(50, pages=[2, 3, 4, 5, 6, 7])]  # 3, 2 and 1 pages
+    assert policy.next_waiting(lacking) == 2
+    assert policy.next_waiting([*lacking, Row(0)]) == 3
+    assert policy.next_waiting([*lacking, Row(0, group_id=1)]) == 2
+    assert policy.next_waiting([Row(16), Row(9)]) == 1  # two pages each: then most work left
+
+
+def test_pages_are_taken_from_the_latest_group_then_least_work_left():
     policy = TokenBudgetPolicy(1, 100)
     rows = [Row(30, 0, 0), Row(10, 0, 1), Row(20, 0, 2)]
-    assert policy.next_waiting(rows) == 1
     assert policy.donor(rows) == 0
     assert policy.victim(rows) == 2  # row 0 has run longest
     others = [Row(5, 1, 0), Row(30, 0, 1), Row(1, 1, 2)]
-    assert policy.next_waiting(others) == 1
     assert policy.victim(others) == 2
     assert policy.donor(others) == 0
 
