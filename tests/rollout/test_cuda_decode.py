@@ -148,7 +148,7 @@ def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
     assert kept() is first and first.captures == captures
     with torch.no_grad():
         model.load_state_dict(other.state_dict())  # in place
-    assert kept() is first and first.captures == captures
+    assert kept() is first and first.captures == len(first._graphs)  # other samples may need another bucket, none is captured twice
     layer = model.model.layers[0].self_attn.q_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
     second = kept()
