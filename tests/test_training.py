@@ -73,9 +73,13 @@ def without_timing(rows: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(settings, tmp_path_factory) -> tuple[Path, str]:
-    """One finished run, started from a directory that has nothing to do with the checkout."""
+    """One finished run, started from a directory that has nothing to do with the checkout.
+
+    One slot and longer samples: with token_budget the four samples of so small a group would end in the same step.
+    """
     cwd = tmp_path_factory.mktemp("elsewhere")
-    done = run([*settings, "run.dir=my run", "objective=default"], cwd)
+    one_by_one = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.max_new_tokens=48"]
+    done = run([*settings, *one_by_one, "run.dir=my run", "objective=default"], cwd)
     return cwd / "my run", done.stdout
 
 
