@@ -6,12 +6,10 @@ A value out of bounds raises ValueError with the setting's name, the value and t
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
+
+from infsample_rl.config_fields import check_bounds, parse_bytes, setting
 
 SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
 PREDICTORS = ("none", "bert")
@@ -19,48 +17,6 @@ PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need pr
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8", "int8")
-
-
-def setting(
-    default: Any, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()
-) -> Any:
-    """A dataclass field with its meaning and bound: `low <= value <= high`, `value > above`, or one of `choices`."""
-    metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def check_bounds(section: str, config: Any) -> None:
-    """Raise ValueError for the first field of `config` whose value its metadata does not allow. None is always allowed."""
-    for spec in dataclasses.fields(config):
-        value, bound = getattr(config, spec.name), spec.metadata
-        name = f"{section}.{spec.name}"
-        if value is None or not bound:
-            continue
-        if bound["choices"] and value not in bound["choices"]:
-            nearest = difflib.get_close_matches(str(value), bound["choices"], n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            raise ValueError(f"{name} must be one of {', '.join(bound['choices'])}, got {value!r}{hint}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-        if bound["low"] is not None and value < bound["low"]:
-            raise ValueError(f"{name} must be >= {bound['low']}, got {value}; the nearest that works is {bound['low']}")
-        if bound["high"] is not None and value > bound["high"]:
-            raise ValueError(f"{name} must be <= {bound['high']}, got {value}; the nearest that works is {bound['high']}")
-        if bound["above"] is not None and value <= bound["above"]:
-            raise ValueError(f"{name} must be > {bound['above']}, got {value}")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): parse_bytes("1.5KB") -> 1500. ValueError for anything else."""
-    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    if found is None or found[2].upper() not in units or float(found[1]) <= 0:
-        raise ValueError(f"rollout.kv_budget_bytes must be auto or a size as 24GB or 512MiB, got {text!r}")
-    return int(float(found[1]) * units[found[2].upper()])
 
 
 @dataclass(kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infsample_rl.config import RolloutConfig, parse_bytes
+from infsample_rl.config import RolloutConfig
+from infsample_rl.config_fields import parse_bytes
 from infsample_rl.rollout.kv_pool import smallest_budget_tokens
 
 AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill and fragmentation

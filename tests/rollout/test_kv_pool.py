@@ -2,7 +2,8 @@
 
 import pytest
 
-from infsample_rl.config import RolloutConfig, parse_bytes
+from infsample_rl.config import RolloutConfig
+from infsample_rl.config_fields import parse_bytes
 from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
 from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
 
