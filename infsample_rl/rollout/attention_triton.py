@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from infsample_rl.rollout.triton_linear import let_next_start, wait_for_inputs
+
 MAX_BLOCK = 64  # queries (rows x N) of one block: a prompt with more is read again; and keys of one inner iteration, over several pages
 BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
 MAX_SPLITS = 16  # of one table's tokens
@@ -130,15 +132,33 @@ def _prompt_queries(
     return prompt, row.to(tl.int64) * (H * N) + head * N + folded % N, live
 
 
+@triton.jit
+def _prefetch(pages, table, length, split, head, H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """Have L2 fetch the first block of a split's keys or values."""
+    BYTES: tl.constexpr = D * pages.dtype.element_ty.primitive_bitwidth // 8
+    _, per_split = _blocks_per_split(length, SPLITS, BLOCK_N)
+    tokens = split * per_split * BLOCK_N + tl.arange(0, BLOCK_N)
+    page = tl.load(table + tokens // PAGE, mask=tokens < length, other=0).to(tl.int64)
+    at = pages + ((page * PAGE + tokens % PAGE) * H + head) * D
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [at.to(tl.int64), BYTES], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_prompts", "num_blocks", "row_stride", "prompt_stride"])
 def _parts_kernel(
     queries, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths, starts, row_order, outputs, lses,
     num_rows, num_prompts, num_blocks, row_stride, prompt_stride, score_scale,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PROMPT_M: tl.constexpr, OWN_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, P_PAD: tl.constexpr, PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
-    QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, ORDERED: tl.constexpr,
+    QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs (block of a prompt's queries, split, kv head), then (row, split, kv head): in one launch, so that they fill each other's gaps."""
+    """Programs (block of a prompt's queries, split, kv head), then (row, split, kv head): in one launch, so that they fill each other's gaps.
+
+    EARLY: launched before the kernels ahead are done (programmatic dependent launch). Lengths, tables and the order of rows, which no kernel
+    of a layer writes, are read before they are.
+    """
+    let_next_start(EARLY)
     pid = tl.program_id(0)
     head = pid % H
     part_stride = num_rows.to(tl.int64) * (H * N)
@@ -146,19 +166,30 @@ def _parts_kernel(
     if pid < num_prompt_programs:
         split, block = pid // H % PROMPT_SPLITS, pid // (H * PROMPT_SPLITS)
         prompt, slot, live = _prompt_queries(block, starts, row_order, num_prompts, head, H, N, PROMPT_M, P_PAD, ORDERED)
-        if prompt < num_prompts:
-            _attend(
-                queries, keys, values, key_scales, value_scales, outputs, lses, slot, live, part_stride, split,
-                prompt_tables + prompt.to(tl.int64) * prompt_stride, tl.load(prompt_lengths + prompt), split, head, score_scale,
-                H, D, PAGE, PROMPT_M, BLOCK_N, D_PAD, PROMPT_SPLITS, QUANTISED, PRODUCT,
-            )  # fmt: skip
+        length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
+        table = prompt_tables + prompt.to(tl.int64) * prompt_stride
+        if EARLY:
+            if length > 0:
+                _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, PROMPT_SPLITS)
+                _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, PROMPT_SPLITS)
+        wait_for_inputs(EARLY)
+        _attend(
+            queries, keys, values, key_scales, value_scales, outputs, lses, slot, live, part_stride, split, table, length, split, head, score_scale,
+            H, D, PAGE, PROMPT_M, BLOCK_N, D_PAD, PROMPT_SPLITS, QUANTISED, PRODUCT,
+        )  # fmt: skip
     else:
         own = pid - num_prompt_programs
         split, row = own // H % OWN_SPLITS, own // (H * OWN_SPLITS)
         within = tl.arange(0, OWN_M)
+        length = tl.load(row_lengths + row)
+        table = row_tables + row.to(tl.int64) * row_stride
+        if EARLY:
+            _prefetch(keys, table, length, split, head, H, D, PAGE, BLOCK_N, OWN_SPLITS)
+            _prefetch(values, table, length, split, head, H, D, PAGE, BLOCK_N, OWN_SPLITS)
+        wait_for_inputs(EARLY)
         _attend(
             queries, keys, values, key_scales, value_scales, outputs, lses, (row.to(tl.int64) * H + head) * N + within, within < N,
-            part_stride, PROMPT_SPLITS + split, row_tables + row.to(tl.int64) * row_stride, tl.load(row_lengths + row), split, head, score_scale,
+            part_stride, PROMPT_SPLITS + split, table, length, split, head, score_scale,
             H, D, PAGE, OWN_M, BLOCK_N, D_PAD, OWN_SPLITS, QUANTISED, PRODUCT,
         )  # fmt: skip
 
@@ -167,9 +198,10 @@ def _parts_kernel(
 def _merge_kernel(
     outputs, lses, row_lengths, prompt_lengths, starts, row_order, merged, num_rows, num_prompts,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, P_PAD: tl.constexpr,
-    PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, ORDERED: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (place of a row, query head): sum of its parts, each weighted by its share of the softmax; zeros without any token."""
+    let_next_start(EARLY)
     place, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, P_PAD)
     ends = tl.load(starts + 1 + index, mask=index < num_prompts, other=2147483647)
@@ -185,13 +217,12 @@ def _merge_kernel(
     of_row = (part >= PROMPT_SPLITS) & (part < PROMPT_SPLITS + OWN_SPLITS) & ((part - PROMPT_SPLITS) * per_own_split < own_blocks)
     live = of_prompt | of_row  # what other parts hold is left over from earlier calls
     slot = (part.to(tl.int64) * num_rows + row) * NUM_HEADS + head
-    lse = tl.load(lses + slot, mask=live, other=float("-inf"))
-    best = tl.maximum(tl.max(lse, axis=0), -3.0e38)  # -inf minus -inf would be NaN
-    share = tl.exp2(lse - best)
-    share /= tl.maximum(tl.sum(share, axis=0), 1.0e-30)
     dims = tl.arange(0, D_PAD)
+    wait_for_inputs(EARLY)
+    lse = tl.load(lses + slot, mask=live, other=float("-inf"))
     parts = tl.load(outputs + slot[:, None] * D + dims[None, :], mask=live[:, None] & (dims < D)[None, :], other=0.0)
-    result = tl.sum(parts * share[:, None], axis=0)
+    share = tl.exp2(lse - tl.maximum(tl.max(lse, axis=0), -3.0e38))  # -inf minus -inf would be NaN
+    result = tl.sum(parts * (share / tl.maximum(tl.sum(share, axis=0), 1.0e-30))[:, None], axis=0)
     at = (row.to(tl.int64) * NUM_HEADS + head) * D + dims
     tl.store(merged + at, result.to(merged.dtype.element_ty), mask=dims < D)
 
@@ -220,27 +251,48 @@ def paged_attention(
     row_order[starts[p]:starts[p + 1]] (int32 [R], every row once; None: they lie in that order); those behind starts[P] have no prompt.
     Lengths beyond what the workspace was made for are right, only slower. With `out` nothing is allocated. Raises ValueError.
     """
-    num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
+    num_prompts = prompt_tables.shape[0]
     _check_pages(query, keys, key_scales, value_scales, workspace)
     _check_layout(
         query, keys, num_prompts, query=query, keys=keys, values=values, key_scales=key_scales, value_scales=value_scales, row_tables=row_tables,
         row_lengths=row_lengths, prompt_tables=prompt_tables, prompt_lengths=prompt_lengths, prompt_row_starts=prompt_row_starts,
         row_order=row_order, out=out,
     )  # fmt: skip
-    out = torch.empty_like(query) if out is None else out
-    sizes, parts_sizes, num_blocks = _sizes(query, keys, num_prompts, workspace)
-    sizes["ORDERED"] = row_order is not None
-    num_programs = parts_sizes["H"] * (num_blocks * sizes["PROMPT_SPLITS"] + num_rows * sizes["OWN_SPLITS"])
+    launch_attention(
+        query, keys, values, (key_scales, value_scales), (row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts, row_order),
+        scaling, workspace, out := torch.empty_like(query) if out is None else out, early=False,
+    )  # fmt: skip
+    return out
+
+
+def launch_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
+    scaling: float,
+    workspace: Workspace,
+    out: torch.Tensor,
+    *,
+    early: bool,
+) -> None:
+    """`paged_attention` without its checks. `places`: row_tables to row_order. `early`: with programmatic dependent launch (sm_90)."""
+    row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts, row_order = places
+    num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
+    both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
+    both |= {"ORDERED": row_order is not None, "EARLY": early}
+    num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
+    launch = {"launch_pdl": True} if early else {}
     _parts_kernel[(num_programs,)](
-        query, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts, row_order,
+        query, keys, values, *scales, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts, row_order,
         workspace.outputs, workspace.lses, num_rows, num_prompts, num_blocks, row_tables.stride(0), prompt_tables.stride(0), scaling * LOG2_E,
-        QUANTISED=key_scales is not None, **parts_sizes, **sizes, num_warps=4, num_stages=3,
+        QUANTISED=scales[0] is not None, **parts, **both, num_warps=4, num_stages=3, **launch,
     )  # fmt: skip
     _merge_kernel[(num_rows, num_heads)](
         workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, row_order, out, num_rows, num_prompts,
-        NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(sizes["PROMPT_SPLITS"] + sizes["OWN_SPLITS"]), **sizes, num_warps=4,
+        NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(both["PROMPT_SPLITS"] + both["OWN_SPLITS"]), **both, num_warps=4, **launch,
     )  # fmt: skip
-    return out
 
 
 def _sizes(query: torch.Tensor, keys: torch.Tensor, num_prompts: int, workspace: Workspace) -> tuple[dict[str, Any], dict[str, Any], int]:

@@ -1,4 +1,7 @@
-"""Tiny random models and a tokenizer for the rollout tests."""
+"""Tiny random models, a tokenizer and a Triton interpreter for the rollout tests."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -46,3 +49,46 @@ def make_tokenizer():
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer):
     return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_variant(make_model):
+    """Build a random model of every kind the decoders know, with random biases: make_variant("qwen3 with biases", hidden_size=128)."""
+    changed = {
+        "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+        "llama": ("llama", {"num_key_value_heads": 1}),
+        "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    }
+
+    def build(variant, **changes):
+        family, options = changed.get(variant, (variant, {}))
+        model = make_model(family, **(changes | options))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.normal_()
+        return model
+
+    return build
+
+
+# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does
+START = """
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def patch_and_index(tensor, scope):
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+interpreter._patch_lang_tensor = patch_and_index
+"""
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Runs a function in a process where Triton interprets: it reads the switch when it is imported, and a GPU run must not have it."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.setenv("OMP_NUM_THREADS", "1")
+            pool.submit(len, "started").result()
+        yield lambda function, *arguments, **options: pool.submit(function, *arguments, **options).result()

@@ -5,9 +5,6 @@ What no row may see is NaN: unused table entries name a page of NaN, and so are 
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -18,26 +15,6 @@ from infsample_rl.rollout.attention_triton import Workspace, _parts_kernel, _siz
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 # of a head's output, relative to its norm; an element of bfloat16 is rounded by up to 2^-9 = 0.002, on CUDA its weight is too
 TOLERANCE = {FLOAT32: 1e-5, BFLOAT16: 8e-3, FLOAT16: 1e-3}
-# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does
-START = """
-from triton.runtime import interpreter
-patch = interpreter._patch_lang_tensor
-def patch_and_index(tensor, scope):
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-interpreter._patch_lang_tensor = patch_and_index
-"""
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """`paged_attention` in a process of its own: Triton reads the switch when it is imported, and a GPU run must not have it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            pool.submit(len, "started").result()
-        yield lambda **case: pool.submit(paged_attention, **case).result()
 
 
 def make_case(
@@ -135,48 +112,48 @@ def assert_right(out, case, tolerance=None):
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16])
 def test_rows_of_prompts_of_different_lengths(interpreted, dtype):
     case = make_case((130, 0, 1, 64), (2, 0, 3, 1), (1, 16, 97, 33, 64, 2), dtype=dtype)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 @pytest.mark.parametrize("num_programs", [1, 400])
 def test_one_prompt_in_one_split_and_in_many(interpreted, num_programs):
     case = make_case((300,), (3,), (1, 200, 70), num_programs=num_programs)
     assert case["workspace"].splits(3) == ((1, 1) if num_programs == 1 else (5, 4))
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 128])
 def test_lengths_at_page_and_block_borders(interpreted, page_size):
     case = make_case((page_size, 64 + page_size), (5, 4), (1, page_size - 1, page_size, page_size + 1, 63, 64, 65, 127, 129), page_size=page_size)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (2, 128), (3, 64), (4, 80), (7, 16), (17, 24), (2, 256)])
 def test_any_number_of_query_heads_and_any_head_size(interpreted, group, head_dim):
     case = make_case((70, 20), (2, 1), (1, 40, 17), heads=(2, group), head_dim=head_dim)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 def test_prompts_with_more_queries_than_one_block_takes(interpreted):
     case = make_case((40, 17, 80), (14, 1, 12), [1 + 3 * (row % 7) for row in range(27)], heads=(1, 5), num_programs=1)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 def test_rows_in_any_order(interpreted):
     case = make_case((40, 70, 16), (3, 1, 2), (5, 80, 16, 1, 33, 7), shuffled=True)
     assert case["row_order"].tolist() != sorted(case["row_order"].tolist())
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_idle_rows_behind_the_last_prompt_see_only_their_own(interpreted, shuffled):
     case = make_case((40, 0), (2, 0), (5, 80, 1, 1, 30), shuffled=shuffled)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 def test_a_row_that_sees_no_token_gives_zeros_and_no_nan(interpreted):
     case = make_case((40, 0), (1, 2), (5, 0, 9), dtype=BFLOAT16)
-    out = interpreted(**case)
+    out = interpreted(paged_attention, **case)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     expected = reference(case)
     torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2]], rtol=8e-3, atol=8e-3)
@@ -184,28 +161,28 @@ def test_a_row_that_sees_no_token_gives_zeros_and_no_nan(interpreted):
 
 def test_scores_hundreds_apart_give_no_nan(interpreted):
     case = make_case((130, 64), (2, 2), (1, 97, 33, 64), spread=300.0)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 def test_parts_left_by_a_longer_call_are_not_taken(interpreted):
     longer = make_case((300, 200), (3, 3), (200, 190, 130, 70, 199, 200), num_programs=30)
     shorter = make_case((64, 1), (1, 3), (1, 2, 64, 65), seed=1) | {"workspace": longer["workspace"]}
-    interpreted(**longer)
-    assert_right(interpreted(**shorter), shorter)
+    interpreted(paged_attention, **longer)
+    assert_right(interpreted(paged_attention, **shorter), shorter)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_pages_are_read_with_the_scale_of_page_and_head(interpreted, dtype, page_dtype):
     case = make_case((70, 20), (2, 1), (1, 40, 17), dtype=dtype, page_dtype=page_dtype)
-    assert_right(interpreted(**case), case)
+    assert_right(interpreted(paged_attention, **case), case)
 
 
 def test_tables_may_be_a_part_of_wider_ones_and_out_is_written(interpreted):
     case = make_case((70, 20), (2, 1), (1, 40, 17))
     case["row_tables"] = torch.cat((case["row_tables"], torch.full((3, 5), 2**30, dtype=torch.int32)), dim=1)[:, : case["row_tables"].shape[1]]
     out = torch.full_like(case["query"], float("nan")).share_memory_()
-    interpreted(**case, out=out)
+    interpreted(paged_attention, **case, out=out)
     assert_right(out, case)
 
 
@@ -241,14 +218,20 @@ POINTERS = {FLOAT32: "*fp32", BFLOAT16: "*bf16", torch.int8: "*i8", torch.float8
 
 
 @pytest.mark.parametrize(
-    ("dtype", "page_dtype", "group", "head_dim"),
-    [(BFLOAT16, None, 2, 128), (BFLOAT16, torch.int8, 4, 128), (BFLOAT16, torch.float8_e4m3fn, 4, 128), (FLOAT32, None, 3, 80)],
+    ("dtype", "page_dtype", "group", "head_dim", "early"),
+    [
+        (BFLOAT16, None, 2, 128, False),
+        (BFLOAT16, None, 2, 128, True),
+        (BFLOAT16, torch.int8, 4, 128, False),
+        (BFLOAT16, torch.float8_e4m3fn, 4, 128, True),
+        (FLOAT32, None, 3, 80, False),
+    ],
 )
-def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(dtype, page_dtype, group, head_dim, tmp_path, monkeypatch):
+def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(dtype, page_dtype, group, head_dim, early, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = make_case((64,), (32,), [1] * 32, heads=(1, group), head_dim=head_dim, dtype=dtype, page_dtype=page_dtype)
     both, parts, _ = _sizes(case["query"], case["keys"], 1, case["workspace"])
-    fixed = {"QUANTISED": page_dtype is not None, "ORDERED": False, "row_order": None} | both | parts
+    fixed = {"QUANTISED": page_dtype is not None, "ORDERED": False, "EARLY": early, "row_order": None} | both | parts
     fixed |= {} if page_dtype else {"key_scales": None, "value_scales": None}
     kinds = {"queries": POINTERS[dtype], "keys": POINTERS[page_dtype or dtype], "values": POINTERS[page_dtype or dtype], "score_scale": "fp32"}
     kinds |= dict.fromkeys(("key_scales", "value_scales", "outputs", "lses"), "*fp32")
@@ -259,6 +242,7 @@ def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(dtype,
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 3})
     assert 2 * compiled.metadata.shared <= 227 * 1024
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == early
     assert "cp.async" in compiled.asm["ptx"]  # the next pages are on their way while one is multiplied
 
 

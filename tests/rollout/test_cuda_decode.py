@@ -5,9 +5,7 @@ Graphs themselves are in test_cuda_graphs.py; here the step that they capture ru
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -220,15 +218,6 @@ def test_new_pages_are_added_to_the_tables():
     assert batch.tables.tolist() == [[1, 9, 9], [2, 5, 6]]
 
 
-# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does
-START = """
-from triton.runtime import interpreter
-patch = interpreter._patch_lang_tensor
-def patch_and_index(tensor, scope):
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-interpreter._patch_lang_tensor = patch_and_index
-"""
 
 
 def step_in_triton(config, kv_dtype):
@@ -259,14 +248,10 @@ def step_in_triton(config, kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_the_step_in_triton_writes_and_attends_as_in_plain_torch(make_model, kv_dtype):
+def test_the_step_in_triton_writes_and_attends_as_in_plain_torch(make_model, request, kv_dtype):
     pytest.importorskip("triton")
     config = make_model(num_hidden_layers=1).config
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})) as pool:
-        with pytest.MonkeyPatch.context() as patch:  # Triton reads the switch when it is imported, and a GPU run must not have it
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            (wanted, wanted_kv), (found, found_kv) = pool.submit(step_in_triton, config, kv_dtype).result()
+    (wanted, wanted_kv), (found, found_kv) = request.getfixturevalue("interpreted")(step_in_triton, config, kv_dtype)
     torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted), atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.from_numpy(found_kv), torch.from_numpy(wanted_kv), atol=1e-6, rtol=0)
     assert abs(wanted_kv[:, 1, 2]).min() > 0  # the newest token's place

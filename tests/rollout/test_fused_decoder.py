@@ -14,23 +14,7 @@ from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.rollout.fused_decoder import FusedDecoder, joined
 from infsample_rl.rollout.model_runner import ModelRunner
 
-VARIANTS = {
-    "qwen3": {},
-    "qwen3 with biases": {"family": "qwen3", "attention_bias": True},
-    "qwen2": {},
-    "llama": {"num_key_value_heads": 1},
-    "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
-}
-
-
-def build(make_model, variant):
-    options = dict(VARIANTS[variant])
-    model = make_model(options.pop("family", variant), **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    return model
+VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
 
 
 @torch.inference_mode()
@@ -47,16 +31,16 @@ def run(runner, decoder, tokens):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_it_gives_what_transformers_modules_give(make_model, variant):
-    runner = ModelRunner(build(make_model, variant))
+def test_it_gives_what_transformers_modules_give(make_variant, variant):
+    runner = ModelRunner(make_variant(variant))
     runner.allocate(9, 8)
     tokens = torch.tensor([5, 60, 7])
     wanted = run(runner, None, tokens)
     torch.testing.assert_close(run(runner, FusedDecoder(runner.model), tokens), wanted, atol=2e-5, rtol=0)
 
 
-def test_joined_parameters_keep_values_names_and_identity(make_model, tmp_path):
-    model = build(make_model, "llama with biases")
+def test_joined_parameters_keep_values_names_and_identity(make_variant, tmp_path):
+    model = make_variant("llama with biases")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     with torch.inference_mode():  # as the runner constructs it

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 import torch
 
@@ -15,36 +12,10 @@ from infsample_rl.rollout.model_runner import ModelRunner  # noqa: E402
 from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup  # noqa: E402
 from infsample_rl.rollout.row_batch import RowBatch  # noqa: E402
 
-# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does
-START = """
-from triton.runtime import interpreter
-patch = interpreter._patch_lang_tensor
-def patch_and_index(tensor, scope):
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-interpreter._patch_lang_tensor = patch_and_index
-"""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-VARIANTS = {
-    "qwen3": {},
-    "qwen3 with biases": {"family": "qwen3", "attention_bias": True},
-    "qwen2": {},
-    "llama": {"num_key_value_heads": 1},
-    "llama with biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
-}
+VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
 NUM_ROWS = 5  # of which the fourth is idle
 OWN_TOKENS = (3, 1, 9, None, 8)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Runs a function in a process where Triton interprets: it reads the switch when it is imported, and a GPU run must not have it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            pool.submit(len, "started").result()
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def make_batch(runner, own_tokens):
@@ -102,10 +73,9 @@ def both_steps(config, state, dtype, kv_dtype="auto", own_tokens=OWN_TOKENS, dev
     return out
 
 
-def build(make_model, variant, dtype, **changes):
+def build(make_variant, variant, dtype, **changes):
     """(config, weights) of a variant, with random biases and norms."""
-    options = SIZES | VARIANTS[variant] | changes
-    model = make_model(options.pop("family", variant), **options).to(dtype)
+    model = make_variant(variant, **(SIZES | changes)).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -120,17 +90,18 @@ def assert_as_exact_as_torch(steps):
         scale = exact.norm()
         error, error_of_torch = (found - exact).norm() / scale, (of_torch - exact).norm() / scale
         assert found.isfinite().all()
-        assert error < 1.1 * error_of_torch, f"{error:.2e}, torch {error_of_torch:.2e}"
+        # over six seeds of each variant 0.7 to 1.1 times (1.22 once): which of two roundings errs more is chance
+        assert error < 1.3 * error_of_torch, f"{error:.2e}, torch {error_of_torch:.2e}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_layers_in_triton_are_as_exact_as_transformers_modules(interpreted, make_model, variant):
-    assert_as_exact_as_torch(interpreted(both_steps, *build(make_model, variant, torch.float16), torch.float16))
+def test_layers_in_triton_are_as_exact_as_transformers_modules(interpreted, make_variant, variant):
+    assert_as_exact_as_torch(interpreted(both_steps, *build(make_variant, variant, torch.float16), torch.float16))
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, make_model, kv_dtype):
-    config, state = build(make_model, "qwen3", torch.float16, num_hidden_layers=1)
+def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, make_variant, kv_dtype):
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
     own_tokens = (4, *[1] * 15, None, 2)
     steps = interpreted(both_steps, config, state, torch.float16, kv_dtype, own_tokens)
     if kv_dtype == "auto":
@@ -139,8 +110,8 @@ def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, 
         torch.testing.assert_close(torch.from_numpy(steps[2][0]), torch.from_numpy(steps[1][0]), atol=3e-2, rtol=0)
 
 
-def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_model):
-    *_, first, second = interpreted(both_steps, *build(make_model, "qwen3", torch.float16), torch.float16, "auto", (1, 2), "cpu", 2)
+def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_variant):
+    *_, first, second = interpreted(both_steps, *build(make_variant, "qwen3", torch.float16), torch.float16, "auto", (1, 2), "cpu", 2)
     assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
 
 
@@ -154,10 +125,10 @@ def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_mode
         (torch.float16, {"intermediate_size": 80}, "intermediate_size=80 is not a multiple of 64"),
     ],
 )
-def test_models_the_kernels_do_not_take_keep_the_other_path(make_model, dtype, change, reason):
+def test_models_the_kernels_do_not_take_keep_the_other_path(make_variant, dtype, change, reason):
     from infsample_rl.rollout.triton_layers import TritonLayers
 
-    model = make_model("qwen3", **(SIZES | change)).to(dtype)
+    model = make_variant("qwen3", **(SIZES | change)).to(dtype)
     decoder = FusedDecoder(model)
     decoder.use_triton()
     assert decoder.triton_layers is None
@@ -211,8 +182,8 @@ GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [("qwen3",
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "dtype", "num_rows"), [*GPU_CASES, ("qwen3", torch.float16, 32)])
-def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_bit(make_model, variant, dtype, num_rows):
-    config, state = build(make_model, variant, dtype, **GPU_SIZES)
+def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_bit(make_variant, variant, dtype, num_rows):
+    config, state = build(make_variant, variant, dtype, **GPU_SIZES)
     own_tokens = [None if row % 7 == 3 else 1 + 9 * (row == 1) for row in range(num_rows)]
     *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
     assert_as_exact_as_torch(steps)
