@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
 
-from infsample_rl.bench.workload import Workload
+from infsample_rl.bench.workload import ModelOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 
@@ -15,14 +15,14 @@ TEXT = "A farmer counts {n} sheep, sells a third of them, buys twice as many goa
 MARK = "<<here>>"
 
 
-def pick_device(workload: Workload) -> torch.device:
+def pick_device(workload: ModelOptions) -> torch.device:
     """The device asked for; auto: cuda where there is one. ValueError for a cuda that torch does not see."""
     if workload.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device=cuda: torch {torch.__version__} sees no CUDA device; take device=cpu")
     return torch.device("cuda" if workload.device == "cuda" or (workload.device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def load(workload: Workload) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model in eval mode on its device, and its tokenizer; random weights and a tokenizer of numbers with `shape`."""
     device = pick_device(workload)
     if workload.shape is None:
@@ -55,7 +55,7 @@ def number_tokenizer(size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
 
 
-def make_prompts(workload: Workload, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+def make_prompts(workload: ModelOptions, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
     """`count` different prompts of exactly prompt_tokens ids: a question in the chat template, cut; random ids with `shape`."""
     length = workload.prompt_tokens
     if workload.shape is not None:

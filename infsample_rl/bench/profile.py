@@ -7,7 +7,6 @@ allocations. Kernels of our own on the CPU are called past torch, which does not
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -17,8 +16,8 @@ import torch
 
 from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.models import load, make_prompts
-from infsample_rl.bench.workload import SHAPES, TINY_POLICY, Workload
-from infsample_rl.config import DTYPES, RolloutConfig
+from infsample_rl.bench.workload import ModelOptions
+from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine import SamplingEngine
 
@@ -31,18 +30,11 @@ LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaun
 
 
 @dataclass(kw_only=True)
-class ProfileOptions:
+class ProfileOptions(ModelOptions):
     """The command's options."""
 
-    model: str = option(TINY_POLICY, "Hugging Face folder or hub name")
-    shape: str | None = option(None, "random weights of this shape instead of a model", choices=SHAPES)
-    dtype: str = option("float32", "dtype of weights, compute and KV", choices=DTYPES)
-    device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
-    threads: int = option(len(os.sched_getaffinity(0)), "CPU threads; default: all cores", low=1)
-    seed: int = option(0, "seed of prompt, random weights and sampling", low=0)
     rows: int = option(8, "rows of a step", low=1)
     steps: int = option(50, "steps that are profiled", low=1)
-    prompt_tokens: int = option(100, "tokens of the prompt", low=1)
     top: int = option(15, "operators or kernels listed", low=0)
     json: bool = option(False, "one JSON object on stdout instead of tables")
 
@@ -97,13 +89,11 @@ def profile_steps(options: ProfileOptions) -> dict[str, Any]:
 
 def _running_loop(options: ProfileOptions) -> DecodeLoop:
     """The loop of a call whose rows do not end within the steps, warmed up."""
-    names = ("model", "shape", "dtype", "device", "threads", "seed", "prompt_tokens")
-    workload = Workload(**{name: getattr(options, name) for name in names})
-    model, tokenizer = load(workload)
+    model, tokenizer = load(options)
     tokens = 2 * options.steps + WARM_UP_STEPS + 2
     config = RolloutConfig(group_size=options.rows, slots=options.rows, schedule="full_group", max_new_tokens=tokens)
     engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set())
-    engine.stream(make_prompts(workload, tokenizer, 1), options.seed)
+    engine.stream(make_prompts(options, tokenizer, 1), options.seed)
     _timed(engine._loop, WARM_UP_STEPS)
     return engine._loop
 

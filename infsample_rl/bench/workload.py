@@ -14,8 +14,8 @@ SHAPES = ("qwen3_1.7b", "qwen3_8b")
 
 
 @dataclass(kw_only=True)
-class Workload:
-    """The options that all benchmarks share. Sampling is plain everywhere: temperature 1, no top-k, no top-p."""
+class ModelOptions:
+    """What runs, and on what."""
 
     model: str = option(TINY_POLICY, "Hugging Face folder or hub name")
     shape: str | None = option(None, "random weights of this shape instead of a model", choices=SHAPES)
@@ -23,9 +23,15 @@ class Workload:
     device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
     threads: int = option(len(os.sched_getaffinity(0)), "CPU threads of every engine; default: all cores", low=1)
     seed: int = option(0, "seed of prompts, random weights and sampling", low=0)
+    prompt_tokens: int = option(100, "tokens of a prompt", low=1)
+
+
+@dataclass(kw_only=True)
+class Workload(ModelOptions):
+    """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no top-p."""
+
     slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the resident prompts, in tokens", low=1)
     max_new_tokens: int = option(128, "longest response", low=1)
-    prompt_tokens: int = option(100, "tokens of a prompt", low=1)
     timeout_s: float = option(1800.0, "seconds one measurement may take", low=1)
 
     def kv_budget_tokens(self, resident_prompts: int = 1) -> int:
