@@ -114,7 +114,7 @@ class SamplingEngine:
         """Micro-groups of one prompt each, as soon as their samples have ended. Closing the iterator frees all KV.
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
-        (default all G). `evaluation` takes other noise, and starts samples in order of arrival. `temperature` None: the settings'; 0: exact argmax.
+        (default all G). `evaluation` takes other noise, and always token_budget. `temperature` None: the settings'; 0: exact argmax.
         """
         prompt_indices = list(range(len(prompt_ids))) if prompt_indices is None else list(prompt_indices)
         if sample_indices is None:
