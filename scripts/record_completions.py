@@ -1,0 +1,99 @@
+"""Record groups of completions of a policy, for length predictors and schedules: lengths, first tokens and scores of every sample.
+
+python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +experiment=gsm8k_smollm2 data.source=FILE model.dtype=float32 ...
+
+Everything but out, seconds and dataset is a setting of the training command. Prompts are taken in the seeded order of training, in chunks of
+prompts_per_step that are always finished, so that a limit in seconds does not favour prompts with short responses. A file that is
+there is gone on with. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infsample_rl.config import Config
+from infsample_rl.config_loading import load_config
+from infsample_rl.data.prompts import build_train_prompts
+from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.rollout.engine import SamplingEngine
+from infsample_rl.types import Completion, Prompt
+
+FIRST_TOKENS = 32  # kept of every sample: the longest prefix a predictor is tried with
+SAMPLING_SEED = 20260  # of the noise; another one than training's, so that no recording repeats a run
+
+
+def main() -> int:
+    """Record until the time is up."""
+    own = {"out": "", "seconds": "600", "dataset": "", "threads": str(len(os.sched_getaffinity(0)))}
+    settings = []
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
+        if name in own:
+            own[name] = value
+        else:
+            settings.append(argument)
+    if not own["out"] or not own["dataset"]:
+        print(__doc__, file=sys.stderr)
+        return 2
+    torch.set_num_threads(int(own["threads"]))
+    try:
+        config = load_config(settings)
+        record(config, Path(own["out"]), own["dataset"], float(own["seconds"]))
+    except ValueError as error:
+        print(f"record_completions: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def record(config: Config, out: Path, dataset: str, seconds: float) -> None:
+    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done."""
+    started = time.monotonic()
+    tokenizer, model = load_tokenizer(config.model), load_model(config.model)
+    prompts = build_train_prompts(config, tokenizer, model.config.max_position_embeddings)
+    engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
+    rewards = RewardWorker(config)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    chunk, done, tokens = 0, len(out.read_text().splitlines()) if out.exists() else 0, 0
+    while time.monotonic() - started < seconds:
+        batch = prompts.next_batch()
+        chunk += 1
+        if chunk * len(batch) <= done:
+            continue
+        groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], SAMPLING_SEED, step=chunk)
+        with out.open("a") as file:
+            for prompt, completions in zip(batch, groups, strict=True):
+                line = recording(config, dataset, prompt, completions, rewards.score(prompt, completions).rewards)
+                file.write(json.dumps(line) + "\n")
+                tokens += sum(line["lengths"])
+        took = time.monotonic() - started
+        print(f"{chunk * len(batch)} prompts, {tokens} tokens, {took:.0f} s, {tokens / took:.0f} tokens/s", file=sys.stderr, flush=True)
+    rewards.close()
+
+
+def recording(config: Config, dataset: str, prompt: Prompt, completions: list[Completion], scores: list[float | None]) -> dict[str, Any]:
+    """One line of the file."""
+    return {
+        "dataset": dataset,
+        "model": Path(config.model.path).name if config.model.path != "" else config.run.name,
+        "prompt_id": prompt.columns.get("id", prompt.row),
+        "prompt": prompt.text,
+        "prompt_tokens": len(prompt.token_ids),
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "temperature": config.rollout.temperature,
+        "lengths": [len(completion.token_ids) for completion in completions],
+        "truncated": [completion.finish_reason == "length" for completion in completions],
+        "scores": scores,
+        "first_tokens": [completion.token_ids[:FIRST_TOKENS].tolist() for completion in completions],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
