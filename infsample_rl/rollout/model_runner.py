@@ -54,7 +54,7 @@ class ModelShape:
 
 
 class ModelRunner:
-    """A model whose attention reads and writes the KV pool. Sets the model's attention implementation, once."""
+    """Runs a model with attention that reads and writes the KV pool. Between its own forwards the model is as it was."""
 
     def __init__(self, model: PreTrainedModel, *, deterministic: bool = False, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
         """`deterministic`: every decode step runs all rows at the full KV extent, so results do not depend on what else runs.
@@ -62,7 +62,6 @@ class ModelRunner:
         `kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert it.
         """
         self.shape = ModelShape.of(model)
-        model.set_attn_implementation(attention.NAME)
         self.model, self.deterministic, self.lm_head_fp32 = model, deterministic, lm_head_fp32
         self.device, self.dtype = model.device, model.dtype
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
@@ -174,7 +173,12 @@ class ModelRunner:
         return prompts
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step) -> torch.Tensor:
-        return self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, pool=step).last_hidden_state
+        config = self.model.config
+        users_own, config._attn_implementation = config._attn_implementation, attention.NAME  # what set_attn_implementation ends in
+        try:
+            return self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, pool=step).last_hidden_state
+        finally:
+            config._attn_implementation = users_own
 
     @property
     def _keeps_torch(self) -> bool:
@@ -227,7 +231,7 @@ def check_architecture(model: PreTrainedModel) -> dict:
     if kinds or (uses_window and not settings.get("layer_types")):
         found = f"layer types {', '.join(kinds)}" if kinds else f"sliding_window={settings['sliding_window']}"
         raise ValueError(f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, Qwen2 or Qwen3")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"):
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "kv_lora_rank"):
         if settings.get(name):
             raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
     if model.get_output_embeddings().bias is not None:

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES = {
     "vocab_size": 64,
@@ -20,16 +20,27 @@ SIZES = {
     "eos_token_id": None,
     "initializer_range": 0.2,  # large, so that greedy continuations do not repeat one token
 }
+FAMILIES = {  # what differs from SIZES
+    "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+UNGROUPED = ("gpt_neox", "opt")  # these know no kv heads
 
 
 @pytest.fixture(scope="session")
 def make_model():
     """Build a random float32 model of a family: make_model("qwen3", vocab_size=80)."""
-    families = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen2": Qwen2Config}
 
     def build(family="qwen3", **changes):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(families[family](**(SIZES | changes)), dtype=torch.float32).eval()
+        settings = SIZES | FAMILIES.get(family, {}) | changes
+        if family in UNGROUPED:
+            settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "head_dim")}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32).eval()
 
     return build
 

@@ -61,7 +61,6 @@ class Work:
         """By transformers' modules: expected last hidden states, the KV of all tokens but the newest, and in `after` that of the newest too."""
         batch, wanted, newest = self.batch, [], []
         for row, ids in enumerate(self.ids):
-            self.model.set_attn_implementation("sdpa")
             out = self.model.model(input_ids=ids[None], use_cache=True)
             wanted.append(out.last_hidden_state[0, -1])
             start = int(batch.starts[row])

@@ -103,7 +103,6 @@ def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):
 def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
     model = gpu_model(dtype=torch.bfloat16)
     group = make_engine(model, tokenizer, prompts_at_once=3).generate(PROMPTS, seed=1)[0]
-    model.set_attn_implementation("sdpa")
     for completion in group:
         response = completion.token_ids.tolist()
         with torch.no_grad():

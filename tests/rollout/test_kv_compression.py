@@ -163,7 +163,6 @@ def make_engine(model, tokenizer, **settings):
 
 def logprob_differences(model, groups):
     """|engine - full forward| of every token."""
-    model.set_attn_implementation("sdpa")
     differences = []
     for prompt, completion in [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]:
         response = completion.token_ids.tolist()
@@ -171,7 +170,6 @@ def logprob_differences(model, groups):
             logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         wanted = torch.log_softmax(logits, -1)[torch.arange(len(response)), torch.tensor(response)]
         differences.append((torch.from_numpy(completion.logprobs) - wanted).abs())
-    model.set_attn_implementation("infsample_pool")
     return torch.cat(differences)
 
 

@@ -40,10 +40,8 @@ def expected(model, tokenizer):
 
 def full_logprobs(model, prompt, response, temperature=1.0):
     """Log-probabilities of a response by one plain causal forward pass."""
-    model.set_attn_implementation("sdpa")
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    model.set_attn_implementation("infsample_pool")
     return torch.log_softmax(logits.float() / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]
 
 
@@ -56,6 +54,16 @@ def test_greedy_tokens_equal_generate(make_model, tokenizer, family):
     ]
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
     assert tokens_of(engine.generate(PROMPTS, seed=0, temperature=0)) == [[tokens] * 6 for tokens in wanted]
+
+
+@pytest.mark.parametrize("family", ["mistral", "olmo2", "phi3", "gemma", "gpt_neox", "opt", "qwen3_moe", "glm4"])
+def test_other_architectures_run_through_their_own_modules_and_the_model_stays_usable(make_model, tokenizer, family):
+    model = make_model(family)
+    engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
+    groups = engine.generate(PROMPTS[:2], seed=0, temperature=0)
+    for prompt, group in zip(PROMPTS, groups, strict=False):
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        assert tokens_of([group]) == [[out[0, len(prompt) :].tolist()] * 6]
 
 
 @pytest.mark.parametrize("settings", [{}, {"prompts_at_once": 3, "slots": 8}, {"temperature": 0.7}])
@@ -296,7 +304,6 @@ def test_padded_vocabulary_is_never_sampled_and_left_out_of_log_probabilities(ma
     assert max(completion.token_ids.max() for completion in group) < 64
     with torch.no_grad():
         model.lm_head.weight[64:] = -1e4 * model.lm_head.weight[64:].sign()  # now without weight in the plain forward
-    model.set_attn_implementation("sdpa")
     ids = group[0].token_ids.tolist()
     logits = model(input_ids=torch.tensor([PROMPTS[0] + ids])).logits[0, 4:-1, :64]
     wanted = torch.log_softmax(logits, -1)[torch.arange(len(ids)), torch.tensor(ids)]
