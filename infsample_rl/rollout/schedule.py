@@ -12,6 +12,40 @@ from collections import deque
 from collections.abc import Sequence
 
 PREDICTED = ("fptas", "sjf", "infinite", "lpt")
+BUDGETED = ("fptas", "infinite")
+
+
+class PredictedKV:
+    """The KV budget of `fptas` and `infinite`, counted in predicted tokens.
+
+    The paper wants "the total cost in each bin" below "a predefined memory threshold" and promotes samples "if they fit the current
+    memory profile". A slot decodes its bin one sample after another and gives each one's KV back, so what a bin takes is its longest
+    sample, never the sum, and what decodes together is one sample of each slot. Hence: a bin whose longest sample is above the budget
+    is refused, and a sample that does not fit beside those decoding is passed over for the next in line. Nothing waits for ever: where
+    no sample of the group decodes, any one fits. Predictions may be wrong; the pool itself is kept within bounds by the planner.
+    """
+
+    def __init__(self, lengths: Sequence[float], budget: float = math.inf, bins: Sequence[Sequence[int]] = ()) -> None:
+        """Raises ValueError for a bin above `budget` tokens."""
+        self._lengths, self._budget = lengths, budget
+        self._running: set[int] = set()
+        for number, samples in enumerate(bins):
+            load = max((lengths[index] for index in samples), default=0)
+            if load > budget:
+                smallest = f"the smallest that works is {math.ceil(max(lengths))}"
+                raise ValueError(f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g}; {smallest}")
+
+    def start(self, index: int) -> bool:
+        """Count sample `index` in, if it fits now. Summed anew each time: a running difference of floats would never return to 0."""
+        if self._budget < math.inf:
+            if math.fsum(self._lengths[other] for other in (*self._running, index)) > self._budget:
+                return False
+            self._running.add(index)
+        return True
+
+    def end(self, index: int) -> None:
+        """Sample `index` has given its KV back."""
+        self._running.discard(index)
 
 
 class SharedQueue:
@@ -22,27 +56,27 @@ class SharedQueue:
     after phase 1 is none, so we read it as those not started.
     """
 
-    def __init__(self, order: Sequence[int], first: dict[int, int] | None = None) -> None:
+    def __init__(self, order: Sequence[int], first: dict[int, int] | None = None, kv: PredictedKV | None = None) -> None:
         self._order = deque(order)
         self._first = dict(first or {})
+        self._kv = kv or PredictedKV(())
         self._started: set[int] = set()
         self._num_samples = self._unfinished = len(self._order)
 
     def next_sample(self, slot: int) -> int | None:
         """The sample that starts in `slot` now, or None."""
+        while self._order and self._order[0] in self._started:
+            self._order.popleft()
         reserved = self._first.pop(slot, None)
-        if reserved is not None and reserved not in self._started:
-            self._started.add(reserved)
-            return reserved
-        while self._order:
-            index = self._order.popleft()
-            if index not in self._started:
+        for index in self._order if reserved is None else (reserved, *self._order):
+            if index not in self._started and self._kv.start(index):
                 self._started.add(index)
                 return index
         return None
 
     def finished(self, index: int, slot: int) -> None:
         """Sample `index` has ended in `slot`."""
+        self._kv.end(index)
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
@@ -63,16 +97,19 @@ class SharedQueue:
 class SlotQueues:
     """Each slot has its own queue and no other slot helps (`fixed_slot`, `fptas`)."""
 
-    def __init__(self, queues: Sequence[Sequence[int]]) -> None:
-        self._queues = [deque(queue) for queue in queues]
+    def __init__(self, queues: Sequence[Sequence[int]], kv: PredictedKV | None = None) -> None:
+        self._queues = [list(queue) for queue in queues]
+        self._kv = kv or PredictedKV(())
         self._unfinished = sum(len(queue) for queue in queues)
 
     def next_sample(self, slot: int) -> int | None:
-        """The next sample of the slot's own queue, or None."""
-        return self._queues[slot].popleft() if self._queues[slot] else None
+        """The first sample of the slot's own queue that fits now, or None."""
+        queue = self._queues[slot]
+        return next((queue.pop(place) for place, index in enumerate(queue) if self._kv.start(index)), None)
 
     def finished(self, index: int, slot: int) -> None:
         """Sample `index` has ended in `slot`."""
+        self._kv.end(index)
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
@@ -169,36 +206,62 @@ class Endless:
 Schedule = SharedQueue | SlotQueues | Rounds | Endless
 
 
-def make_schedule(name: str, num_samples: int, slots: int, lengths: Sequence[float] | None = None, epsilon: float = 0.1) -> Schedule:
-    """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite and lpt.
+def make_schedule(
+    name: str,
+    num_samples: int,
+    slots: int,
+    lengths: Sequence[float] | None = None,
+    epsilon: float = 0.1,
+    kv_budget_tokens: float | None = None,
+) -> Schedule:
+    """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and token_budget.
 
-    Raises ValueError for an unknown name, no samples or slots, or missing lengths.
+    `kv_budget_tokens`: of fptas and infinite, what their slots may hold at a time by prediction, prompt not counted (PredictedKV).
+    Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not finite and positive, and a bin
+    above the budget.
     """
     if num_samples < 1 or slots < 1:
         raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
+    if kv_budget_tokens is not None and name not in BUDGETED:
+        raise ValueError(f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}")
     if name in PREDICTED and (lengths is None or len(lengths) != num_samples):
         raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}")
+    if lengths:
+        check_predictions(lengths)
     everyone = range(num_samples)
-    if name in ("arrival", "full_group"):  # full_group differs in its slot count alone: all samples start at once
+    if name in ("arrival", "full_group") or (name == "token_budget" and not lengths):  # full_group differs in its slot count alone
         return SharedQueue(everyone)
-    if name == "token_budget":  # how many at once is the planner's to decide; known lengths: the longest first, as in lpt
-        return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]) if lengths else everyone)
+    if name in ("lpt", "token_budget"):  # token_budget: how many at once is the planner's to decide
+        return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
+    if name == "sjf":
+        return SharedQueue(sorted(everyone, key=lambda index: lengths[index]))
     if name == "naive":
         return Rounds(num_samples, slots)
     if name == "fixed_slot":
         return SlotQueues([list(everyone[slot::slots]) for slot in range(slots)])
     if name == "dynamic_slot":
         return Endless(num_samples)
+    if name not in BUDGETED:
+        known = "token_budget, arrival, full_group, naive, fixed_slot, dynamic_slot, fptas, sjf, lpt, infinite"
+        raise ValueError(f"schedule must be {known}, got {name!r}")
+    return _binned(name, slots, lengths, epsilon, kv_budget_tokens)
+
+
+def _binned(name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_budget_tokens: float | None) -> Schedule:
+    """`fptas`: each slot its own bin. `infinite`, Algorithm 1: the first of each bin, then Algorithm 3, the shortest that fits."""
+    groups = fptas_groups(lengths, slots, epsilon)
+    kv = PredictedKV(lengths, math.inf if kv_budget_tokens is None else kv_budget_tokens, groups)
     if name == "fptas":
-        return SlotQueues(fptas_groups(lengths, slots, epsilon))
-    if name == "lpt":
-        return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
-    if name == "sjf":
-        return SharedQueue(sorted(everyone, key=lambda index: lengths[index]))
-    if name == "infinite":
-        groups = fptas_groups(lengths, slots, epsilon)
-        return SharedQueue(sorted(everyone, key=lambda index: lengths[index]), first={slot: group[0] for slot, group in enumerate(groups) if group})
-    raise ValueError(f"schedule must be token_budget, arrival, full_group, naive, fixed_slot, dynamic_slot, fptas, sjf, lpt, infinite, got {name!r}")
+        return SlotQueues(groups, kv)
+    first = {slot: group[0] for slot, group in enumerate(groups) if group}
+    return SharedQueue(sorted(range(len(lengths)), key=lambda index: lengths[index]), first, kv)
+
+
+def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
+    """Raise ValueError for a predicted length that is no number of tokens: NaN, infinite, zero or negative. `name`: what they are called."""
+    for index, length in enumerate(lengths):
+        if not 0 < length < math.inf:
+            raise ValueError(f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense is 1")
 
 
 def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:
@@ -207,13 +270,17 @@ def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> l
     fptas_groups([6, 5, 4, 3, 2], 2, 0.1) -> [[0, 2], [1, 3, 4]] (loads 10 and 10)
 
     As the paper has it this is first-fit-decreasing on rounded lengths, with no (1 + epsilon) guarantee, and it drops a
-    sample that fits in no group; here such a sample goes to the least loaded one.
+    sample that fits in no group; here such a sample goes to the least loaded one. Raises ValueError for no lengths, lengths
+    that are not finite and positive, no groups, epsilon not above 0.
     """
-    if not lengths or min(lengths) <= 0:
-        raise ValueError(f"lengths must be positive and at least one, got {list(lengths)}")
-    if num_groups < 1 or epsilon <= 0:
+    if len(lengths) == 0:
+        raise ValueError("lengths must be positive and at least one, got none")
+    check_predictions(lengths)
+    if num_groups < 1 or not 0 < epsilon < math.inf:
         raise ValueError(f"num_groups must be >= 1 and epsilon > 0, got {num_groups} and {epsilon}")
     unit = epsilon * sum(lengths) / num_groups
+    if not (0 < unit < math.inf and max(lengths) / unit < math.inf):
+        raise ValueError(f"lengths from {min(lengths):g} to {max(lengths):g} tokens cannot be rounded to units of {unit:g}")
     rounded = [math.ceil(length / unit) for length in lengths]
     capacity = math.ceil(sum(rounded) / num_groups)
     groups: list[list[int]] = [[] for _ in range(num_groups)]

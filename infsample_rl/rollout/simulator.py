@@ -1,28 +1,47 @@
-"""Schedules over known lengths, without a model: the engine's own planner, driven by a list of ints."""
+"""Schedules over known lengths, without a model: the engine's own planner, driven by lists of ints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from infsample_rl.config import SCHEDULES
+from infsample_rl.rollout.fast_forward import CountedPool, repeat_steps
 from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
-from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup
+from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup, Sample
+from infsample_rl.rollout.schedule import check_predictions
 from infsample_rl.rollout.step_planner import StepPlanner
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
+
+Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
+
+
+class Stay(NamedTuple):
+    """One sample in one row without a pause: from running step `start` (counted from 0) until `end` steps had passed."""
+
+    prompt: int
+    sample: int
+    start: int
+    end: int
+    row: int
 
 
 @dataclass(slots=True)
 class Simulation:
-    """What one prompt's group took."""
+    """What the prompts of one call took."""
 
     running_steps: int = 0  # rounds in which every active row got one token, plus one for every rebuild
     completed: list[int] = field(default_factory=list)  # sample indices in finishing order
+    completed_prompts: list[int] = field(default_factory=list)  # the prompt of each of them
     finish_steps: list[int] = field(default_factory=list)  # running steps until each of them had ended
-    peak_kv_tokens: int = 0  # whole pages, prompt included
+    kv_pool_tokens: int = 0  # all pages of the pool
+    peak_kv_tokens: int = 0  # most held at a time, whole pages, prompts included
     busy_row_steps: int = 0  # sum over steps of the rows that got a token
+    most_rows: int = 0  # at a time
     preemptions: int = 0
     recomputed_tokens: int = 0
+    stays: list[Stay] = field(default_factory=list)  # where record_rows was asked for: who decoded when, in which row
 
 
 def simulate(
@@ -37,74 +56,242 @@ def simulate(
     group_size: int | None = None,
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
+    repredicted: Repredicted | None = None,
+    rebuild_cost: float | None = None,
+    record_rows: bool = False,
 ) -> Simulation:
-    """Run `schedule` over samples of `lengths` tokens.
+    """Run `schedule` over the samples of one prompt; their lengths are in tokens.
 
-    predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). kv_budget_tokens: all KV, prompt included
-    (default: slots x max_new_tokens plus the prompt). group_size: dynamic_slot draws from all given lengths and stops at the
-    group_size-th finish (default: all of them). max_rows: most rows of token_budget. max_new_tokens: the cap of a response
-    (default: the longest of `lengths`). Raises ValueError for an unknown schedule, empty or non-positive lengths, and a budget
-    that no single sample fits in.
+    predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the predicted total
+    length once it has generated that many tokens; token_budget follows it, the others take the first where `predicted` is not given.
+    kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the prompt). group_size: dynamic_slot draws from all
+    lengths and stops at the group_size-th finish (default: all). max_rows, rebuild_cost: token_budget's. max_new_tokens: the cap of a
+    response (default: the longest of `lengths`). record_rows: fill `.stays`. Raises ValueError for an unknown schedule, empty or
+    non-positive lengths, predictions that are not finite and positive, and a budget that no single sample fits in.
     """
-    _check(lengths, schedule, slots, predicted, page_size, group_size, max_rows, max_new_tokens)
-    cap = max_new_tokens or max(lengths)
-    num_samples = group_size if schedule == "dynamic_slot" and group_size is not None else len(lengths)
-    settings = GroupSettings(schedule, num_samples if schedule == "full_group" else slots, num_samples)
-    budget = kv_budget_tokens
-    if budget is None:
-        budget = (settings.slots * -(-cap // page_size) + -(-prompt_tokens // page_size)) * page_size
-    smallest = smallest_budget_tokens(prompt_tokens, cap, page_size)
-    if budget < smallest:
-        raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got {budget}")
-    order_by = None if schedule == "token_budget" and predicted is None else [float(length) for length in predicted or lengths]
-    group = PromptGroup(0, [0] * prompt_tokens, list(range(num_samples)), settings, lambda sample_index: 0, lengths=order_by)
-    pool = KVPool(budget // page_size, page_size)
-    by_budget = schedule == "token_budget"
-    planner = StepPlanner(
-        [group],
-        pool,
-        num_slots=min(max_rows or len(lengths), pool.num_pages) if by_budget else settings.slots,
+    return simulate_prompts(
+        [lengths],
+        schedule,
+        slots=slots,
         prompts_at_once=1,
-        max_new_tokens=cap,
-        policy=TokenBudgetPolicy(page_size, cap) if by_budget else None,
+        predicted=None if predicted is None else [predicted],
+        repredicted=None if repredicted is None else [repredicted],
+        kv_budget_tokens=kv_budget_tokens,
+        page_size=page_size,
+        prompt_tokens=prompt_tokens,
+        group_size=group_size,
+        max_rows=max_rows,
+        max_new_tokens=max_new_tokens,
+        rebuild_cost=rebuild_cost,
+        record_rows=record_rows,
     )
-    return _run(planner, group, lengths)
 
 
-def _run(planner: StepPlanner, group: PromptGroup, lengths: Sequence[int]) -> Simulation:
-    result = Simulation()
-    while not planner.is_done:
-        rows = planner.next_step().rows
-        planner.end_step([sample for sample in rows if sample.num_tokens == lengths[sample.sample_index % len(lengths)]])
-        for sample in group.finished[len(result.completed) :]:
-            result.completed.append(sample.sample_index)
-            result.finish_steps.append(planner.running_steps)
-    result.running_steps, result.busy_row_steps = planner.running_steps, planner.num_tokens
-    result.peak_kv_tokens = planner.pool.peak_pages * planner.pool.page_size
-    result.preemptions, result.recomputed_tokens = planner.num_preemptions, planner.recomputed_tokens
-    return result
-
-
-def _check(
-    lengths: Sequence[int],
+def simulate_prompts(
+    groups: Sequence[Sequence[int]],
     schedule: str,
-    slots: int,
-    predicted: Sequence[float] | None,
-    page_size: int,
-    group_size: int | None,
-    max_rows: int | None,
-    max_new_tokens: int | None,
-) -> None:
+    *,
+    slots: int = 4,
+    prompts_at_once: int = 2,
+    predicted: Sequence[Sequence[float]] | None = None,
+    repredicted: Sequence[Repredicted] | None = None,
+    kv_budget_tokens: int | None = None,
+    page_size: int = 1,
+    prompt_tokens: int | Sequence[int] = 0,
+    group_size: int | None = None,
+    max_rows: int | None = None,
+    max_new_tokens: int | None = None,
+    rebuild_cost: float | None = None,
+    record_rows: bool = False,
+) -> Simulation:
+    """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
+
+    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle. predicted and
+    repredicted: one list per prompt, prompt_tokens: one number or one per prompt; otherwise as in simulate().
+    """
+    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size, "group_size": group_size, "max_rows": max_rows}
+    cap = _check(groups, schedule, counts, max_new_tokens)
+    prompts = _prompt_tokens(prompt_tokens, len(groups))
+    num_slots = max(map(len, groups)) if schedule == "full_group" else slots
+    by_budget = schedule == "token_budget"
+    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
+    planned = _prompt_groups(schedule, num_slots, groups, prompts, group_size, _orders(groups, schedule, predicted, repredicted))
+    step_by_step = rebuild_cost == 0  # see repeat_steps
+    pool = (KVPool if step_by_step else CountedPool)(budget // page_size, page_size)
+    cost = {} if rebuild_cost is None else {"rebuild_cost": rebuild_cost}
+    planner = StepPlanner(
+        planned,
+        pool,
+        num_slots=min(max_rows or max(map(len, groups)) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
+        prompts_at_once=prompts_at_once,
+        max_new_tokens=cap,
+        policy=TokenBudgetPolicy(page_size, cap, **cost) if by_budget else None,
+    )
+    return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end(step_by_step)
+
+
+class _Run:
+    """One simulation under way."""
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        groups: Sequence[PromptGroup],
+        lengths: Sequence[Sequence[int]],
+        repredicted: Sequence[Repredicted] | None,
+        record_rows: bool,
+    ) -> None:
+        self.planner, self.groups, self.lengths, self.repredicted = planner, groups, lengths, repredicted
+        self.result = Simulation()
+        self._record_rows = record_rows
+        self._open: dict[Sample, tuple[int, int]] = {}  # samples in a row: since which step, in which one
+        self._moments: dict[tuple[int, int], list[int]] = {}  # of prompt and sample: tokens at which it is predicted again, the next one last
+        for place, samples in enumerate(repredicted or ()):
+            self._moments |= {(place, index): sorted(moments, reverse=True) for index, moments in enumerate(samples)}
+
+    def to_end(self, step_by_step: bool) -> Simulation:
+        """Decode until every sample has ended."""
+        planner, result = self.planner, self.result
+        while not planner.is_done:
+            steps_before = planner.running_steps
+            rows = planner.next_step().rows
+            if self._record_rows:
+                self._record(rows, steps_before)
+            if not step_by_step:
+                repeat_steps(planner, self._steps_to_an_event(rows))
+            if self._moments:
+                self._predict_again(rows)
+            self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
+        result.running_steps, result.busy_row_steps, result.most_rows = planner.running_steps, planner.num_tokens, planner.most_rows
+        page_size = planner.pool.page_size
+        result.kv_pool_tokens, result.peak_kv_tokens = planner.pool.num_pages * page_size, planner.pool.peak_pages * page_size
+        result.preemptions, result.recomputed_tokens = planner.num_preemptions, planner.recomputed_tokens
+        return result
+
+    def _length(self, sample: Sample) -> int:
+        lengths = self.lengths[sample.group_id]
+        return lengths[sample.sample_index % len(lengths)]
+
+    def _steps_to_an_event(self, rows: Sequence[Sample]) -> int:
+        """Steps until a row ends or is predicted again."""
+        steps = min(self._length(sample) - sample.num_tokens for sample in rows)
+        for sample in rows if self._moments else ():
+            moments = self._moments[sample.group_id, sample.sample_index]
+            if moments:
+                steps = min(steps, moments[-1] - sample.num_tokens)
+        return steps
+
+    def _predict_again(self, rows: Sequence[Sample]) -> None:
+        for sample in rows:
+            moments = self._moments[sample.group_id, sample.sample_index]
+            if moments and moments[-1] == sample.num_tokens:
+                sample.predicted = float(self.repredicted[sample.group_id][sample.sample_index][moments.pop()])
+
+    def _end(self, ended: list[Sample]) -> None:
+        self.planner.end_step(ended)
+        kept = {sample for group in {sample.group for sample in ended} for sample in group.finished}
+        for sample in ended:
+            if sample in kept:
+                self.result.completed.append(sample.sample_index)
+                self.result.completed_prompts.append(sample.group_id)
+                self.result.finish_steps.append(self.planner.running_steps)
+        if self._record_rows:
+            self._close(self.planner.running_steps)
+
+    def _record(self, rows: Sequence[Sample], steps_before: int) -> None:
+        """Note who has come into a row with the newest step and, as of the step before, who has left one."""
+        self._close(steps_before)
+        for sample in rows:
+            self._open.setdefault(sample, (self.planner.running_steps - 1, sample.slot))
+
+    def _close(self, end: int) -> None:
+        for sample, (start, row) in list(self._open.items()):
+            if sample.slot != row:
+                self.result.stays.append(Stay(sample.group_id, sample.sample_index, start, end, row))
+                del self._open[sample]
+
+
+def _check(groups: Sequence[Sequence[int]], schedule: str, counts: Mapping[str, int | None], max_new_tokens: int | None) -> int:
+    """The cap of a response, when all arguments are in bounds."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if len(lengths) == 0 or min(lengths) < 1:
-        raise ValueError(f"lengths must be positive and at least one, got {list(lengths)[:8]}")
-    if predicted is not None and len(predicted) != len(lengths):
-        raise ValueError(f"predicted must have one length for each of the {len(lengths)} samples, got {len(predicted)}")
-    for name, value in (("slots", slots), ("page_size", page_size), ("group_size", group_size), ("max_rows", max_rows)):
+    if len(groups) == 0:
+        raise ValueError("groups must hold the lengths of at least one prompt, got none")
+    for lengths in groups:
+        if len(lengths) == 0 or min(lengths) < 1:
+            raise ValueError(f"lengths must be positive and at least one, got {list(lengths)[:8]}")
+        if counts["group_size"] is not None and counts["group_size"] > len(lengths):
+            raise ValueError(f"group_size must be <= the {len(lengths)} given lengths, got {counts['group_size']}")
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
-    if group_size is not None and group_size > len(lengths):
-        raise ValueError(f"group_size must be <= the {len(lengths)} given lengths, got {group_size}")
-    if max_new_tokens is not None and max_new_tokens < max(lengths):
-        raise ValueError(f"max_new_tokens must be >= the longest of lengths = {max(lengths)}, got {max_new_tokens}")
+    longest = max(map(max, groups))
+    if max_new_tokens is not None and max_new_tokens < longest:
+        raise ValueError(f"max_new_tokens must be >= the longest of lengths = {longest}, got {max_new_tokens}")
+    return max_new_tokens or longest
+
+
+def _prompt_groups(
+    schedule: str,
+    num_slots: int,
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    group_size: int | None,
+    order_by: Sequence[list[float] | None],
+) -> list[PromptGroup]:
+    """What the planner is given of every prompt."""
+    planned = []
+    for place, (lengths, tokens) in enumerate(zip(groups, prompts, strict=True)):
+        samples = group_size if schedule == "dynamic_slot" and group_size else len(lengths)
+        settings = GroupSettings(schedule, num_slots, samples)
+        planned.append(PromptGroup(place, [0] * tokens, list(range(samples)), settings, lambda _: 0, lengths=order_by[place]))
+    return planned
+
+
+def _prompt_tokens(given: int | Sequence[int], num_prompts: int) -> list[int]:
+    prompts = [given] * num_prompts if isinstance(given, int) else list(given)
+    if len(prompts) != num_prompts or min(prompts) < 0:
+        raise ValueError(f"prompt_tokens must be >= 0, one number or one for each of the {num_prompts} prompts, got {given}")
+    return prompts
+
+
+def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int) -> int:
+    """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in the engine.
+
+    Raises ValueError, with the smallest budget that would do, when one prompt and one full response of `cap` tokens do not fit.
+    """
+    smallest = smallest_budget_tokens(max(prompts), cap, page_size)
+    if given is not None and given < smallest:
+        raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got {given}")
+    resident = sorted(prompts, reverse=True)[:prompts_at_once]
+    return given or (num_slots * -(-cap // page_size) + sum(-(-tokens // page_size) for tokens in resident)) * page_size
+
+
+def _orders(
+    groups: Sequence[Sequence[int]],
+    schedule: str,
+    predicted: Sequence[Sequence[float]] | None,
+    repredicted: Sequence[Repredicted] | None,
+) -> list[list[float] | None]:
+    """What each prompt's schedule orders by, None: nothing. Raises ValueError for predictions that are missing or no lengths."""
+    for name, given in (("predicted", predicted), ("repredicted", repredicted)):
+        if given is not None and [len(each) for each in given] != [len(lengths) for lengths in groups]:
+            counts = f"{[len(lengths) for lengths in groups][:8]} samples, got {[len(each) for each in given][:8]}"
+            raise ValueError(f"{name} must have one length for each of the {counts}")
+    for samples in repredicted or ():
+        for moments in samples:
+            check_predictions(list(moments.values()), "repredicted")
+            if any(tokens < 1 for tokens in moments):
+                raise ValueError(f"repredicted must be made at 1 token or later, got {min(moments)}")
+    if predicted is not None:
+        for each in predicted:
+            check_predictions(each, "predicted")
+        return [[float(length) for length in each] for each in predicted]
+    if schedule == "token_budget":
+        return [None] * len(groups)
+    if repredicted is not None:  # a sample without one ended before it, in the prefix phase
+        return [
+            [float(moments[min(moments)] if moments else length) for moments, length in zip(samples, lengths, strict=True)]
+            for samples, lengths in zip(repredicted, groups, strict=True)
+        ]
+    return [[float(length) for length in lengths] for lengths in groups]

@@ -66,6 +66,11 @@ class StepPlanner:
         """Whether every sample of every prompt has ended."""
         return not self.waiting and not self.resident
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether rows decode of which none came, went or ended a prefix in the last planned step or since."""
+        return bool(self.running) and not (self._plan.rows_changed or self._rows_left or self._keepers)
+
     def next_step(self) -> StepPlan:
         """Plan one running step. RuntimeError when nothing can run although samples are left (never, unless a schedule is broken)."""
         plan = self._plan = StepPlan()

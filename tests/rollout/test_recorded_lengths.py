@@ -1,25 +1,66 @@
-"""token_budget beside the paper's schedule on recorded lengths of an RL-trained model, at the KV memory of four slots."""
+"""The schedules on recorded lengths, at the KV memory of four slots: DESIGN's figures, and what the issue asks for."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from infsample_rl.rollout.length_prediction.recordings import read_recordings
+from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound
 from infsample_rl.rollout.simulator import simulate
 
+LENGTHS = Path(__file__).parent.parent / "data" / "lengths"
+LLAMA = ("llama3b_rgrl_step400_aime2024_n50", "llama3b_rgrl_step400_amc23_n50")
 CAP = 2048
 
 
+def groups_of(name, group_size=32):
+    return [recording.lengths[:group_size] for recording in read_recordings(LENGTHS / f"{name}.jsonl")]
+
+
+def mean_steps(groups, schedule, **options):
+    return sum(simulate(lengths, schedule, **options).running_steps for lengths in groups) / len(groups)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [("naive", 9234), ("fixed_slot", 6488), ("sjf", 5928), ("arrival", 5824), ("infinite", 5990), ("lpt", 5339), ("fptas", 6162)],
+)
+def test_mean_steps_on_aime_with_32_samples_and_4_slots(schedule, steps):
+    assert round(mean_steps(groups_of(LLAMA[0]), schedule)) == steps  # orders know the true lengths
+
+
+def test_bounds_and_optimum_on_aime():
+    groups = groups_of(LLAMA[0])
+    assert round(sum(slot_bound(lengths, 4) for lengths in groups) / 30) == 5253
+    assert round(sum(token_bound(lengths, 4 * CAP) for lengths in groups) / 30) == 1886
+    found = [slot_optimum(lengths, 4) for lengths in groups]
+    assert round(sum(each.steps for each in found) / 30) == 5253 and all(each.proven for each in found)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_longest_first_nearly_reaches_the_bound_and_shortest_first_does_not(name):
+    groups = groups_of(name)
+    lpt, infinite = mean_steps(groups, "lpt"), mean_steps(groups, "infinite")
+    assert lpt <= 1.02 * sum(slot_bound(lengths, 4) for lengths in groups) / len(groups)
+    assert lpt <= 0.92 * infinite
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("name", ["llama3b_aime2024", "llama3b_amc23"])
+@pytest.mark.parametrize("name", LLAMA)
 def test_tokens_instead_of_slots_take_less_than_half_the_steps(name, page_size):
-    lines = (Path(__file__).parent / "lengths" / f"{name}.jsonl").read_text().splitlines()
-    groups = [json.loads(line)["lengths"][:32] for line in lines]
+    groups = groups_of(name)
     ours = [simulate(lengths, "token_budget", slots=4, page_size=page_size, max_new_tokens=CAP) for lengths in groups]
     steps = sum(result.running_steps for result in ours)
-    infinite = sum(simulate(lengths, "infinite", slots=4, max_new_tokens=CAP).running_steps for lengths in groups)  # with true lengths
-    bound = sum(max(max(lengths), sum(length * (length + 1) / 2 for length in lengths) / (4 * CAP)) for lengths in groups)
-    assert steps <= 0.45 * infinite
-    assert steps <= 1.2 * bound
+    assert steps <= 0.45 * mean_steps(groups, "infinite", max_new_tokens=CAP) * len(groups)  # with true lengths
+    assert steps <= 1.2 * sum(token_bound(lengths, 4 * CAP) for lengths in groups)
     assert sum(result.recomputed_tokens for result in ours) <= 0.2 * sum(map(sum, groups))
     assert max(result.peak_kv_tokens for result in ours) <= 4 * CAP
+
+
+@pytest.mark.parametrize("path", sorted(LENGTHS.glob("*.jsonl*")), ids=lambda path: path.name)
+def test_every_recording_is_read_and_named_in_the_readme(path):
+    recordings = read_recordings(path)
+    assert min(len(recording.lengths) for recording in recordings) >= 8
+    text = (LENGTHS / "README.md").read_text()
+    name = path.name.split(".jsonl")[0]
+    assert name in text or name.replace("aime2024", "{aime2024,amc23}") in text or name.replace("amc23", "{aime2024,amc23}") in text

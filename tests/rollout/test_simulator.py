@@ -6,7 +6,7 @@ import pytest
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine import SamplingEngine
-from infsample_rl.rollout.simulator import simulate
+from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts
 
 LENGTHS = [6, 1, 4, 2, 5, 3]
 
@@ -47,6 +47,54 @@ def test_token_budget_runs_as_many_rows_as_pages_allow():
     assert simulate([8] * 8, "token_budget", slots=8, max_rows=3).running_steps == 24
 
 
+def test_rows_are_recorded_from_first_to_last_step():
+    # as in the worked example: slot 0 decodes samples 0 and 4, slot 1 samples 1, 2, 3 and 5
+    stays = simulate(LENGTHS, "arrival", slots=2, record_rows=True).stays
+    assert stays == [Stay(0, 1, 0, 1, 1), Stay(0, 2, 1, 5, 1), Stay(0, 0, 0, 6, 0), Stay(0, 3, 5, 7, 1), Stay(0, 5, 7, 10, 1), Stay(0, 4, 6, 11, 0)]
+    assert simulate(LENGTHS, "arrival", slots=2).stays == []
+
+
+def test_a_preempted_sample_has_two_stays_and_a_rebuild_takes_a_step_between():
+    # 8 tokens of KV: three rows hold 2 each in step 3, two 4 each in step 5, one 7 in step 8; then a rebuild step and the rest of 2 and of 1
+    result = simulate([8, 8, 8], "token_budget", kv_budget_tokens=8, record_rows=True)
+    assert [(stay.sample, stay.start, stay.end) for stay in result.stays] == [(2, 0, 3), (1, 0, 5), (0, 0, 8), (2, 9, 14), (1, 15, 18)]
+    assert (result.running_steps, result.preemptions, result.busy_row_steps, result.most_rows) == (18, 2, 24, 3)
+
+
+def test_several_prompts_fill_the_rows_that_one_leaves_idle():
+    groups = [[6, 1], [3, 3]]
+    alone = [simulate(lengths, "arrival", slots=2).running_steps for lengths in groups]
+    assert alone == [6, 3]
+    together = simulate_prompts(groups, "arrival", slots=2, prompts_at_once=2)
+    # sample 1 of prompt 0 ends at 1, prompt 1's samples follow in its slot until 4 and, in slot 1 again, until 7
+    assert (together.completed_prompts, together.completed, together.finish_steps) == ([0, 1, 0, 1], [1, 0, 0, 1], [1, 4, 6, 7])
+    assert simulate_prompts(groups, "arrival", slots=2, prompts_at_once=1).running_steps == 9
+
+
+def test_prompts_share_one_pool_and_their_own_tokens_count():
+    result = simulate_prompts([[4, 4], [4, 4]], "arrival", slots=2, prompts_at_once=2, prompt_tokens=[3, 5], page_size=2)
+    assert result.kv_pool_tokens == 2 * 4 + 4 + 6
+    assert result.peak_kv_tokens == 2 * 4 + 6  # two rows of 3 tokens in 2 pages each beside the second prompt; the first has left
+    with pytest.raises(ValueError, match="prompt_tokens must be >= 0, one number or one for each of the 2 prompts"):
+        simulate_prompts([[4], [4]], "arrival", prompt_tokens=[3])
+
+
+def test_predictions_while_decoding_change_who_gives_way():
+    # 3 rows and 20 tokens: when pages run out, one of the last two must go; with predictions it is the one about to end
+    lengths = [9, 9, 9]
+    keeps_1 = [{1: 9.0}, {1: 90.0}, {1: 2.0}]
+    keeps_2 = [{1: 9.0}, {1: 2.0}, {1: 90.0}]
+    options = {"kv_budget_tokens": 18, "max_new_tokens": 9}
+    ends = [simulate(lengths, "token_budget", repredicted=moments, **options) for moments in (keeps_1, keeps_2)]
+    assert [result.completed[-1] for result in ends] == [2, 1] and all(result.preemptions for result in ends)
+
+
+def test_orders_take_the_first_prediction_while_decoding_where_no_other_is_given():
+    moments = [{2: 10.0, 4: 1.0}, {}, {2: 30.0}, {2: 20.0}, {5: 15.0}, {2: 25.0}]
+    first = [10.0, 1.0, 30.0, 20.0, 15.0, 25.0]  # sample 1 ended before it had one: its own length
+    assert simulate(LENGTHS, "lpt", slots=2, repredicted=moments) == simulate(LENGTHS, "lpt", slots=2, predicted=first)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,6 +104,8 @@ def test_token_budget_runs_as_many_rows_as_pages_allow():
         ({"kv_budget_tokens": 5}, "kv_budget_tokens must be >= 6"),
         ({"kv_budget_tokens": 15, "prompt_tokens": 10}, "kv_budget_tokens must be >= 16"),
         ({"predicted": [1.0]}, "predicted must have one length"),
+        ({"repredicted": [{1: 2.0}]}, "repredicted must have one length"),
+        ({"repredicted": [{0: 2.0}] * 6}, "repredicted must be made at 1 token or later, got 0"),
         ({"slots": 0}, "slots must be >= 1"),
         ({"group_size": 7}, "group_size must be <= the 6 given lengths"),
         ({"max_new_tokens": 5}, "max_new_tokens must be >= the longest"),

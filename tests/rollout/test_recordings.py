@@ -1,0 +1,91 @@
+"""Recorded lengths: what a line may hold, and one clear message for each that cannot be used."""
+
+import gzip
+import json
+
+import pytest
+
+from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+
+TRACE = {"dataset": "gsm8k", "model": "SmolLM2", "prompt_id": "gsm8k/train/0", "lengths": [134, 106]}
+FULL = TRACE | {
+    "prompt": "<|im_start|>user\n2 + 2",
+    "prompt_tokens": 9,
+    "max_new_tokens": 134,
+    "temperature": 0.8,
+    "truncated": [True, False],
+    "scores": [0.5, None],
+    "first_tokens": [[5, 9], [7]],
+}
+
+
+def write(path, *lines):
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def test_a_trace_has_lengths_alone(tmp_path):
+    assert read_recordings(write(tmp_path / "a.jsonl", TRACE | {"has_hash4": [1, 0]})) == [Recording(**TRACE)]
+    assert Recording(**TRACE).censored == [False, False]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_recording_has_everything_plain_or_packed(tmp_path, name):
+    found = read_recordings(write(tmp_path / name, FULL, "", TRACE))
+    assert found == [Recording(**{key: value for key, value in FULL.items() if key != "temperature"}), Recording(**TRACE)]
+    assert found[0].censored == [True, False] and found[0].first_tokens == [[5, 9], [7]] and found[0].key == "gsm8k|gsm8k/train/0"
+
+
+def test_a_prompt_may_be_named_by_its_row(tmp_path):
+    found = read_recordings(write(tmp_path / "a.jsonl", TRACE | {"prompt_id": 0}, TRACE | {"prompt_id": 12}))
+    assert [recording.prompt_id for recording in found] == ["0", "12"]
+
+
+def test_without_a_mark_samples_at_the_cap_are_cut():
+    assert Recording(**TRACE, max_new_tokens=134).censored == [True, False]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lengths": [3, 0]}, "lengths must be whole numbers >= 1, got 0"),
+        ({"lengths": []}, "lengths must be a list of at least one, got []"),
+        ({"lengths": [3.0, 2]}, "lengths must be whole numbers >= 1, got 3.0"),
+        ({"lengths": [True, 2]}, "lengths must be whole numbers >= 1, got True"),
+        ({"dataset": 3}, "dataset must be a text, got 3"),
+        ({"prompt_tokens": -1}, "prompt_tokens must be a whole number >= 1, got -1"),
+        ({"truncated": [True]}, "truncated must be a list of 2 like lengths, got [True]"),
+        ({"truncated": [1, 0]}, "truncated must be true or false, got 1"),
+        ({"scores": ["a", 1]}, "scores must be numbers or null, got 'a'"),
+        ({"first_tokens": [[1], [-1]]}, "first_tokens must be lists of token ids, got [-1]"),
+        ({"predictions": {"probe": [3.0, float("nan")]}}, "predictions.probe must be finite numbers above 0, got nan"),
+        ({"predictions": {"probe": [3.0]}}, "predictions.probe must be a list of 2 like lengths, got [3.0]"),
+    ],
+)
+def test_a_bad_field_is_named_with_file_and_line(tmp_path, change, message):
+    path = write(tmp_path / "a.jsonl", TRACE, FULL | change)
+    with pytest.raises(ValueError) as caught:
+        read_recordings(path)
+    assert str(caught.value) == f"{path}, line 2: {message}"
+
+
+def test_what_is_no_recording_is_refused(tmp_path):
+    cases = {
+        "has no field prompt_id": write(tmp_path / "b.jsonl", {"dataset": "a", "model": "b", "lengths": [1]}),
+        "line 2 is not valid JSON": write(tmp_path / "c.jsonl", TRACE, '{"dataset": "gs'),
+        "must be an object": write(tmp_path / "d.jsonl", [1, 2]),
+        "is empty": write(tmp_path / "e.jsonl", "", ""),
+        "there is no such file": tmp_path / "f.jsonl",
+        "must end in .jsonl": write(tmp_path / "g.txt", TRACE),
+        "cannot be read": tmp_path / "h.jsonl.gz",
+    }
+    (tmp_path / "h.jsonl.gz").write_bytes(b"not packed")
+    for message, path in cases.items():
+        with pytest.raises(ValueError, match=message):
+            read_recordings(path)
+
+
+def test_predictions_written_beside_the_lengths_come_back(tmp_path):
+    found = read_recordings(write(tmp_path / "a.jsonl", TRACE | {"predictions": {"probe": [130.5, 99]}}))
+    assert found[0].predictions == {"probe": [130.5, 99]}

@@ -1,0 +1,133 @@
+"""`python -m infsample_rl.simulate` as a user calls it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.simulate import main
+
+LENGTHS = Path(__file__).parent / "data" / "lengths"
+AIME = LENGTHS / "llama3b_rgrl_step400_aime2024_n50.jsonl"
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    """Two prompts of which the first is the worked example of tests/rollout/test_simulator.py."""
+    path = tmp_path / "lengths.jsonl"
+    lines = [{"dataset": "d", "model": "m", "prompt_id": str(index), "lengths": each} for index, each in enumerate([[6, 1, 4, 2, 5, 3], [2] * 6])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def records(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["simulate", *arguments, "json=true"])
+    assert main() == 0
+    captured = capsys.readouterr()
+    return {record["name"]: record for record in map(json.loads, captured.out.splitlines())}, captured.err
+
+
+def test_a_record_by_hand(lengths_file, capsys, monkeypatch):
+    found, said = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=2", "schedules=[arrival,lpt]", "c0=0.1", "c1=0.01")
+    assert said == "" and list(found) == ["arrival", "lpt, true lengths"]
+    arrival = found["arrival"]
+    # 11 and 6 steps, 21 and 12 tokens; each sample of the second prompt ends at 2, 4 or 6
+    assert (arrival["running_steps"], arrival["steps_per_prompt"], arrival["prompts"], arrival["group_size"]) == (17, 8.5, 2, 6)
+    assert arrival["seconds_per_prompt"] == pytest.approx((17 * 0.1 + 33 * 0.01) / 2)
+    assert (arrival["slot_bound"], arrival["of_bound"]) == ((10.5 + 6) / 2, pytest.approx(17 / 16.5))
+    assert arrival["token_bound"] == (6 + 2) / 2  # 56 / 12 and 18 / 12 are below the longest
+    assert (arrival["kv_budget_tokens"], arrival["peak_kv_tokens"]) == (2 * 6, 7)
+    assert arrival["row_utilisation"] == pytest.approx(33 / 34)
+    assert arrival["completion_steps"] == pytest.approx((1 + 5 + 6 + 7 + 10 + 11 + 2 + 2 + 4 + 4 + 6 + 6) / 12)
+    assert (arrival["mean_length"], arrival["recomputed_share"], arrival["sigma"]) == (33 / 12, 0, None)
+
+
+def test_designs_figures_on_recorded_lengths(capsys, monkeypatch):
+    schedules = "schedules=[naive,fixed_slot,sjf,arrival,lpt]"
+    found, _ = records(capsys, monkeypatch, f"lengths={AIME}", "slots=4", "group_size=32", schedules, "optimum=true", "cap=2048")
+    steps = {name.removesuffix(", true lengths"): round(record["steps_per_prompt"]) for name, record in found.items()}
+    memory = steps.pop("optimum, memory")
+    assert steps == {"naive": 9234, "fixed_slot": 6488, "sjf": 5928, "arrival": 5824, "lpt": 5339, "optimum, slots": 5253}
+    assert 1886 <= memory <= 1.08 * 1886
+    assert round(found["lpt, true lengths"]["slot_bound"]) == 5253 and found["optimum, slots"]["proven_share"] == 1
+
+
+def test_noise_is_the_same_for_the_same_seed_and_grows_with_sigma(lengths_file, capsys, monkeypatch):
+    path = lengths_file.with_name("few.jsonl")
+    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:6]))
+    arguments = [f"lengths={path}", "schedules=[lpt,token_budget]", "noise=[0,0.5,1]", "group_size=16"]
+    found, _ = records(capsys, monkeypatch, *arguments)
+    assert list(found) == [f"lpt, {known}" for known in ("true lengths", "sigma 0.5", "sigma 1")] + [
+        f"token_budget{known}" for known in ("", ", true lengths", ", sigma 0.5", ", sigma 1")
+    ]
+    lpt = [found[f"lpt, {known}"]["running_steps"] for known in ("true lengths", "sigma 0.5", "sigma 1")]
+    assert lpt == sorted(lpt) and lpt[0] < lpt[2]
+    assert records(capsys, monkeypatch, *arguments)[0] == found
+    assert records(capsys, monkeypatch, *arguments, "seed=1")[0] != found
+
+
+def test_several_prompts_share_the_memory(capsys, monkeypatch):
+    arguments = [f"lengths={AIME}", "schedules=[arrival,token_budget]", "group_size=8", "noise=[]"]
+    alone, _ = records(capsys, monkeypatch, *arguments)
+    together, _ = records(capsys, monkeypatch, *arguments, "prompts_at_once=4", "prompts_per_call=6")
+    for name in ("arrival", "token_budget"):
+        assert together[name]["running_steps"] < 0.9 * alone[name]["running_steps"]
+        assert together[name]["kv_budget_tokens"] == alone[name]["kv_budget_tokens"] == 4 * 2048
+        assert together[name]["of_bound"] >= 1
+
+
+def test_a_table_names_the_bounds_and_figures_are_written(lengths_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulate", f"lengths={lengths_file}", "slots=2", f"out={tmp_path / 'figures'}"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert "lengths: 2 prompts, G = 6, g = 2, cap 6, one prompt at a time" in said
+    assert "lower bounds in steps: 8 for the slots, 4 for the memory" in said
+    assert all(f"\n{name}" in said for name in ("naive", "infinite, true lengths", "token_budget"))
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["schedule.png", "slots.png"]
+
+
+def test_all_schedules_take_a_minute_of_one_core_for_a_thousand_prompts_of_32(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:20]))
+    start = time.process_time()
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", "group_size=32")
+    assert len(found) == 11  # ten schedules, token_budget also with true lengths
+    assert time.process_time() - start < 2 * 60 / 1000 * 20  # 0.6 to 1.0 s; the bound is twice the claim, for a busy machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "lengths is empty: give lengths=FILE.jsonl"),
+        (["lengths=nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
+        (["lengths={bad}"], "line 2 is not valid JSON"),
+        (["lengths={good}", "schedules=[lpt,fastest]"], "schedules=[lpt,fastest]: must be of token_budget"),
+        (["lengths={good}", "noise=[0,-0.5]"], "noise=[0,-0.5]: must be >= 0"),
+        (["lengths={good}", "noise=[nan]"], "noise must be >= 0 and <= 10"),
+        (["lengths={good}", "kv_budget_tokens=5"], "kv_budget_tokens must be >= 6 to hold one prompt and one full response of 6 tokens, got 5"),
+        (["lengths={good}", "cap=4"], "the nearest that works is cap=6"),
+        (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
+        (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),
+        (["lengths={good}", "c0=inf"], "c0 must be a finite number"),
+        (["lengths={good}", "slts=4"], "did you mean slots=...?"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, said, lengths_file, tmp_path, capsys, monkeypatch):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lengths_file.read_text().splitlines()[0] + '\n{"dataset": \n')
+    monkeypatch.setattr(sys, "argv", ["simulate", *(argument.format(good=lengths_file, bad=bad) for argument in arguments)])
+    try:
+        status = main()
+    except SystemExit as error:
+        status = error.code
+    captured = capsys.readouterr()
+    assert status == 2 and said in captured.err
+    assert captured.err.count("\n") == 1 and captured.err.startswith("simulate: ")
+
+
+def test_no_model_code_is_imported():
+    code = "import sys, infsample_rl.simulate; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'matplotlib')))"
+    subprocess.run([sys.executable, "-c", code], check=True)
