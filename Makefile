@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint gpu smollm2 lock clean
+.PHONY: run test test-all lint gpu tables smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -29,6 +29,11 @@ lint: $(READY)
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/bench $(ARGS)
+
+# The paper's tables and its memory figure, docs/paper_tables.md and docs/memory.png.
+tables: $(READY)
+	$(BIN)/python -m infsample_rl.bench.tables out=docs/paper_tables.md
+	$(BIN)/python -m infsample_rl.bench.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs
 
 smollm2: $(READY)
 	$(BIN)/python -m infsample_rl.model.fetch_smollm2
