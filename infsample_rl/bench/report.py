@@ -82,11 +82,14 @@ def draw_memory(records: list[dict[str, Any]], folder: Path) -> Path:
     figure, axes = _new_figure(height=4.5)
     lines: dict[str, list[tuple[int, float]]] = {}
     for record in records:
-        label = f"ours, slots = {record['slots']}" if record["name"].startswith("ours/") else record["name"]
+        label = record["name"]
+        if label.startswith("ours/"):
+            label = "ours, full group" if label == "ours/full_group" else f"ours, slots = {record['slots']}"
         lines.setdefault(label, []).append((record["group_size"], record["peak_memory_bytes"] / 1e9))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label, linestyle="-" if label.startswith("ours") else "--")
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("group size G")
     axes.set_ylabel("peak memory (GB)")
