@@ -1,0 +1,217 @@
+"""The bert predictor trained by its command on recordings whose first token says the length, on a tiny random BERT."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from tokenizers import processors
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+from infsample_rl.rollout.length_prediction import train as training
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.train import TrainOptions, censored_loss, train
+from infsample_rl.rollout.length_prediction.training_data import held_out_keys, read_groups
+
+CAP = 60
+
+
+@pytest.fixture(scope="module")
+def folders(make_tokenizer, tmp_path_factory):
+    """(encoder, policy): a tiny random BERT of 24 positions and the tokenizer of a policy, words w0 to w63."""
+    encoder, policy = tmp_path_factory.mktemp("encoder"), tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 66, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=24, num_labels=1)).save_pretrained(encoder)
+    tokenizer = make_tokenizer(64, pad_token="w63")
+    tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    tokenizer.save_pretrained(encoder)
+    make_tokenizer(64).save_pretrained(policy)
+    return str(encoder), str(policy)
+
+
+def record(index, policy):
+    """8 samples; the first token w10 means about 8 tokens, w20 about 40, w30 the cap."""
+    noise, lengths, first = random.Random(index), [], []
+    for sample in range(8):
+        kind = (10, 20, 30)[sample % 3]
+        lengths.append({10: 8, 20: 40, 30: CAP}[kind] + (noise.randrange(-2, 3) if kind < 30 else 0))
+        first.append([kind] + [noise.randrange(40, 60) for _ in range(3)])
+    cut = [length == CAP for length in lengths]
+    fields = {"dataset": "made", "model": policy, "prompt_id": str(index), "prompt": f"w{index} w1 ", "lengths": lengths, "max_new_tokens": CAP}
+    return fields | {"truncated": cut, "first_tokens": first}
+
+
+@pytest.fixture(scope="module")
+def recordings(folders, tmp_path_factory):
+    path = tmp_path_factory.mktemp("recordings") / "made.jsonl"
+    path.write_text("".join(json.dumps(record(index, folders[1])) + "\n" for index in range(20)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def trained(folders, recordings, tmp_path_factory):
+    out = tmp_path_factory.mktemp("trained") / "predictor"
+    settings = {"prefix_tokens": [1, 2], "epochs": 6, "lr": 5e-3, "batch": 16, "held_out": 0.25}
+    return out, train(TrainOptions(recordings=[recordings], encoder=folders[0], out=str(out), **settings))
+
+
+def test_training_finds_that_the_first_token_says_the_length(trained):
+    _, report = trained
+    best = report["epochs"][report["best_epoch"] - 1]
+    assert (report["train_prompts"], report["held_out_prompts"]) == (15, 5)
+    assert best["accuracy"]["log_error"]["value"] < 0.25 < 0.7  # one length for all: about 0.8
+    assert best["accuracy"]["tau"]["value"] > 0.8
+
+
+def test_every_k_and_every_prompt_is_evaluated(folders, recordings):
+    groups, (model, tokenizer) = read_groups(recordings, None, [1, 2, 3, 4]), training.load_encoder(folders[0], "encoder")
+    for prompts, ks, turns in ((2, [1, 2, 3, 4], 4), (5, [1, 2], 5)):
+        _, accuracy = training.evaluate(model, tokenizer, groups[:prompts], ks, 24)
+        assert (accuracy.num_prompts, accuracy.num_samples) == (turns, 8 * turns)
+
+
+def test_the_best_epoch_is_kept_and_loads_as_any_hugging_face_folder(trained):
+    out, report = trained
+    losses = [epoch["held_out_loss"] for epoch in report["epochs"]]
+    assert report["best_epoch"] == losses.index(min(losses)) + 1
+    predictor = BertLengthPredictor(str(out))
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    batch = predictor.tokenizer(["w3 w1 w10"], return_tensors="pt")
+    with torch.inference_mode():
+        assert torch.equal(model.eval()(**batch).logits, predictor.model(**batch).logits)
+    assert predictor.predict("w3 w1 ", ["w10", "w20"]) == pytest.approx([8, 40], rel=0.3)
+    assert predictor.predict("w3 w1 ", ["w30"])[0] > 40
+
+
+def test_prediction_time_and_number_are_counted(trained):
+    predictor = BertLengthPredictor(str(trained[0]))
+    assert (predictor.seconds_spent, predictor.num_predicted) == (0.0, 0)
+    predictor.predict("w1 ", ["w2"] * 40)
+    once = predictor.seconds_spent
+    assert predictor.predict("w1 ", []) == []
+    assert once > 0 and predictor.num_predicted == 40 and predictor.seconds_spent >= once
+
+
+def test_a_prompt_longer_than_the_window_loses_its_start_and_keeps_first_tokens_and_special_tokens(trained):
+    predictor = BertLengthPredictor(str(trained[0]))
+    long = "w5 " * 50
+    ids = training.encode(predictor.tokenizer, [long + "w10 w11"], predictor.max_tokens, "cpu")["input_ids"][0].tolist()
+    words = predictor.tokenizer.convert_ids_to_tokens(ids)
+    assert len(words) == 24 and words[0] == "[CLS]" and words[1:22] == ["w5"] * 20 + ["w10"] and words[22:] == ["w11", "[SEP]"]
+    assert predictor.predict(long, ["w10", "w20"]) == predictor.predict("w7 " + long, ["w10", "w20"])
+
+
+def test_equal_seeds_give_equal_folders(folders, recordings, tmp_path):
+    settings = {"recordings": [recordings], "encoder": folders[0], "prefix_tokens": [2], "epochs": 1, "samples": 2}
+    weights = []
+    for seed, out in ((0, "a"), (0, "b"), (1, "c")):
+        train(TrainOptions(out=str(tmp_path / out), seed=seed, **settings))
+        weights.append(AutoModelForSequenceClassification.from_pretrained(tmp_path / out).state_dict())
+    first, second, other = ([weight.flatten() for weight in each.values()] for each in weights)
+    assert torch.equal(torch.cat(first), torch.cat(second)) and not torch.equal(torch.cat(first), torch.cat(other))
+
+
+def test_a_cut_sample_is_only_ever_pulled_up():
+    predicted, target = torch.tensor([3.0, 5.0, 4.5, 3.0, 5.0]), torch.full((5,), 4.0)
+    losses = censored_loss(predicted, target, torch.tensor([False, False, False, True, True]))
+    assert losses.tolist() == [0.5, 0.5, 0.125, 0.5, 0.0]
+
+
+def test_prompts_are_held_out_whole_and_the_same_in_every_file():
+    keys = [f"p{index}" for index in range(10)]
+    held = held_out_keys(keys, 0.3, seed=0)
+    assert len(held) == 3 and held == held_out_keys(reversed(keys * 2), 0.3, seed=0) != held_out_keys(keys, 0.3, seed=1)
+    assert len(held_out_keys(["a", "b"], 0.99, seed=0)) == 1
+    for share, names in ((0.0, keys), (1.0, keys), (0.5, ["a", "a"])):
+        with pytest.raises(ValueError):
+            held_out_keys(names, share, 0)
+
+
+def test_the_completions_of_a_run_are_read_as_prompts_with_samples(folders, tmp_path):
+    path = tmp_path / "completions.jsonl"
+    rows = []
+    for step, sample, response, length, reason in ((1, 0, "w5 w6 w7", 4, "stop"), (1, 1, "w8 w9", 60, "length"), (2, 0, "w1", 2, "stop")):
+        fields = {"step": step, "prompt_index": 3, "row": 7, "sample_index": sample, "prompt": "w2 w3 ", "response": response, "length": length}
+        rows.append(fields | {"finish_reason": reason, "reward": 1.0})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    groups = read_groups(str(path), folders[1], [2])
+    assert [(group.key, group.prompt, group.lengths, group.censored) for group in groups] == [
+        ("row 7", "w2 w3 ", [4, 60], [False, True]),
+        ("row 7", "w2 w3 ", [2], [False]),
+    ]
+    assert [group.prefixes for group in groups] == [{2: ["w5 w6", "w8 w9"]}, {2: [None]}]
+    path.write_text(json.dumps({name: value for name, value in rows[0].items() if name != "finish_reason"}) + "\n")
+    with pytest.raises(ValueError, match="line 1 has no field finish_reason; a run's completions need prompt, response"):
+        read_groups(str(path), folders[1], [2])
+
+
+def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
+    rows = [
+        [{"role": "user", "content": "w1 w2 "}, {"role": "assistant", "content": "w3 w4 w5"}, {"role": "user", "content": "w6"}],
+        [{"role": "assistant", "content": "w9"}],
+    ]
+    folder = tmp_path / "lmsys" / "lmsys-chat-1m"
+    folder.mkdir(parents=True)
+    chats = [{"conversation_id": str(index), "model": "vicuna-13b", "conversation": turns, "language": "English"} for index, turns in enumerate(rows)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    groups = read_groups(str(folder), folders[1], [2])
+    assert len(groups) == 1 and groups[0].prompt == "w1 w2 " and groups[0].prefixes == {2: ["w3 w4"]}
+    assert groups[0].lengths == [4] and groups[0].censored == [False]  # the end token counts
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (["recordings="], "recordings= is missing"),
+        (["recordings=[nowhere.jsonl]"], "nowhere.jsonl: there is no such file"),
+        (
+            ["recordings=[lmsys/lmsys-chat-1m]", "tokenizer={policy}"],
+            "recordings=lmsys/lmsys-chat-1m: neither a file nor a data set",
+        ),
+        (["encoder=nowhere/nothing"], "encoder=nowhere/nothing: no sequence classifier with a tokenizer"),
+        (["prefix_tokens=9"], "the longest prefix_tokens that works is 4"),
+        (["held_out=1.5"], "held_out must be above 0 and below 1, got 1.5; the nearest that makes sense is 0.9"),
+        (["lr=0"], "lr must be > 0"),
+        (["epochs=0"], "epochs=0: must be >= 1"),
+        (["out={policy}"], "is there already and is not an empty folder"),
+        (["tokenizer=[a,b]"], "tokenizer must be one folder or one for each of the 1 recordings, got 2"),
+        (["tokenizer=nowhere/nothing"], "tokenizer=nowhere/nothing: no tokenizer could be loaded"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(changes, message, folders, recordings, tmp_path, monkeypatch, capsys):
+    given = {"recordings": f"[{recordings}]", "encoder": folders[0], "out": str(tmp_path / "out"), "prefix_tokens": "4"}
+    given |= dict(change.format(policy=folders[1]).split("=", 1) for change in changes)
+    monkeypatch.setattr("sys.argv", ["train", *(f"{name}={value}" for name, value in given.items())])
+    try:
+        status = training.main()
+    except SystemExit as ended:
+        status = ended.code
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and len(errors) == 1 and message in errors[0], errors
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recording_without_texts_names_what_is_missing(folders, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps({"dataset": "a", "model": folders[1], "prompt_id": "p", "lengths": [3, 4]}) + "\n")
+    with pytest.raises(ValueError, match="recording of p has no prompt"):
+        read_groups(str(path), None, [1])
+    path.write_text(
+        json.dumps({"dataset": "a", "model": "no-folder", "prompt_id": "p", "lengths": [3, 4], "prompt": "w1", "first_tokens": [[1], [2]]})
+    )
+    with pytest.raises(ValueError, match="give tokenizer=FOLDER"):
+        read_groups(str(path), None, [1])
+
+
+def test_the_mean_of_the_head_starts_at_the_data(folders, recordings):
+    groups = read_groups(recordings, None, [1])
+    examples = training._draw(groups, TrainOptions(prefix_tokens=[1]), training.np.random.default_rng(0))
+    model, tokenizer = training.load_encoder(folders[0], "encoder")
+    training._start_at_mean(model, tokenizer, examples, 24)
+    mean = sum(math.log(length) for group in groups for length in group.lengths) / 160
+    first = training.log_lengths(model, tokenizer, [text for text, _, _ in examples[:32]], 24)
+    assert first.mean().item() == pytest.approx(mean, abs=1e-4)
