@@ -17,7 +17,9 @@ from infsample_rl.types import (
     Completion,
     LossTotals,
     MicroGroupHeader,
+    ProbeReport,
     Prompt,
+    PublishedProbe,
     ReferenceResult,
     RewardResult,
     RolloutWork,
@@ -39,9 +41,13 @@ class RolloutActor:
         """Header, micro-group, header, micro-group, ..."""
         yield from self.worker.stream(work, step=step, evaluation=evaluation)
 
-    def load_weights(self, manifest: WeightManifest, buckets: list[ray.ObjectRef]) -> int:
-        """Copy published weights in; returns their version."""
-        return self.worker.load_weights(manifest, ray.get(buckets))
+    def load_weights(self, manifest: WeightManifest, buckets: list[ray.ObjectRef], probe: PublishedProbe | None) -> int:
+        """Copy published weights in, and the length probe where the run has one; returns their version."""
+        return self.worker.load_weights(manifest, ray.get(buckets), probe)
+
+    def learn(self) -> ProbeReport:
+        """What the length probe has seen since the last time."""
+        return self.worker.learn()
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream."""

@@ -20,7 +20,9 @@ from infsample_rl.types import (
     Completion,
     LossTotals,
     MicroGroupHeader,
+    ProbeReport,
     Prompt,
+    PublishedProbe,
     RewardResult,
     RolloutWork,
     SampleSpec,
@@ -70,6 +72,7 @@ class Cluster:
         self._references: dict[int, ray.ObjectRef] = {}
         self._next_key = 0
         self._decoding: list[Any] = []  # rollout workers that were dealt work last
+        self._probe_reports: list[ray.ObjectRef] = []
 
     def start(self, checkpoint: str | None) -> None:
         """Start Ray (or join `cluster.address`), every worker, and the learner's process group."""
@@ -201,10 +204,18 @@ class Cluster:
         """Step the optimizer on every rank; the metrics are equal on all, rank 0's are returned."""
         return self._learner("optimizer step", lambda rank: rank.step.remote(totals))[0]
 
-    def publish_weights(self, version: int) -> int:
-        """Bring every rollout worker to the learner's weights; returns their bytes."""
+    def start_learning_lengths(self) -> None:
+        """Let the rollout workers whose streams have just ended report what the length probe saw, while others work."""
+        self._probe_reports = [worker.learn.remote() for worker in self._decoding]
+
+    def probe_reports(self) -> list[ProbeReport]:
+        """The reports, in the order of the workers."""
+        return self._gather(self._probe_reports, "length probe reports", self._config.cluster.progress_timeout_s)
+
+    def publish_weights(self, version: int, probe: PublishedProbe | None) -> int:
+        """Bring every rollout worker to the learner's weights, and to the run's length probe; returns the weights' bytes."""
         manifest, buckets = self._learner("publishing weights", lambda rank: rank.publish.remote(version))[0]
-        loaded = [worker.load_weights.remote(manifest, buckets) for worker in self.rollout]
+        loaded = [worker.load_weights.remote(manifest, buckets, probe) for worker in self.rollout]
         for index, got in enumerate(self._gather(loaded, "rollout workers to load weights", self._config.cluster.progress_timeout_s)):
             if got != version:
                 raise RuntimeError(f"rollout worker {index} holds weights version {got}, version {version} was published")

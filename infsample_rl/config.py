@@ -12,8 +12,9 @@ from typing import Any
 from infsample_rl.config_fields import check_bounds, parse_bytes, setting
 
 SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
-PREDICTORS = ("none", "bert")
+PREDICTORS = ("none", "bert", "probe")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
+PAPER_PREFIX_TOKENS = 16  # k of the paper
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8", "int8")
@@ -104,9 +105,12 @@ class RolloutConfig:
     group_size: int = setting(8, "G, completions of every prompt", low=1)
     slots: int = setting(4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1)
     schedule: str = setting("token_budget", "which sample decodes next (README: schedules)", choices=SCHEDULES)
-    predictor: str = setting("none", "length predictor of fptas, sjf, infinite and lpt", choices=PREDICTORS)
+    predictor: str = setting("probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS)
     predictor_path: str | None = setting(None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning")
-    prefix_tokens: int = setting(0, "k, tokens of every sample decoded before its length is predicted", low=0)
+    predict_every: int = setting(32, "running steps from one prediction of the probe for all rows to the next", low=1)
+    prefix_tokens: int | None = setting(
+        None, "k, tokens of every sample decoded before fptas, sjf, infinite and lpt start; none: 16 with a predictor", low=0
+    )
     epsilon: float = setting(0.1, "rounding of fptas and infinite (Algorithm 2)", above=0)
     max_new_tokens: int = setting(256, "longest response in tokens", low=1)
     temperature: float = setting(1.0, "0 is exact argmax", low=0, high=10)
@@ -145,16 +149,44 @@ class RolloutConfig:
             raise ValueError(f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots instead")
         if self.schedule == "dynamic_slot" and self.group_size < self.slots:
             raise ValueError(f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}")
-        if self.predictor != "none" and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(
-                f"rollout.predictor={self.predictor} is not read by rollout.schedule={self.schedule}: take predictor=none or schedule=infinite"
-            )
+        self._check_predictor()
+
+    def _check_predictor(self) -> None:
+        if self.predictor == "bert" and self.schedule not in PREDICTED_SCHEDULES:
+            raise ValueError(f"rollout.predictor=bert is not read by rollout.schedule={self.schedule}: take predictor=probe or schedule=infinite")
+        if self.prefix_tokens is None:
+            return
         if self.predictor == "none" and self.prefix_tokens > 0:
             raise ValueError(f"rollout.prefix_tokens must be 0 with predictor=none, got {self.prefix_tokens}")
+        if self.prefix_tokens > 0 and self.schedule not in PREDICTED_SCHEDULES:
+            raise ValueError(
+                f"rollout.prefix_tokens must be 0 with schedule={self.schedule}, which waits for no prediction, got {self.prefix_tokens}; "
+                "leave it out"
+            )
         if self.prefix_tokens >= self.max_new_tokens:
             raise ValueError(f"rollout.prefix_tokens must be < max_new_tokens = {self.max_new_tokens}, got {self.prefix_tokens}")
         if self.predictor == "bert" and self.prefix_tokens < 1:
             raise ValueError(f"rollout.prefix_tokens must be >= 1 with predictor=bert, got {self.prefix_tokens}; the paper takes 16")
+        if self.predictor == "probe" and self.schedule in PREDICTED_SCHEDULES and self.prefix_tokens < 2:
+            raise ValueError(
+                f"rollout.prefix_tokens must be >= 2 with predictor=probe and schedule={self.schedule}, got {self.prefix_tokens}: "
+                "the state before the first token is the same for all samples; leave it out"
+            )
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """k: tokens every sample decodes before a schedule that waits for predicted lengths starts; 0: there is no such phase."""
+        if self.prefix_tokens is not None:
+            return self.prefix_tokens
+        if self.schedule not in PREDICTED_SCHEDULES or self.predictor == "none":
+            return 0
+        fewest = 2 if self.predictor == "probe" else 1  # the state before the first token is the same for all samples
+        return min(PAPER_PREFIX_TOKENS, self.max_new_tokens - 1) if self.max_new_tokens > fewest else 0
+
+    @property
+    def probes(self) -> bool:
+        """Whether the probe is asked: by a schedule that reads predictions."""
+        return self.predictor == "probe" and (self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES)
 
     @property
     def num_slots(self) -> int:
@@ -387,10 +419,16 @@ class Config:
             raise ValueError(
                 f"rollout.kv_dtype must be auto with run.deterministic=true, got {self.rollout.kv_dtype}: KV that is rounded need not repeat bitwise"
             )
-        if self.rollout.predictor != "none":
+        if self.rollout.predictor == "bert":
             raise ValueError(
-                f"rollout.predictor must be none with run.deterministic=true, got {self.rollout.predictor}: rebuilt prefixes round differently"
+                f"rollout.predictor must be none or probe (not used then) with run.deterministic=true, got {self.rollout.predictor}: "
+                "rebuilt prefixes round differently"
             )
+
+    @property
+    def uses_probe(self) -> bool:
+        """Whether the run has a length probe. Not with run.deterministic: what it learns depends on which worker ended when."""
+        return self.rollout.probes and not self.run.deterministic
 
     @property
     def mismatch_is_rounding(self) -> bool:

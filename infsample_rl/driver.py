@@ -34,6 +34,7 @@ class Driver:
         self.tokenizer = start.tokenizer
         self.total_steps = start.total_steps
         self.checkpoint = start.checkpoint
+        self.probe = start.probe
         self._lock = start.lock  # of the run folder, for as long as this process lives
         self.step = start.step  # updates done = version of the weights that sample now
         self.log = RunLogger(config, self.run_dir, total_steps=start.total_steps, start_step=start.step)
@@ -49,7 +50,7 @@ class Driver:
         failed = True
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
-            self.cluster.publish_weights(self.step)
+            self.cluster.publish_weights(self.step, self.probe and self.probe.published())
             self.log.start_progress()
             if self.step == 0 and self.eval_prompts:
                 self.log.log_step(0, self.evaluate(), [])
@@ -82,12 +83,15 @@ class Driver:
             if groups.all_complete():
                 waves.finish()
         backward_done = time.time()
+        if self.probe is not None:
+            self.cluster.start_learning_lengths()
         update = self.cluster.optimizer_step(groups.totals())
         updated = time.time()
         self.step += 1
-        num_bytes = self.cluster.publish_weights(self.step)
+        predictor = self._learn_lengths()
+        num_bytes = self.cluster.publish_weights(self.step, self.probe and self.probe.published())
         self._count_failures(groups)
-        metrics = sample_metrics(groups) | update | rollout_metrics(self.cluster.rollout_stats()) | {"weight_sync/bytes": num_bytes}
+        metrics = sample_metrics(groups) | update | rollout_metrics(self.cluster.rollout_stats()) | predictor | {"weight_sync/bytes": num_bytes}
         metrics |= timing_metrics(groups, waves.first_sent_at, started=started, backward_done=backward_done, updated=updated)
         completions = completion_records(
             groups,
@@ -115,8 +119,24 @@ class Driver:
         """Keep everything a resumed run needs."""
         started = time.time()
         state = {"step": self.step, "data": self.prompts.state()}
-        self.checkpoint = keeping.write_checkpoint(self.run_dir, state, self.cluster.save, keep=self.config.run.keep_checkpoints)
+
+        def save_parts(folder: str) -> None:
+            self.cluster.save(folder)
+            if self.probe is not None:
+                self.probe.save(Path(folder))
+
+        self.checkpoint = keeping.write_checkpoint(self.run_dir, state, save_parts, keep=self.config.run.keep_checkpoints)
         self.log.note(f"checkpoint {self.checkpoint} written in {time.time() - started:.1f} s")
+
+    def _learn_lengths(self) -> dict[str, float | None]:
+        """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has ended."""
+        if self.probe is None:
+            return {}
+        metrics = {"rollout/predictor_used": float(self.probe.published().is_used)}
+        switched = self.probe.enter(self.cluster.probe_reports())
+        if switched:
+            self.log.note(f"after step {self.step}: {switched}")
+        return metrics | {"rollout/replay_steps_saved": self.probe.steps_saved}
 
     def _start_rollout(self, prompts: list[Prompt], samples: int, *, evaluation: bool) -> None:
         whole_prompts = self.config.rollout.schedule == "dynamic_slot" and not evaluation

@@ -24,6 +24,7 @@ from infsample_rl.placement import check_gpus, total_gpus, worker_groups
 from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.rollout.kv_budget import num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.types import Prompt
 
@@ -40,6 +41,7 @@ class Start:
     checkpoint: Path | None
     table: list[tuple[str, str]]
     warnings: list[str]  # what the user should know of the settings before the run begins
+    probe: RunProbe | None  # the run's length probe
     lock: TextIO  # held while the process lives
 
 
@@ -66,11 +68,14 @@ def prepare(config: Config) -> Start:
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
     if config.learner.warmup_steps > total_steps:
         raise ValueError(f"learner.warmup_steps must be <= the run's {total_steps} steps, got {config.learner.warmup_steps}")
-    step = 0
+    step, warnings = 0, []
+    probe = RunProbe(architecture.hidden_size, max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
     if checkpoint is not None:
         state = keeping.read_state(checkpoint)
         step = state["step"]
         prompts.restore(state["data"])
+        missing = probe.load(checkpoint) if probe is not None else None
+        warnings += [missing] if missing else []
     lock = keeping.lock_run_folder(run_dir)
     superseded = keeping.set_aside_after(run_dir, step)
     changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
@@ -83,11 +88,13 @@ def prepare(config: Config) -> Start:
         checkpoint=checkpoint,
         table=derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows),
         warnings=[
+            *warnings,
             *(f"{path} is of a step that is done again: moved to checkpoints/superseded" for path in superseded),
             *(f"changed since this run began: {change}" for change in changed),
             *setting_warnings(config),
             *sampling_warnings(config, tokenizer, load_generation_config(config.model, architecture)),
         ],
+        probe=probe,
         lock=lock,
     )
 
@@ -98,7 +105,7 @@ def setting_warnings(config: Config) -> list[str]:
     if rollout.schedule == "dynamic_slot":
         warnings.append("rollout.schedule=dynamic_slot keeps the first G samples to finish and so favours short ones")
     if rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none":
-        warnings.append(f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set rollout.predictor=bert")
+        warnings.append(f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set rollout.predictor=probe")
     if rollout.predictor == "bert" and rollout.predictor_path is None:
         warnings.append(
             "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a trained length predictor"
@@ -155,6 +162,7 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
         ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
         ("updates per step", "1"),
         ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
+        ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
         ("KV pool per rollout worker", _pool_text(config, per_token)),
@@ -173,6 +181,20 @@ def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
     return f" ({config.rollout.kv_dtype} with scales; {kv_bytes_per_token(architecture, config.model.dtype):,} in {config.model.dtype})"
 
 
+def _predictor_text(config: Config) -> str:
+    rollout = config.rollout
+    if rollout.predictor == "none":
+        return "none"
+    if not rollout.probes and rollout.predictor == "probe":
+        return f"none: probe is not read by rollout.schedule={rollout.schedule}"
+    if rollout.predictor == "probe" and config.run.deterministic:
+        return "none: with run.deterministic=true the probe is off, and all lengths count as equal"
+    waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
+    if rollout.predictor == "bert":
+        return f"bert{waits}, frozen"
+    return f"probe{waits}, then every {rollout.predict_every} running steps; learns from every finished sample"
+
+
 def _pool_text(config: Config, per_token: int) -> str:
     """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
     rollout = config.rollout
@@ -182,8 +204,8 @@ def _pool_text(config: Config, per_token: int) -> str:
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
     text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
-    if rollout.prefix_tokens:
-        kept = (rollout.group_size - rollout.num_slots) * rollout.prefix_tokens
+    if rollout.num_prefix_tokens and not config.run.deterministic:
+        kept = (rollout.group_size - rollout.num_slots) * rollout.num_prefix_tokens
         text += f"; up to {kept:,} tokens of waiting prefixes stay while pages allow, the others are computed again"
     return text
 
@@ -192,7 +214,8 @@ def _unread_settings(config: Config) -> list[str]:
     """Settings that differ from their default while another setting turns off what would read them."""
     sources = (config.data.source, config.data.held_out or "")
     idle: list[tuple[bool, Any, str, tuple[str, ...]]] = [
-        (config.rollout.predictor == "none", config.rollout, "rollout", ("predictor_path",)),
+        (config.rollout.predictor != "bert", config.rollout, "rollout", ("predictor_path",)),
+        (not config.uses_probe, config.rollout, "rollout", ("predict_every",)),
         (config.model.dtype == "float32", config.model, "model", ("lm_head_fp32",)),
         (not config.objective.needs_reference, config.reference, "reference", ("path", "max_tokens_per_micro_batch")),
         (not any(source.startswith("reasoning_gym:") for source in sources), config.data, "data", ("size", "generator_seed", "generator_kwargs")),

@@ -69,6 +69,7 @@ def rollout_metrics(stats: list[dict[str, float]]) -> Metrics:
         "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in stats),
         "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in stats),
         "rollout/preemptions": sum(worker["preemptions"] for worker in stats),
+        "rollout/predict_seconds": max(worker["predict_seconds"] for worker in stats),
     }
 
 

@@ -152,3 +152,68 @@ class WeightManifest:
     version: int
     entries: list[tuple[str, str, tuple[int, ...], int, int]]  # name, dtype, shape, bucket, byte offset
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStatistics:
+    """What the length probe has seen: sums over observations of features x and targets y, for each of two folds.
+
+    Sums of parts add up to the sum of the whole: ProbeStatistics.zeros(3) + parts[0] + parts[1]
+    """
+
+    xx: np.ndarray  # [2, F, F] float64, sums of x x^T; the last feature is 1, so the last row holds the sums of x and the count
+    xy: np.ndarray  # [2, F] float64
+    yy: np.ndarray  # [2] float64
+
+    @classmethod
+    def zeros(cls, num_features: int) -> ProbeStatistics:
+        """Of no observation."""
+        return cls(np.zeros((2, num_features, num_features)), np.zeros((2, num_features)), np.zeros(2))
+
+    def __add__(self, other: ProbeStatistics) -> ProbeStatistics:
+        return ProbeStatistics(self.xx + other.xx, self.xy + other.xy, self.yy + other.yy)
+
+    def decayed(self, factor: float) -> ProbeStatistics:
+        """Every observation counting `factor` times as much."""
+        return ProbeStatistics(self.xx * factor, self.xy * factor, self.yy * factor)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[2] float64: observations in each fold, as they count."""
+        return self.xx[:, -1, -1]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeFit:
+    """The length probe's regression.
+
+    Example: ProbeFit(weights=np.array([0.3, -0.1, 4.2]), deviation=0.4, explained=0.6, penalty=100.0)
+    """
+
+    weights: np.ndarray  # [F] float64, of the features as they are
+    deviation: float  # of log(tokens left) around the prediction, out of fold
+    explained: float  # share of the variance of log(tokens left) that is predicted, out of fold; <= 0: no better than the mean
+    penalty: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeReport:
+    """What one rollout worker's finished samples say of lengths, since its last report.
+
+    Example: ProbeReport(statistics=ProbeStatistics.zeros(66), steps_with=208, steps_without=231)
+    """
+
+    statistics: ProbeStatistics
+    steps_with: int  # running steps of replayed groups with the predictions made for them; 0: nothing was replayed
+    steps_without: int  # of the same groups without
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedProbe:
+    """What the driver tells every rollout worker of the length probe, beside the weights.
+
+    Example: PublishedProbe(fit=None, is_used=False)
+    """
+
+    fit: ProbeFit | None  # None: nothing was fitted yet
+    is_used: bool  # whether predictions order the samples; they are made in any case

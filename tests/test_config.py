@@ -72,7 +72,17 @@ WRONG = [
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
     (["~rollout.slots"], "settings cannot be deleted"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
-    (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=token_budget"),
+    (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=token_budget: take predictor=probe or schedule=infinite"),
+    (["rollout.predictor=berd"], "rollout.predictor must be one of none, bert, probe, got 'berd'; did you mean bert?"),
+    (["rollout.prefix_tokens=16"], "rollout.prefix_tokens must be 0 with schedule=token_budget, which waits for no prediction, got 16; leave it out"),
+    (["rollout.schedule=lpt", "rollout.prefix_tokens=1"], "rollout.prefix_tokens must be >= 2 with predictor=probe and schedule=lpt, got 1"),
+    (["rollout.schedule=lpt", "rollout.prefix_tokens=320"], "rollout.prefix_tokens must be < max_new_tokens = 320, got 320"),
+    (["rollout.schedule=lpt", "rollout.predictor=none", "rollout.prefix_tokens=4"], "rollout.prefix_tokens must be 0 with predictor=none, got 4"),
+    (
+        ["rollout.schedule=lpt", "rollout.predictor=bert", "run.deterministic=true"],
+        "rollout.predictor must be none or probe (not used then) with run.deterministic=true, got bert",
+    ),
+    (["rollout.predict_every=0"], "rollout.predict_every must be >= 1, got 0; the nearest that works is 1"),
     (["rollout.group_size=1"], "rollout.group_size must be >= 2 with objective.advantage=std, got 1"),
     (["rollout.temperature=0"], "rollout.temperature must be > 0 for training"),
     (["learner.max_tokens_per_micro_batch=100"], "learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens"),
@@ -148,6 +158,40 @@ def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 57_456  # 112 of them scales
     table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))
     assert table["KV of a token"] == "57,456 bytes (fp8 with scales; 114,688 in bfloat16)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"schedule": "token_budget"}, 0),
+        ({"schedule": "arrival"}, 0),
+        ({"schedule": "infinite"}, 16),  # the paper's
+        ({"schedule": "infinite", "predictor": "bert", "max_new_tokens": 10}, 9),
+        ({"schedule": "infinite", "max_new_tokens": 2}, 0),  # too short for the probe to have seen a token
+        ({"schedule": "infinite", "predictor": "none"}, 0),
+        ({"schedule": "infinite", "prefix_tokens": 5}, 5),
+    ],
+)
+def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings, tokens):
+    assert RolloutConfig(**settings).num_prefix_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ([], "probe, then every 32 running steps; learns from every finished sample"),
+        (["rollout.schedule=sjf"], "probe, after 16 tokens, then every 32 running steps; learns from every finished sample"),
+        (["rollout.schedule=arrival"], "none: probe is not read by rollout.schedule=arrival"),
+        (["run.deterministic=true"], "none: with run.deterministic=true the probe is off, and all lengths count as equal"),
+        (["rollout.predictor=none"], "none"),
+        (["rollout.schedule=lpt", "rollout.predictor=bert"], "bert, after 16 tokens, frozen"),
+    ],
+)
+def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
+    config = load_config(overrides)
+    qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))["length predictor"] == text
+    assert config.uses_probe == text.startswith("probe")
 
 
 def test_value_with_equals_sign_works_when_quoted():

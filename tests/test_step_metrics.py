@@ -53,14 +53,14 @@ def test_records_show_the_text_rewards_saw():
 
 
 def test_rollout_figures_of_workers_side_by_side():
-    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}
+    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
     stats = [
         {"running_steps": 10.0, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero},
         {"running_steps": 30.0, "row_utilisation": 0.5, "peak_kv_bytes": 48.0, **zero},
     ]
     metrics = rollout_metrics(stats)
     assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (30, 48, 0.625)
-    assert metrics["rollout/recomputed_tokens"] == 2
+    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["rollout/predict_seconds"] == 0.25  # side by side: the longest
 
 
 def test_timing_of_overlap_and_reward_lead():

@@ -102,6 +102,7 @@ class DecodeGraphs:
         self._host = [torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
+        self.hidden = torch.zeros(batch.max_rows, runner.model.config.hidden_size, dtype=runner.dtype, device=device)  # last states of the last step
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._is_compiled = compiled
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
@@ -134,6 +135,7 @@ class DecodeGraphs:
         """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync, fixed shapes."""
         batch = self.batch
         hidden = self.runner.decode(batch, num_rows, self.workspace)
+        self.hidden[:num_rows].copy_(hidden)
         for start in range(0, num_rows, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, num_rows))
             of_rows = (self.runner.logits(hidden[rows]), batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from infsample_rl.rollout.kv_cache import HostPages
+from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.model_runner import ModelRunner
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.row_batch import RowBatch
@@ -31,6 +32,7 @@ class RolloutStats:
     preemptions: int = 0  # rows that had to give their pages back unfinished
     recomputed_tokens: int = 0  # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
     parked_tokens: int = 0  # tokens whose KV was kept in host memory meanwhile
+    predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
 
 class DecodeLoop:
@@ -51,9 +53,10 @@ class DecodeLoop:
         policy_version: int,
         fixed_rows: int | None = None,
         run_ahead: bool = False,
+        watch: ProbeWatch | None = None,
     ) -> None:
         """`ends_text`: whether a response's newest token completes a stop string. `fixed_rows`: every step has that many, a sample's
-        row is its slot. `run_ahead`: launch a repeated step before reading the one before."""
+        row is its slot. `run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns them."""
         self._graphs = runner.graphs.take(batch, sampler)
         self.batch = batch if self._graphs is None else self._graphs.batch
         self.runner, self.planner, self.sampler = runner, planner, sampler
@@ -62,11 +65,12 @@ class DecodeLoop:
         # dynamic_slot keeps the first to finish, and a sample that starts a step later finishes later
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.fixed_rows, self.run_ahead = fixed_rows, run_ahead and not keeps_first
+        self.watch = watch
         self.stats = RolloutStats()
         self._groups: list[PromptGroup] = list(planner.waiting)
         self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
         self._parked: dict[Sample, HostPages] = {}
-        self._launched: tuple[list[Sample | None], DrawnTensors] | None = None
+        self._launched: tuple[list[Sample | None], DrawnTensors, Moment | None] | None = None
         self._rows: list[Sample | None] = []
 
     @property
@@ -81,12 +85,12 @@ class DecodeLoop:
             self._collect()
             if not self.planner.is_done:
                 self._carry_out(self.planner.next_step())
-                self._launched = (self._rows, self._launch())
+                self._launched = self._launch()
         else:
             before, self._launched = self._launched, None
             if plan.pages_changed:
                 self.batch.write_pages(self._rows)
-            launched = (self._rows, self._launch())
+            launched = self._launch()
             self._read(*before)
             self._launched = launched
         if not self.run_ahead:
@@ -128,12 +132,20 @@ class DecodeLoop:
             self.batch.write_pages(self._rows)
 
     @torch.inference_mode()
-    def _launch(self) -> DrawnTensors:
-        """Run the model and draw one token for every row."""
+    def _launch(self) -> tuple[list[Sample | None], DrawnTensors, Moment | None]:
+        """Run the model and draw one token for every row; the rows, what was drawn, and what the probe takes of the step."""
+        drawn, hidden = self._launch_graph() if self._graphs is not None else self._launch_eager()
+        moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, self._rows)
+        return self._rows, drawn, moment
+
+    def _launch_graph(self) -> tuple[DrawnTensors, torch.Tensor]:
         batch = self.batch
-        if self._graphs is not None:
-            starting = {self._rows[row].group for row in batch.first_rows}
-            return self._graphs.step({place: self._prompt_logits[group] for place, group in enumerate(batch.groups) if group in starting})
+        starting = {self._rows[row].group for row in batch.first_rows}
+        drawn = self._graphs.step({place: self._prompt_logits[group] for place, group in enumerate(batch.groups) if group in starting})
+        return drawn, self._graphs.hidden[: batch.num_rows]
+
+    def _launch_eager(self) -> tuple[DrawnTensors, torch.Tensor | None]:
+        batch = self.batch
         first = {row: self._prompt_logits[self._rows[row].group] for row in batch.first_rows}
         only_first = len(first) == sum(1 for sample in self._rows if sample is not None)
         hidden = None if only_first else self.runner.decode(batch)
@@ -142,7 +154,7 @@ class DecodeLoop:
         parts = [self._draw(rows, hidden, first) for rows in pieces]
         drawn = parts[0] if len(parts) == 1 else _join(parts)
         batch.advance(drawn.tokens)
-        return drawn
+        return drawn, hidden
 
     def _draw(self, rows: range, hidden: torch.Tensor | None, first: dict[int, torch.Tensor]) -> DrawnTensors:
         """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a sample any)."""
@@ -161,9 +173,11 @@ class DecodeLoop:
             launched, self._launched = self._launched, None
             self._read(*launched)
 
-    def _read(self, rows: list[Sample | None], tensors: DrawnTensors) -> None:
+    def _read(self, rows: list[Sample | None], tensors: DrawnTensors, moment: Moment | None) -> None:
         """Append what a step drew; samples whose newest token was their last leave."""
         drawn, ended = self.sampler.to_host(tensors), []
+        if moment is not None:  # before samples end or begin to wait, which predictions are for
+            self.watch.read(moment)
         for row, sample in enumerate(rows):
             if sample is None or sample.finish_reason or sample.slot < 0:  # no sample, or it had ended when this step was launched
                 continue
@@ -172,6 +186,8 @@ class DecodeLoop:
             if sample.finish_reason:
                 sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
                 ended.append(sample)
+                if self.watch is not None:
+                    self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
         self.planner.end_step(ended)
         for group in [group for group in self._prompt_logits if group.is_done]:
             del self._prompt_logits[group]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
 from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
+from infsample_rl.rollout.kv_cache import free_bytes
 from infsample_rl.rollout.kv_pool import KVPool
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.replay import ReplaySettings
+from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.model_runner import ModelRunner
 from infsample_rl.rollout.prompt_group import GroupSettings, Predict, PromptGroup
 from infsample_rl.rollout.row_batch import RowBatch
@@ -25,7 +26,7 @@ from infsample_rl.rollout.sampler import EVALUATION, TRAINING, Sampler, sample_k
 from infsample_rl.rollout.step_planner import StepPlanner
 from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, ProbeReport
 
 
 class SamplingEngine:
@@ -41,12 +42,15 @@ class SamplingEngine:
         deterministic: bool = False,
         max_prompt_tokens: int | None = None,
         lm_head_fp32: bool = False,
+        shared_probe: bool = False,
     ) -> None:
         """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
         `deterministic`: bitwise the same results whatever else runs, at the price of always computing every row, and of room
         for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget the pool is
-        allocated at the first call, and again at a longer prompt. ValueError for what cannot work.
+        allocated at the first call, and again at a longer prompt. `shared_probe`: the length probe belongs to a run: it predicts with
+        what `watch.load` brings, and `learn` hands over what it saw; else it learns from each call for the next. ValueError for what
+        cannot work.
         """
         self.config = rollout_config
         self.tokenizer = tokenizer
@@ -64,7 +68,11 @@ class SamplingEngine:
         self.heartbeat = 0  # running steps since construction
         self.last_step_at = 0.0  # time.time() of the last running step: when what a stream just yielded ended
         self.stats = RolloutStats()
+        self._bert: BertLengthPredictor | None = None
         self._predictor = self._load_predictor()
+        self.watch: ProbeWatch | None = None
+        if rollout_config.probes and not deterministic:
+            self.watch = ProbeWatch(model.config.hidden_size, rollout_config, shared=shared_probe)
         self._loop: DecodeLoop | None = None
         if max_prompt_tokens is not None or rollout_config.has_budget:
             self._allocate([max_prompt_tokens or 1] * rollout_config.prompts_at_once)
@@ -124,9 +132,12 @@ class SamplingEngine:
         self._allocate([len(ids) for ids in prompt_ids])
         self._loop = None if self._loop is None else self._loop.free()
         domain = EVALUATION if evaluation else TRAINING
-        settings = GroupSettings(config.schedule, config.num_slots, config.group_size, config.epsilon, config.prefix_tokens)
+        settings = GroupSettings(config.schedule, config.num_slots, config.group_size, config.epsilon, config.num_prefix_tokens)
+        if self.watch is not None and not evaluation:
+            self.watch.prepare()
+        predict = {"predict": self._predictor_of(config), "predicted_in_rows": self._waits_for_probe(config)}
         groups = [
-            PromptGroup(index, list(ids), list(asked), settings, partial(sample_key, seed, domain, step, index), predict=self._predictor_of(config))
+            PromptGroup(index, list(ids), list(asked), settings, partial(sample_key, seed, domain, step, index), **predict)
             for index, ids, asked in zip(prompt_indices, prompt_ids, sample_indices, strict=True)
             if len(asked) > 0
         ]
@@ -134,14 +145,22 @@ class SamplingEngine:
         self.stats = self._loop.stats
         return self._run(self._loop)
 
+    def learn(self) -> ProbeReport:
+        """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not while a stream runs."""
+        before = self.watch.seconds_spent
+        report = self.watch.report()
+        self.stats.predict_seconds += self.watch.seconds_spent - before
+        return report
+
     def _run(self, loop: DecodeLoop) -> Iterator[list[Completion]]:
         try:
             is_done = loop.is_done
             while not is_done:
                 if self._loop is not loop:
                     raise RuntimeError("this stream was ended by a later call of the same engine")
-                steps_before = loop.stats.running_steps
+                steps_before, seconds_before = loop.stats.running_steps, self._predict_seconds()
                 micro_groups = loop.step()
+                loop.stats.predict_seconds += self._predict_seconds() - seconds_before
                 self.last_step_at = time.time()
                 self.heartbeat += loop.stats.running_steps - steps_before
                 is_done = loop.is_done
@@ -170,6 +189,9 @@ class SamplingEngine:
         )
         longest = max((len(group.prompt_ids) for group in groups), default=1)
         prompts = min(config.prompts_at_once, max(len(groups), 1))
+        watch = self.watch if config.probes else None  # evaluations are not watched
+        if watch is not None:
+            watch.begin(groups, ReplaySettings.of(config, kv.num_pages))
         batch = RowBatch(most_rows, response_pages, prompts, -(-longest // page_size), kv.scratch_page, self.runner.device)
         return DecodeLoop(
             self.runner,
@@ -183,6 +205,7 @@ class SamplingEngine:
             policy_version=self.policy_version,
             fixed_rows=most_rows if self.deterministic else None,
             run_ahead=self.runner.device.type == "cuda",
+            watch=watch,
         )
 
     def _allocate(self, prompts: list[int]) -> None:
@@ -190,7 +213,7 @@ class SamplingEngine:
         config, runner = self.config, self.runner
         if runner.kv is not None and config.has_budget:
             return
-        free = _free_bytes(runner.device) if config.kv_budget_bytes == "auto" else None
+        free = free_bytes(runner.device) if config.kv_budget_bytes == "auto" else None
         pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), prompts=prompts or [1], free_bytes=free)
         if runner.kv is None or pages > runner.kv.num_pages:
             runner.allocate(pages, config.page_size)
@@ -201,6 +224,13 @@ class SamplingEngine:
         if self.config.preemption == "auto":
             return self.runner.device.type == "cuda"
         return self.config.preemption == "park"
+
+    def _waits_for_probe(self, config: RolloutConfig) -> bool:
+        """Whether samples decode a prefix and wait for the probe. Not before it has learnt, nor while it is of no use."""
+        return config.probes and config.num_prefix_tokens > 0 and self.watch is not None and self.watch.is_used
+
+    def _predict_seconds(self) -> float:
+        return sum(predictor.seconds_spent for predictor in (self.watch, self._bert) if predictor is not None)
 
     def _predictor_of(self, config: RolloutConfig) -> Predict | None:
         return self._predictor if config.schedule in PREDICTED_SCHEDULES else None
@@ -238,11 +268,11 @@ class SamplingEngine:
                 raise ValueError(f"sample_indices of prompt {index} must be contiguous with schedule=dynamic_slot, got {list(asked)}")
 
     def _load_predictor(self) -> Predict | None:
-        if self.config.schedule not in PREDICTED_SCHEDULES:
+        if self.config.schedule not in PREDICTED_SCHEDULES or self.config.predictor == "probe":
             return None
         if self.config.predictor == "none":
             schedule = self.config.schedule
-            warnings.warn(f"rollout.schedule={schedule} without a predictor takes all lengths as equal; set rollout.predictor=bert", stacklevel=3)
+            warnings.warn(f"rollout.schedule={schedule} without a predictor takes all lengths as equal; set rollout.predictor=probe", stacklevel=3)
             return None
         if self.config.predictor_path is None:
             warnings.warn(
@@ -250,20 +280,6 @@ class SamplingEngine:
                 stacklevel=3,
             )
             return lambda prompt_ids, prefixes: [1.0] * len(prefixes)
-        bert = BertLengthPredictor(self.config.predictor_path, self.runner.device)
+        bert = self._bert = BertLengthPredictor(self.config.predictor_path, self.runner.device)
         decode = self.tokenizer.decode
         return lambda prompt_ids, prefixes: bert.predict(decode(prompt_ids), [decode(prefix) for prefix in prefixes])
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits included."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
-    if os.path.exists(limit):
-        with open(limit) as most, open(used) as now:
-            text = most.read().strip()
-            return available if text == "max" else min(available, int(text) - int(now.read()))
-    return available

@@ -5,6 +5,7 @@ Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T token
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -185,3 +186,17 @@ def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int
     """
     scales = 2 * num_layers * num_kv_heads * torch.float32.itemsize if dtype in QUANTISED_DTYPES.values() else 0
     return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize + scales
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits included."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as lines:
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
+    if os.path.exists(limit):
+        with open(limit) as most, open(used) as now:
+            text = most.read().strip()
+            return available if text == "max" else min(available, int(text) - int(now.read()))
+    return available

@@ -6,7 +6,7 @@ Plain Python and ints, so that the simulator runs the same objects as the engine
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infsample_rl.rollout.schedule import SharedQueue, make_schedule
@@ -54,7 +54,8 @@ class GroupSettings:
 class PromptGroup:
     """One prompt's samples under one schedule, with a prefix phase before it when lengths are predicted.
 
-    In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished.
+    In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished. Predictions order
+    samples and change none of them.
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class PromptGroup:
         key_of: Callable[[int], int],
         *,
         predict: Predict | None = None,
+        predicted_in_rows: bool = False,
         lengths: list[float] | None = None,
     ) -> None:
-        """`key_of`: noise key of a sample index. `predict` None: no prefix phase; `lengths` are then the predictions, None: all equal."""
+        """`key_of`: noise key of a sample index. `predict`: asked for the lengths once all samples have their prefix; `predicted_in_rows`:
+        they are found in the samples then, as whoever decodes has set them. With neither there is no prefix phase; `lengths` are the
+        predictions, None: all equal."""
         self.prompt_index, self.prompt_ids = prompt_index, prompt_ids
         self.sample_indices, self.settings = sample_indices, settings
         self.place = 0  # among the prompts of the call
@@ -77,7 +81,7 @@ class PromptGroup:
         self.num_running = 0
         self.finished: list[Sample] = []  # not yet in a micro-group
         self._key_of, self._predict, self._lengths = key_of, predict, lengths
-        self._in_prefix = predict is not None
+        self._in_prefix = predict is not None or predicted_in_rows
         self._num_prefixes_left = len(sample_indices)
         self._with_prefix: list[Sample] | None = [] if self._in_prefix else None
         if self._in_prefix:
@@ -143,7 +147,17 @@ class PromptGroup:
         waiting = self._with_prefix
         if waiting:  # else every sample ended within its prefix
             waiting.sort(key=lambda sample: sample.index)
-            lengths = self._predict(self.prompt_ids, [list(sample.tokens) for sample in waiting])
-            for sample, length in zip(waiting, lengths, strict=True):
-                sample.predicted = length
+            if self._predict is not None:
+                lengths = self._predict(self.prompt_ids, [list(sample.tokens) for sample in waiting])
+                for sample, length in zip(waiting, lengths, strict=True):
+                    sample.predicted = length
+            else:
+                lengths = with_means([sample.predicted for sample in waiting])
             self._schedule = make_schedule(self.settings.schedule, len(waiting), self.settings.slots, lengths, self.settings.epsilon)
+
+
+def with_means(predicted: Sequence[float | None]) -> list[float]:
+    """Predicted lengths, those without one at the mean of the others (1 where there is none): with_means([4, None, 8]) -> [4, 6, 8]."""
+    known = [length for length in predicted if length is not None]
+    mean = sum(known) / len(known) if known else 1.0
+    return [mean if length is None else length for length in predicted]

@@ -10,7 +10,7 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.engine import SamplingEngine
-from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, WeightManifest
+from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutWork, WeightManifest
 from infsample_rl.weight_sync.buckets import load_buckets
 
 
@@ -30,6 +30,7 @@ class RolloutWorker:
             deterministic=config.run.deterministic,
             max_prompt_tokens=config.data.max_prompt_tokens,
             lm_head_fp32=config.model.lm_head_fp32,
+            shared_probe=True,
         )
 
     def stream(self, work: list[RolloutWork], *, step: int, evaluation: bool = False) -> Iterator[MicroGroupHeader | list[Completion]]:
@@ -48,11 +49,20 @@ class RolloutWorker:
             yield _header(micro_group, self.engine.last_step_at)
             yield micro_group
 
-    def load_weights(self, manifest: WeightManifest, buckets: list[np.ndarray]) -> int:
-        """Copy published weights into the model, in place, and return their version. Not while a stream runs."""
+    def load_weights(self, manifest: WeightManifest, buckets: list[np.ndarray], probe: PublishedProbe | None = None) -> int:
+        """Copy published weights into the model, in place, and return their version. Not while a stream runs.
+
+        `probe`: the run's length probe, where it has one.
+        """
         load_buckets(self.model, manifest, buckets)
+        if probe is not None:
+            self.engine.watch.load(probe)
         self.engine.policy_version = manifest.version
         return manifest.version
+
+    def learn(self) -> ProbeReport:
+        """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not while a stream runs."""
+        return self.engine.learn()
 
     def progress(self) -> int:
         """Running steps so far; grows as long as the worker decodes."""
@@ -61,8 +71,8 @@ class RolloutWorker:
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""
         stats = self.engine.stats
-        names = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "recomputed_tokens", "preemptions", "parked_tokens")
-        return {name: float(getattr(stats, name)) for name in names}
+        memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
+        return {name: float(getattr(stats, name)) for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)}
 
 
 def _header(micro_group: list[Completion], finished_at: float) -> MicroGroupHeader:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup
+from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup, with_means
 
 
 def make_group(schedule, predicted):
@@ -58,3 +58,15 @@ def test_a_sample_beyond_those_dynamic_slot_keeps_is_not_wanted():
     samples = [group.next_sample(0) for _ in range(3)]
     assert [group.finish(sample) for sample in samples] == [True, True, False]
     assert [sample.sample_index for sample in group.finished] == [0, 1]
+
+
+def test_predictions_found_in_the_rows_order_the_schedule_and_one_that_is_missing_counts_as_their_mean():
+    settings = GroupSettings("lpt", slots=2, group_size=4, prefix_tokens=2)
+    group = PromptGroup(0, [5, 9], [0, 1, 2, 3], settings, lambda index: index, predicted_in_rows=True)
+    samples = [group.next_sample(slot % 2) for slot in range(4)]
+    for sample, predicted in zip(samples, (10.0, None, 40.0, 18.0), strict=True):
+        assert sample.wait_at == 2
+        sample.predicted = predicted
+        group.keep_waiting(sample)
+    assert with_means([10.0, None, 40.0, 18.0]) == [10, pytest.approx(68 / 3), 40, 18] and with_means([None, None]) == [1, 1]
+    assert [group.next_sample(0).sample_index for _ in range(4)] == [2, 1, 3, 0]

@@ -6,7 +6,7 @@ import torch
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import MicroGroupHeader, RolloutWork
+from infsample_rl.types import MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
 from infsample_rl.weight_sync.buckets import pack_buckets
 
 
@@ -79,11 +79,42 @@ def test_loaded_weights_change_the_samples_and_stamp_their_version(config):
     assert worker.model.lm_head.weight.data_ptr() == address
 
 
+def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config):
+    worker = RolloutWorker(config, 0)
+    worker.engine.watch._every = 2  # responses have 16 tokens at most
+    collect(worker.stream(WORK, step=0))
+    report = worker.learn()
+    assert report.statistics.counts.sum() > 10 and report.statistics.xx.shape == (2, 130, 130)
+    assert worker.learn().statistics.counts.tolist() == [0, 0], "nothing is reported twice"
+    collect(worker.stream(WORK, step=1))
+    assert not worker.engine.watch.is_used, "it waits for the run to say what is used"
+    fit = ProbeFit(np.zeros(130), deviation=1.0, explained=0.0, penalty=1.0)
+    named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
+    worker.load_weights(*pack_buckets(named, version=1), PublishedProbe(fit=fit, is_used=True))
+    before = worker.engine.watch.num_predicted
+    collect(worker.stream(WORK, step=1))
+    assert worker.engine.watch.is_used and worker.engine.watch.num_predicted > before
+
+
+def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config):
+    halves = [[RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)] for part in ([0, 1], [2, 3])]
+    reports = []
+    for work in (*halves, [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])]):
+        worker = RolloutWorker(config, 0)
+        worker.engine.watch._every = 1
+        collect(worker.stream(work, step=1))
+        reports.append(worker.learn().statistics)
+    both, whole = reports[0] + reports[1], reports[2]
+    assert both.counts.tolist() == whole.counts.tolist() and whole.counts.sum() > 20
+    np.testing.assert_allclose(both.xx, whole.xx, rtol=2e-2, atol=0.1)  # states are kept in 16 bits
+    np.testing.assert_allclose(both.yy, whole.yy)
+
+
 def test_figures_are_floats_by_metric_name(config):
     worker = RolloutWorker(config, 0)
     collect(worker.stream(WORK, step=0))
     stats = worker.stats()
-    counts = {"recomputed_tokens", "preemptions", "parked_tokens"}
+    counts = {"recomputed_tokens", "preemptions", "parked_tokens", "predict_seconds"}
     assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation"} | counts
     assert all(isinstance(value, float) for value in stats.values())
     assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1

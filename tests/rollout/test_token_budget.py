@@ -174,6 +174,38 @@ def test_a_prediction_tells_the_work_left():
     assert policy.donor(rows) == 1
 
 
+def test_some_predictions_order_all_that_wait():
+    policy = TokenBudgetPolicy(1, 100)  # a sample without a prediction counts with its group's mean, here the prior of 33
+    waiting = [Row(10, predicted=40), Row(20, predicted=70), Row(5)]  # 30, 50 and 33 left
+    assert [policy.next_waiting(waiting), policy.next_waiting([waiting[0], waiting[2]])] == [1, 1]
+    assert policy.next_waiting([*waiting, Row(0)]) == 3  # one that has not started needs no page yet
+    waiting[0].predicted = 90.0  # asked again while another decoded
+    assert policy.next_waiting(waiting) == 0
+    for _ in range(9):
+        policy.observe_finished(0, 95)
+    assert policy.next_waiting([Row(10, predicted=90), Row(5)]) == 1  # its group's samples turned out long: 89 of 95 left
+
+
+def test_who_is_predicted_to_go_on_longest_is_not_preempted():
+    policy = TokenBudgetPolicy(1, 100)
+    rows = [Row(5, 0, 0, predicted=10), Row(60, 0, 1, predicted=95), Row(40, 0, 2, predicted=50), Row(20, 0, 3, predicted=30)]  # 5, 35, 10, 10 left
+    assert policy.victim([Row(row.num_tokens, 0, row.admitted_order) for row in rows]) == 1  # without predictions: most tokens
+    assert policy.victim(rows) == 2  # most tokens of those with at most half of 35 left
+    rows[2].predicted = 80.0
+    assert policy.victim(rows) == 3
+    assert policy.victim([rows[0], rows[1]]) == 1  # row 0 has run longest, nobody else is there
+    assert policy.victim([*rows, Row(90, 1, 4, predicted=91), Row(2, 1, 5, predicted=60)]) == 4  # later groups first
+
+
+@pytest.mark.parametrize("predicted", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
+def test_no_prediction_keeps_a_sample_from_ending(predicted):
+    rng = random.Random(2)
+    rows = [Row(length=rng.randint(1, 50), predicted=predicted if rng.random() < 0.7 else rng.choice([None, 20.0])) for _ in range(30)]
+    result = simulate(TokenBudgetPolicy(4, 50), rows, 15, 4)
+    assert [row.num_tokens for row in rows] == [row.length for row in rows]
+    assert result.preemptions > 0 and result.longest_wait_for_an_end <= 50
+
+
 def test_preemption_without_a_second_row_is_refused():
     with pytest.raises(RuntimeError, match="budget must hold"):
         TokenBudgetPolicy(1, 100).victim([Row(5)])

@@ -1,0 +1,63 @@
+"""The one length probe of a run: merges what workers have seen, fits, decides whether predictions are used, is kept in checkpoints.
+
+The driver has it for all its rollout workers; an engine that works alone has one for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from infsample_rl.rollout.length_prediction.probe import DECAY, LengthProbe
+from infsample_rl.rollout.length_prediction.replay import ReplayGate
+from infsample_rl.types import ProbeReport, ProbeStatistics, PublishedProbe
+
+FILE = "length_probe.npz"  # in a checkpoint
+
+
+class RunProbe:
+    """Statistics, fit and gate of a run's length probe."""
+
+    def __init__(self, hidden_size: int, *, max_new_tokens: int) -> None:
+        self._probe = LengthProbe(hidden_size, max_new_tokens=max_new_tokens)
+        self._gate = ReplayGate()
+        self.steps_saved: int | None = None  # by predictions, in the last replay; None: there was none
+
+    def enter(self, reports: Sequence[ProbeReport]) -> str | None:
+        """Merge the workers' reports of one step, in their order, and fit anew; a sentence when predictions come into use or go out of it."""
+        probe = self._probe
+        probe.statistics = sum((report.statistics for report in reports), probe.statistics.decayed(DECAY))
+        probe.fit()
+        # workers decode side by side, but what counts is the sum: each has groups of its own
+        with_them, without = sum(report.steps_with for report in reports), sum(report.steps_without for report in reports)
+        self.steps_saved = without - with_them if without else None
+        return self._gate.enter(with_them, without)
+
+    def published(self) -> PublishedProbe:
+        """What workers need to predict."""
+        return PublishedProbe(fit=self._probe.fitted, is_used=self._gate.is_open)
+
+    def save(self, folder: Path) -> None:
+        """Write the probe into a checkpoint."""
+        np.savez(folder / FILE, replays=np.array(self._gate.recent, np.int64).reshape(-1, 2), **self._probe.state())
+
+    def load(self, folder: Path) -> str | None:
+        """Go on from a checkpoint; a sentence when there is nothing of use in it, and the probe starts anew."""
+        path = folder / FILE
+        if not path.is_file():
+            return f"{path} is not there: the length probe starts anew"
+        try:
+            with np.load(path) as state:
+                self._probe.load_state(dict(state))
+                for steps_with, steps_without in state["replays"].tolist():
+                    self._gate.enter(steps_with, steps_without)
+        except ValueError as error:
+            return f"{path}: {error}; the length probe starts anew"
+        return None
+
+    @property
+    def statistics(self) -> ProbeStatistics:
+        """All that it has seen, older observations counting less."""
+        return self._probe.statistics

@@ -1,0 +1,174 @@
+"""The length probe while an engine decodes: asks it for rows, keeps what it saw until a sample ends, then lets it learn.
+
+Every `predict_every` running steps, all rows are predicted at once, from the hidden states that the step has just computed. One small
+product for all rows costs less than one for each row at moments of its own, and no sample waits longer for a new prediction.
+Letters: R rows, E hidden size, F features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout.length_prediction.probe import LengthProbe
+from infsample_rl.rollout.length_prediction.replay import ReplayedGroup, ReplayedSample, ReplaySettings, replay
+from infsample_rl.rollout.length_prediction.run_probe import RunProbe
+from infsample_rl.rollout.prompt_group import PromptGroup, Sample
+from infsample_rl.types import ProbeReport, PublishedProbe
+
+REPLAYED_GROUPS = 2  # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
+OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
+HALF_RANGE = 60000.0  # features are kept as float16
+
+
+@dataclass(slots=True)
+class Moment:
+    """Features of the rows of one step, on their way to the host."""
+
+    samples: list[Sample]
+    num_tokens: list[int]  # of each, as its hidden state has seen
+    features: torch.Tensor  # [R, F] float32, in host memory once `ready` has come
+    ready: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a sample that decodes."""
+
+    features: list[np.ndarray] = field(default_factory=list)  # [F] float16 each
+    num_tokens: list[int] = field(default_factory=list)  # that the features are of
+    predicted: dict[int, float] = field(default_factory=dict)  # total length, by the tokens the sample had when that was known
+
+
+class ProbeWatch:
+    """The probe of one engine. Predicts with what `load` brought, and collects what `report` hands over."""
+
+    def __init__(self, hidden_size: int, config: RolloutConfig, *, shared: bool) -> None:
+        """`shared`: it belongs to a run, which takes its reports and brings the fit; else it learns from each stream for the next."""
+        self.probe = LengthProbe(hidden_size, max_new_tokens=config.max_new_tokens)
+        self._own = None if shared else RunProbe(hidden_size, max_new_tokens=config.max_new_tokens)
+        self.is_used = False  # whether predictions are given to the samples
+        self.seconds_spent, self.num_predicted = 0.0, 0
+        self._every = config.predict_every
+        self._num_streams = 0
+        self._steps_since = 0
+        self._wait_at: int | None = None
+        self._seen: dict[Sample, _Seen] = {}
+        self._ended: dict[int, list[tuple[np.ndarray, int, bool]]] = {0: [], 1: []}  # by fold: features, tokens left, cut
+        self._groups: dict[PromptGroup, ReplayedGroup] = {}
+        self._settings: ReplaySettings | None = None
+
+    def load(self, published: PublishedProbe) -> None:
+        """Predict with this fit from now on."""
+        self.probe.fitted, self.is_used = published.fit, published.is_used
+
+    def prepare(self) -> None:
+        """Before a stream: a probe that works alone learns from the one before."""
+        if self._own is not None:
+            self._own.enter([self.report()])
+            self.load(self._own.published())
+
+    def begin(self, groups: Sequence[PromptGroup], settings: ReplaySettings) -> None:
+        """A new stream. Where its schedule has prefixes, a sample is predicted at their end, whatever the step."""
+        self._num_streams += 1
+        self._steps_since, self._settings = 0, settings
+        self._wait_at = settings.prefix_tokens or None
+        self._seen.clear()
+        kept = deque(groups, maxlen=REPLAYED_GROUPS)
+        self._groups = {group: ReplayedGroup(len(group.prompt_ids)) for group in kept}
+
+    def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | None]) -> Moment | None:
+        """After a step of `rows` was launched, its last hidden states [R, E]: take features of those that are due, without a host sync.
+
+        The samples already count the token that is being drawn, which `hidden` has not seen.
+        """
+        self._steps_since += 1
+        if self._steps_since >= self._every:
+            due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens > 1]
+        elif self._wait_at is not None:
+            due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens == self._wait_at]
+        else:
+            return None
+        if not due:
+            return None
+        started = time.perf_counter()
+        if self._steps_since >= self._every:
+            self._steps_since = 0
+        samples = [rows[row] for row in due]
+        num_tokens = [sample.num_tokens - 1 for sample in samples]
+        states = hidden if len(due) == len(hidden) else hidden.index_select(0, _to_device(torch.tensor(due), hidden.device))
+        features, ready = _to_host(self.probe.features(states, _to_device(torch.tensor(num_tokens), hidden.device)))
+        self.seconds_spent += time.perf_counter() - started
+        return Moment(samples, num_tokens, features, ready)
+
+    def read(self, moment: Moment) -> None:
+        """The step of `moment` has been read: predict its samples, but for those that have ended."""
+        started = time.perf_counter()
+        if moment.ready is not None:
+            moment.ready.synchronize()
+        left = self.probe.predict(moment.features).tolist() if self.probe.fitted is not None else None
+        halves = moment.features.clamp(-HALF_RANGE, HALF_RANGE).half().numpy()
+        for row, (sample, count) in enumerate(zip(moment.samples, moment.num_tokens, strict=True)):
+            if sample.finish_reason:  # when this step was launched ahead
+                continue
+            seen = self._seen.setdefault(sample, _Seen())
+            seen.features.append(halves[row].copy())  # a view would keep the rows of all others
+            seen.num_tokens.append(count)
+            if left is not None:
+                seen.predicted[count + 1] = count + left[row]
+                if self.is_used:
+                    sample.predicted = count + left[row]
+        self.num_predicted += 0 if left is None else len(left)
+        self.seconds_spent += time.perf_counter() - started
+
+    def ended(self, sample: Sample, length: int, *, cut: bool) -> None:
+        """A sample has ended with `length` tokens; `cut`: at max_new_tokens."""
+        started = time.perf_counter()
+        seen = self._seen.pop(sample, None) or _Seen()
+        group = sample.group
+        if group in self._groups:
+            self._groups[group].samples.append(ReplayedSample(sample.sample_index, length, seen.predicted))
+        # both folds get prompts of every step, also where a step has but one; all workers of a run count alike
+        ended = self._ended[(group.prompt_index + self._num_streams) % 2]
+        ended += [(features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)]
+        if len(ended) >= OBSERVED_ROWS:
+            self._observe()
+        self.seconds_spent += time.perf_counter() - started
+
+    def report(self) -> ProbeReport:
+        """What was learnt since the last report, and a replay of the last stream's groups with and without their predictions."""
+        started = time.perf_counter()
+        self._observe()
+        groups, self._groups = list(self._groups.values()), {}
+        has_predictions = any(sample.predicted for group in groups for sample in group.samples)
+        steps = replay(groups, self._settings) if has_predictions else (0, 0)
+        self.seconds_spent += time.perf_counter() - started
+        return ProbeReport(statistics=self.probe.take_statistics(), steps_with=steps[0], steps_without=steps[1])
+
+    def _observe(self) -> None:
+        for fold, ended in self._ended.items():
+            if ended:
+                features, left, cut = zip(*ended, strict=True)
+                self.probe.observe(torch.from_numpy(np.stack(features)).float(), torch.tensor(left), torch.tensor(cut), fold)
+                ended.clear()
+
+
+def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+def _to_host(features: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """The tensor in host memory, and the event after which it is whole there; None: it is already."""
+    if features.device.type == "cpu":
+        return features, None
+    host = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
+    host.copy_(features, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
