@@ -22,15 +22,19 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """One panel a metric, one line a run."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.2 * len(PANELS), 3.4), constrained_layout=True)
+    """One panel a metric, one line a run; runs whose names differ in a last number alone share a colour."""
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(4.2 * len(PANELS) + 1.2, 3.4), constrained_layout=True)
+    kinds = {run: run.rstrip("0123456789").rstrip("_") for run in runs}
+    colours = {kind: f"C{index}" for index, kind in enumerate(dict.fromkeys(kinds.values()))}
     for axis, (name, label) in zip(axes, PANELS, strict=True):
         for run, rows in runs.items():
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=run, linestyle="--" if "control" in run else "-")
+            style = "--" if "control" in run else "-"
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=kinds[run], color=colours[kinds[run]], linestyle=style, alpha=0.8)
         axis.set(xlabel="step", title=label)
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    lines = dict(zip(kinds.values(), axes[0].get_lines(), strict=True))  # one of each kind
+    figure.legend(lines.values(), lines.keys(), fontsize=8, loc="outside right upper")
     figure.savefig(path, dpi=110)
 
 
