@@ -133,6 +133,8 @@ class RolloutConfig:
     max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses", low=1)
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_budget_bytes, int):
+            self.kv_budget_bytes = str(self.kv_budget_bytes)
         check_bounds("rollout", self)
         if "" in self.stop_strings:
             raise ValueError(f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out")

@@ -7,7 +7,10 @@ import difflib
 import math
 import re
 from dataclasses import field
+from numbers import Integral, Real
 from typing import Any
+
+SCALARS = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false"), "str": (str, "a text")}
 
 
 def setting(
@@ -21,11 +24,14 @@ def setting(
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """Raise ValueError for the first field of `config` whose value its metadata does not allow. None is always allowed."""
+    """Raise ValueError for the first field of `config` whose value its type or its metadata does not allow."""
     for spec in dataclasses.fields(config):
         value, bound = getattr(config, spec.name), spec.metadata
         name = f"{section}.{spec.name}"
-        if value is None or not bound:
+        if not bound:
+            continue
+        _check_type(name, value, str(spec.type))
+        if value is None:
             continue
         if bound["choices"] and value not in bound["choices"]:
             nearest = difflib.get_close_matches(str(value), bound["choices"], n=1)
@@ -41,6 +47,20 @@ def check_bounds(section: str, config: Any) -> None:
             raise ValueError(f"{name} must be <= {bound['high']}, got {value}; the nearest that works is {bound['high']}")
         if bound["above"] is not None and value <= bound["above"]:
             raise ValueError(f"{name} must be > {bound['above']}, got {value}")
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """ValueError unless `value` is of the type that `annotation`, as written in the source, names."""
+    kind, _, optional = annotation.partition(" | ")
+    if value is None:
+        if optional != "None":
+            raise ValueError(f"{name} must not be none")
+        return
+    if kind not in SCALARS:
+        return
+    types, what = SCALARS[kind]
+    if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
+        raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def parse_bytes(text: str) -> int:

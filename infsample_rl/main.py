@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             import yaml
 
             print(yaml.safe_dump(compose(options.overrides, options.config_dir), sort_keys=False), end="")
+            load_config(options.overrides, options.config_dir)  # what a run would refuse is said here too
             return 0
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:

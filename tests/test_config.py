@@ -122,6 +122,31 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"predictor": None}, "rollout.predictor must not be none"),
+        ({"predict_every": 2.5}, "rollout.predict_every must be a whole number, got 2.5"),
+        ({"prefix_tokens": "x"}, "rollout.prefix_tokens must be a whole number, got 'x'"),
+        ({"top_p": "0.9"}, "rollout.top_p must be a number, got '0.9'"),
+        ({"group_size": True}, "rollout.group_size must be a whole number, got True"),
+    ],
+)
+def test_a_value_of_another_type_is_a_value_error_in_python(values, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        RolloutConfig(**values)
+
+
+def test_values_that_say_the_same_are_taken():
+    assert RolloutConfig(temperature=1, kv_budget_bytes=10**6).kv_budget_bytes == "1000000"
+
+
+def test_cfg_job_prints_what_a_run_would_refuse_and_says_so(capsys):
+    assert main(["--cfg", "job", "rollout.predictor=foo"]) == 2
+    printed = capsys.readouterr()
+    assert "predictor: foo" in printed.out and printed.err.startswith("error: rollout.predictor must be one of none, bert, probe, got 'foo'")
+
+
 @pytest.mark.parametrize(("overrides", "message"), WRONG, ids=[" ".join(overrides) for overrides, _ in WRONG])
 def test_a_wrong_setting_is_one_line_and_exit_code_2(overrides, message, tmp_path, capsys):
     assert main([f"run.dir={tmp_path}/run", *overrides]) == 2
