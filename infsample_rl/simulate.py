@@ -1,4 +1,4 @@
-"""Schedules over recorded response lengths, without a model: running steps, time, KV memory and lower bounds, at equal KV memory.
+"""Schedules over recorded response lengths, without a model: running steps, time, KV memory and bounds, at equal KV memory.
 
 python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,token_budget]] [group_size=32] [noise=[0,0.5]] [json=true] ...
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import parse_or_exit
+from infsample_rl.bench.arguments import check_writable, parse_or_exit
 from infsample_rl.bench.schedule_records import measure
-from infsample_rl.bench.schedule_workload import SimulateOptions, Workload, load
+from infsample_rl.bench.schedule_workload import MEMORY_BOUND, SimulateOptions, Workload, load, names_of
 
 COLUMNS = {
     "name": "schedule",
@@ -46,15 +46,20 @@ def run(command: str, options: SimulateOptions, at_once: Sequence[int]) -> int:
     """Every measurement for every file and number of resident prompts, printed, and drawn where a folder is given."""
     found: list[dict[str, Any]] = []
     try:
-        workloads = [load(Path(name), options) for name in options.lengths]
+        paths = list(dict.fromkeys(Path(name) for name in options.lengths))
+        workloads = [load(path, options, name) for path, name in zip(paths, names_of(paths), strict=True)]
+        if options.out is not None:
+            check_writable(Path(options.out), f"out={options.out}")
         for workload in workloads:
             for prompts in at_once:
+                here = []
                 for record in measure(workload, options, prompts):
-                    found.append(record)
+                    here.append(record)
                     if options.json:
                         report.print_json(record)
+                found += here
                 if not options.json:
-                    _print_table(workload, options, [record for record in found if record["file"] == workload.name], prompts)
+                    _print_table(workload, options, here, prompts)
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
@@ -68,11 +73,10 @@ def run(command: str, options: SimulateOptions, at_once: Sequence[int]) -> int:
 
 def _print_table(workload: Workload, options: SimulateOptions, records: list[dict[str, Any]], prompts_at_once: int) -> None:
     """A heading with the bounds, then a row per measurement; means per prompt."""
-    records = [record for record in records if record["prompts_at_once"] == prompts_at_once]
     together = "one prompt at a time" if prompts_at_once == 1 else f"{prompts_at_once} of {options.prompts_per_call} prompts at a time"
     first = records[0]
     print(f"\n{workload.name}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}, cap {first['cap']}, {together}")
-    print(f"lower bounds in steps: {first['slot_bound']:,.0f} for the slots, {first['token_bound']:,.0f} for the memory")
+    print(f"{first['slot_bound']:,.0f} steps: lower bound of the slots; {first['token_bound']:,.0f} steps: {MEMORY_BOUND}")
     report.print_table([{name: _cell(name, record[name]) for name in COLUMNS} for record in records], COLUMNS)
 
 

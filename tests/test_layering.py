@@ -75,6 +75,8 @@ def test_stages_model_and_types_know_nothing_above_them():
         "rollout/fast_forward.py",
         "rollout/optimum.py",
         "rollout/simulator.py",
+        "rollout/simulator_arguments.py",
+        "model/hub.py",
         "rollout/length_prediction/recordings.py",
         "rollout/kv_pool.py",
         "learner/row_plan.py",

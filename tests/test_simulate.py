@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.rollout.optimum import token_optimum
 from infsample_rl.simulate import main
 
 LENGTHS = Path(__file__).parent / "data" / "lengths"
@@ -84,9 +85,43 @@ def test_a_table_names_the_bounds_and_figures_are_written(lengths_file, tmp_path
     assert main() == 0
     said = capsys.readouterr().out
     assert "lengths: 2 prompts, G = 6, g = 2, cap 6, one prompt at a time" in said
-    assert "lower bounds in steps: 8 for the slots, 4 for the memory" in said
+    assert "8 steps: lower bound of the slots; 4 steps: memory bound sum l(l+1)/2 / budget (counts the newest token as held; our" in said
     assert all(f"\n{name}" in said for name in ("naive", "infinite, true lengths", "token_budget"))
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["schedule.png", "slots.png"]
+
+
+def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "b" / lengths_file.name
+    other.parent.mkdir()
+    other.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [9]}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["simulate", f"lengths={lengths_file},{other},{other}", "slots=2", "schedules=[arrival]"])
+    assert main() == 0
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    assert first.startswith(f"{lengths_file}: 2 prompts") and first.count("\narrival ") == 1
+    assert second.startswith(f"{other}: 1 prompts") and second.count("\narrival ") == 1 and second.split("\n")[-1].split()[1] == "9"
+
+
+def test_the_best_within_the_memory_pays_for_what_it_computes_again(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "eights.jsonl"
+    path.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [8, 8, 8]}) + "\n")
+    settings = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true", "c0=1", "c1=0.01"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
+    best, lost = token_optimum([8, 8, 8], 8, page_size=2)
+    assert lost > 0 and found["optimum, memory"]["recomputed_share"] == lost / 24
+    assert found["optimum, memory"]["seconds_per_prompt"] == pytest.approx(best + 0.01 * (24 + lost))
+    assert found["optimum, slots"]["seconds_per_prompt"] == pytest.approx(24 + 0.24)
+
+
+def test_prompts_of_unequal_size_keep_their_own_in_one_call(lengths_file, capsys, monkeypatch):
+    lengths_file.write_text(lengths_file.read_text() + json.dumps({"dataset": "d", "model": "m", "prompt_id": "2", "lengths": [3, 1]}) + "\n")
+    found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3")
+    assert found["dynamic_slot"]["mean_length"] == (21 + 12 + 4) / 14  # all of 6, 6 and 2 samples
+
+
+def test_a_hundred_million_slots_need_no_memory(lengths_file, capsys, monkeypatch):
+    found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=100000000", "optimum=true")
+    steps = {name: record["running_steps"] for name, record in found.items() if name != "dynamic_slot"}
+    assert len(steps) == 12 and set(steps.values()) == {6 + 2}
 
 
 def test_all_schedules_take_a_minute_of_one_core_for_a_thousand_prompts_of_32(capsys, monkeypatch, tmp_path):
@@ -112,6 +147,8 @@ def test_all_schedules_take_a_minute_of_one_core_for_a_thousand_prompts_of_32(ca
         (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
         (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),
         (["lengths={good}", "c0=inf"], "c0 must be a finite number"),
+        (["lengths={good}", "out={good}"], "cannot be made: File exists"),
+        (["lengths={good}", "out={good}/figures"], "cannot be made: Not a directory"),
         (["lengths={good}", "slts=4"], "did you mean slots=...?"),
     ],
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import sys
 import types
 import typing
+from pathlib import Path
 from typing import Any, TypeVar
 
 Options = TypeVar("Options")
@@ -46,6 +48,16 @@ def parse_or_exit(options: type[Options], command: str) -> Options:
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Make `folder`, unless it is there. ValueError, naming the argument `name`, when it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name}: the folder {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}: the folder {folder} cannot be written to")
 
 
 def _convert(text: str, kind: Any) -> Any:

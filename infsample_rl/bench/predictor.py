@@ -18,8 +18,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import math
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +43,14 @@ from infsample_rl.bench.predictor_models import (
 )
 from infsample_rl.bench.predictor_report import draw_predictor, print_tables
 from infsample_rl.bench.predictor_steps import Memory, compare, cost
+from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.bench.workload import TINY_POLICY
 from infsample_rl.config import PREDICTED_SCHEDULES, ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.length_prediction.accuracy import Interval, PromptAccuracy, bootstrap, prompt_accuracy, summarize
-from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, load_encoder
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, check_window, load_encoder
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
-from infsample_rl.rollout.length_prediction.train import TrainOptions, fit
+from infsample_rl.rollout.length_prediction.train import TrainOptions, check_lr, check_writable, fit
 from infsample_rl.rollout.length_prediction.training_data import held_out_keys, recording_group, split_groups
 
 INNER_HELD_OUT = 0.15  # share of the training prompts that choose bert's best epoch
@@ -75,9 +78,9 @@ class PredictorOptions:
     window: int | None = option(None, "most tokens of bert's input; none: what it can take", low=8)
     slots: int = option(4, "g: the KV memory is slots x the cap + the prompt", low=1)
     page_size: int = option(16, "tokens of a KV page", low=1)
-    c0: float = option(0.0147, "seconds of a step; SmolLM2-135M on 2 cores (docs/engine.md)")
-    c1: float = option(0.00177, "seconds of a row in a step, and of a token computed again; as c0")
-    write_k: int = option(16, "k of the predictions that are written", low=1)
+    c0: float = option(STEP_SECONDS, "seconds of a step; SmolLM2-135M on 2 cores (docs/engine.md)")
+    c1: float = option(ROW_SECONDS, "seconds of a row in a step, and of a token computed again; as c0")
+    write_k: int = option(16, "k of the predictions that are written, one of ks", low=1)
     threads: int | None = option(None, "CPU threads; none: torch's choice", low=1)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
     out: str = option("bench_out", "folder of figure, predictions, trained predictors and hidden states")
@@ -111,7 +114,11 @@ def main() -> int:
 def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str, Any]]:
     """All records of one file, predictor by predictor and k by k."""
     recordings = read_recordings(file)[: options.max_prompts]
-    keys = held_out_keys([recording.key for recording in recordings], options.held_out, options.seed)
+    names = [recording.key for recording in recordings]
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{file}: {name} is there {times} times; give every prompt of a file one line and a prompt_id of its own")
+    keys = held_out_keys(names, options.held_out, options.seed)
     training = [recording for recording in recordings if recording.key not in keys]
     held = [recording for recording in recordings if recording.key in keys]
     stem = file.name.split(".jsonl")[0]
@@ -144,10 +151,12 @@ def _bert(training: list[Recording], held: list[Recording], stem: str, index: in
     tokenizer = load_tokenizer(ModelConfig(path=policy))
     held_texts = [recording_group(recording, tokenizer, options.ks) for recording in held]
     if options.bert:
-        return bert_predictions(BertLengthPredictor(options.bert[min(index, len(options.bert) - 1)], setting="bert"), held_texts, options.ks)
+        given = BertLengthPredictor(options.bert[min(index, len(options.bert) - 1)], setting="bert")
+        check_window(given.max_tokens, given.tokenizer, options.ks, "bert")
+        return bert_predictions(given, held_texts, options.ks)
     texts = [recording_group(recording, tokenizer, options.ks) for recording in training]
     fitted, choosing = split_groups(texts, INNER_HELD_OUT, options.seed)
-    shared = {name: value for name, value in asdict(options).items() if name in ("epochs", "lr", "batch", "samples", "window", "seed")}
+    shared = {name: value for name, value in asdict(options).items() if name in ("encoder", "epochs", "lr", "batch", "samples", "window", "seed")}
     torch.manual_seed(options.seed)
     model, encoder_tokenizer = load_encoder(str(options.encoder), "encoder")
     fit(model, encoder_tokenizer, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
@@ -169,7 +178,7 @@ def _probe(training: list[Recording], held: list[Recording], stem: str, policy: 
         if recording.prompt_tokens not in (None, found):
             text = f"{recording.prompt_id} has {recording.prompt_tokens} prompt tokens in {stem} and {found} with policy={policy}"
             raise ValueError(f"{text}: give the model that was recorded, {recording.model}")
-    states = HiddenStates(model, ids, Path(policy).name, Path(options.out) / "hidden")
+    states = HiddenStates(model, ids, policy, Path(options.out) / "hidden")
     started = time.perf_counter()
     hidden = [(recording, states.of(recording, options.ks)) for recording in everything]
     print(f"bench.predictor: {stem}: hidden states of {len(everything)} prompts in {time.perf_counter() - started:.0f} s", file=sys.stderr)
@@ -263,8 +272,13 @@ def _check(options: PredictorOptions) -> None:
         given = len(options.__dict__[name])
         if given not in (0, 1, len(options.recordings)) or (given == 0 and name == "policy"):
             raise ValueError(f"{name} must be one folder or one for each of the {len(options.recordings)} recordings, got {given}")
-    if not options.ks or min(options.c0, options.c1) < 0:
-        raise ValueError(f"ks must name at least one k and c0, c1 be >= 0, got {options.ks}, {options.c0}, {options.c1}")
+    if not options.ks or not all(0 <= seconds < math.inf for seconds in (options.c0, options.c1)):
+        raise ValueError(f"ks must name at least one k and c0, c1 be >= 0 and finite, got {options.ks}, {options.c0}, {options.c1}")
+    if options.write_k not in options.ks:
+        nearest = min(options.ks, key=lambda k: abs(k - options.write_k))
+        raise ValueError(f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written; the nearest is write_k={nearest}")
+    check_lr(options.lr)
+    check_writable(options.out)
 
 
 if __name__ == "__main__":

@@ -131,10 +131,12 @@ def probe_predictions(probe: LengthProbe, held: list[tuple[Recording, torch.Tens
 class HiddenStates:
     """The policy's last hidden states after k tokens of recorded responses, kept in a folder, a file a prompt."""
 
-    def __init__(self, model: PreTrainedModel, prompt_ids: dict[str, list[int]], name: str, folder: Path) -> None:
-        """`prompt_ids`: of every prompt text. `name`: of the policy, part of the files' names."""
+    def __init__(self, model: PreTrainedModel, prompt_ids: dict[str, list[int]], policy: str, folder: Path) -> None:
+        """`prompt_ids`: of every prompt text. `policy`: the folder or hub name that `model` is from; states of one model are never taken for
+        those of another, nor those of weights that have been replaced since."""
         use_packed_attention(model)
-        self._model, self._prompt_ids, self._name, self._folder = model.eval(), prompt_ids, name, folder
+        self._model, self._prompt_ids, self._folder = model.eval(), prompt_ids, folder
+        self._weights = _weights_stamp(model, policy)
 
     @torch.inference_mode()
     def of(self, recording: Recording, ks: list[int]) -> torch.Tensor:
@@ -156,4 +158,14 @@ class HiddenStates:
         return found
 
     def _digest(self, recording: Recording, ks: list[int]) -> str:
-        return hashlib.sha256(repr((self._name, recording.prompt, recording.first_tokens, ks)).encode()).hexdigest()[:16]
+        ids = self._prompt_ids[str(recording.prompt)]
+        return hashlib.sha256(repr((self._weights, ids, recording.first_tokens, ks)).encode()).hexdigest()[:16]
+
+
+def _weights_stamp(model: PreTrainedModel, policy: str) -> tuple[str, object]:
+    """What tells a policy's weights from others: the folder with its files' sizes and times, or a hub name with its commit."""
+    folder = Path(policy)
+    if not folder.is_dir():
+        return policy, model.config._commit_hash
+    files = sorted(path for pattern in ("*.safetensors", "*.bin", "config.json") for path in folder.glob(pattern))
+    return str(folder.resolve()), [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from infsample_rl.bench.arguments import option, parse_or_exit
-from infsample_rl.bench.schedule_workload import SimulateOptions
+from infsample_rl.bench.schedule_workload import LENGTHS, SimulateOptions
 from infsample_rl.simulate import run
-
-LENGTHS = Path("tests") / "data" / "lengths"
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.bench.schedule_workload import SimulateOptions, Workload, simulate_call
+from infsample_rl.bench.schedule_workload import MEMORY_BOUND, SimulateOptions, Workload, simulate_call
 from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.optimum import token_bound
 from infsample_rl.rollout.simulator import Simulation
@@ -74,7 +74,8 @@ def _legend(records: list[dict[str, Any]]) -> str:
     sigmas = ", ".join(f"{sigma:g}" for sigma in sorted({record["sigma"] for record in records if record["sigma"]}))
     lines = [f"bars: {_at_a_time(fewest)}" + (f"; thin dark bars: {_at_a_time(most)}" if most > fewest else "")]
     lines += [f"circles: noisy predictions, sigma {sigmas}, the larger the noisier"] if sigmas else []
-    return "\n".join([*lines, f"dashed lines, {_at_a_time(fewest)}: lower bounds, black for the slots, blue for the memory"])
+    lines += [f"dashed lines, {_at_a_time(fewest)}: black the lower bound of the slots, blue the"]
+    return "\n".join([*lines, MEMORY_BOUND])
 
 
 def _at_a_time(prompts: int) -> str:
@@ -100,7 +101,7 @@ def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> Path:
     figure.suptitle(
         f"{workload.name}, prompt {place}: {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens in the KV memory of {memory:,} tokens\n"
         "one bar per sample, the darker the longer; one that stops short goes on in another row; grey: a row without work; dotted: barriers\n"
-        f"infinite and lpt know the true lengths; no schedule within this memory takes fewer than {bound:,.0f} steps",
+        f"infinite and lpt know the true lengths; {bound:,.0f} steps: the {MEMORY_BOUND}",
         fontsize=9,
     )
     figure.savefig(path)

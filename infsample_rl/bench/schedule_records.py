@@ -1,4 +1,4 @@
-"""Schedules measured on recorded lengths: one record each, beside the lower bounds and the best schedules that know everything. No torch."""
+"""Schedules measured on recorded lengths: one record each, beside bounds and the best schedules that know everything. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from infsample_rl.config import PREDICTED_SCHEDULES
 from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound, token_optimum
 
 # what an optimum has not
-MEASURED = ("kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "recomputed_share", "completion_steps", "mean_length")
+MEASURED = ("kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "completion_steps", "mean_length")
 
 
 def measure(workload: Workload, options: SimulateOptions, prompts_at_once: int) -> Iterator[dict[str, Any]]:
     """A record per schedule and sigma, and per optimum."""
-    infinite = _record(workload, options, prompts_at_once, "infinite", 0.0)  # what the others are compared with
+    infinite = _record(workload, options, prompts_at_once, "infinite", 0.0)  # what the others are compared with; true lengths always fit
     for schedule in options.schedules:
         reads = schedule in PREDICTED_SCHEDULES
         for sigma in [*([] if reads else [None]), *(options.noise if reads or schedule == "token_budget" else [])]:
@@ -74,14 +74,17 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
         resident = sorted((-(-workload.prompt_tokens[place] // options.page_size) for place in call), reverse=True)[:prompts_at_once]
         budget = budget_of(workload, options, call, prompts_at_once) - sum(resident) * options.page_size
         memory.append(token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap))
-    for name, steps, bound in (("optimum, slots", [each.steps for each in slots], "slot_bound"), ("optimum, memory", memory, "token_bound")):
-        per_prompt = sum(steps) / len(workload.groups)
+    recomputed = sum(each.recomputed_tokens for each in memory)
+    for name, best, lost, bound in (("optimum, slots", slots, 0, "slot_bound"), ("optimum, memory", memory, recomputed, "token_bound")):
+        steps = sum(each.steps for each in best)
+        per_prompt = steps / len(workload.groups)
         proven = sum(each.proven for each in slots) / len(slots) if bound == "slot_bound" else None
         found = {
             "name": name,
-            "running_steps": sum(steps),
+            "running_steps": steps,
             "steps_per_prompt": per_prompt,
-            "seconds_per_prompt": (options.c0 * sum(steps) + options.c1 * tokens) / len(workload.groups),
+            "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost)) / len(workload.groups),
+            "recomputed_share": lost / tokens,
             **bounds,
             "of_bound": per_prompt / bounds[bound],
             "proven_share": proven,
@@ -108,7 +111,7 @@ def _common(workload: Workload, options: SimulateOptions, prompts_at_once: int, 
 
 
 def _bounds(workload: Workload, options: SimulateOptions, calls: list[range], prompts_at_once: int) -> dict[str, float]:
-    """Mean lower bounds of a prompt's share of its call. At least the call's shortest prompt is resident while it decodes."""
+    """Mean bounds of a prompt's share of its call (see token_bound). At least the call's shortest prompt is resident while it decodes."""
     slots = tokens = 0.0
     for call in calls:
         lengths = [length for place in call for length in workload.groups[place]]

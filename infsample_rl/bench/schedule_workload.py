@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from infsample_rl.bench.arguments import option
+from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, pool_tokens, simulate_prompts
+
+LENGTHS = Path("tests") / "data" / "lengths"  # recordings of the checkout
+MEMORY_BOUND = "memory bound sum l(l+1)/2 / budget (counts the newest token as held; our pool takes it a step later)"
+MOST_SIGMA = 10  # of a lognormal error
 
 
 @dataclass(kw_only=True)
@@ -29,8 +35,8 @@ class SimulateOptions:
     noise: list[float] = option([0.0], "sigma of the predictions' lognormal error; 0: true lengths", low=0)
     cap: int | None = option(None, "max_new_tokens; none: as recorded, else the longest length of the file", low=1)
     max_rows: int | None = option(None, "most rows of token_budget; none: no limit but memory", low=1)
-    c0: float = option(0.0147, "seconds of a running step", low=0)
-    c1: float = option(0.00177, "seconds of a row in a step, and of a token computed again", low=0)
+    c0: float = option(STEP_SECONDS, "seconds of a running step", low=0)
+    c1: float = option(ROW_SECONDS, "seconds of a row in a step, and of a token computed again", low=0)
     optimum: bool = option(False, "also the best schedules found with all lengths known beforehand")
     seed: int = option(0, "seed of the noise", low=0)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
@@ -44,8 +50,8 @@ class SimulateOptions:
         for name in ("c0", "c1"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number of seconds, got {getattr(self, name)}")
-        if not all(math.isfinite(sigma) and sigma <= 10 for sigma in self.noise):
-            raise ValueError(f"noise must be >= 0 and <= 10, got {self.noise}")
+        if not all(0 <= sigma <= MOST_SIGMA for sigma in self.noise):
+            raise ValueError(f"noise must be >= 0 and <= {MOST_SIGMA}, got {self.noise}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,17 @@ class Workload:
     group_size: int  # of the largest group
 
 
-def load(path: Path, options: SimulateOptions) -> Workload:
-    """A file's prompts. ValueError for a file that cannot be read, a cap below a length, prompt_tokens that were not recorded."""
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """What each of several files is called: its base name, the whole path where two have the same one."""
+    names = [path.name.split(".jsonl")[0] for path in paths]
+    return [str(path) if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
+
+
+def load(path: Path, options: SimulateOptions, name: str | None = None) -> Workload:
+    """A file's prompts, called `name` (None: by its base name).
+
+    Raises ValueError for a file that cannot be read, a cap below a length, prompt_tokens that were not recorded.
+    """
     recordings = read_recordings(path)
     longest = max(max(recording.lengths) for recording in recordings)
     cap = options.cap or max(recording.max_new_tokens or longest for recording in recordings)
@@ -72,7 +87,7 @@ def load(path: Path, options: SimulateOptions) -> Workload:
         raise ValueError(f"cap={cap} is below a length of {longest} in {path}; the nearest that works is cap={longest}")
     groups = [recording.lengths[: options.group_size] for recording in recordings]
     return Workload(
-        name=path.name.split(".jsonl")[0],
+        name=name or names_of([path])[0],
         dataset=recordings[0].dataset,
         model=recordings[0].model,
         recorded=[recording.lengths for recording in recordings],
@@ -86,8 +101,12 @@ def load(path: Path, options: SimulateOptions) -> Workload:
 
 def predictions(workload: Workload, place: int, sigma: float) -> list[float]:
     """Predicted lengths of prompt `place` under noise `sigma`, at least 1 token and at most the cap."""
-    pairs = zip(workload.groups[place], workload.normal[place], strict=True)
-    return [min(float(workload.cap), max(1.0, length * math.exp(sigma * each))) for length, each in pairs]
+    return noisy(workload.groups[place], workload.normal[place], sigma, workload.cap)
+
+
+def noisy(lengths: Sequence[int], normal: Sequence[float], sigma: float, cap: int) -> list[float]:
+    """Lengths with a lognormal error, at least 1 token and at most `cap`: length x exp(sigma x normal)."""
+    return [min(float(cap), max(1.0, length * math.exp(sigma * each))) for length, each in zip(lengths, normal, strict=True)]
 
 
 def simulate_call(
@@ -104,7 +123,7 @@ def simulate_call(
         kv_budget_tokens=None if schedule == "full_group" else options.kv_budget_tokens,
         page_size=options.page_size,
         prompt_tokens=[workload.prompt_tokens[place] for place in call],
-        group_size=min(len(workload.groups[place]) for place in call) if dynamic else None,
+        group_size=[len(workload.groups[place]) for place in call] if dynamic else None,
         max_rows=options.max_rows if schedule == "token_budget" else None,
         max_new_tokens=workload.cap,
         record_rows=record_rows,

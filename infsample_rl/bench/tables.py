@@ -3,7 +3,8 @@
 python -m infsample_rl.bench.tables [recordings=[FILE,...]] [group_size=32] [slots=4] [out=FILE.md] [json=true]
 
 Running steps are means over prompts, one prompt at a time unless a row says otherwise, at the KV memory of `slots` full responses, prompts
-and pages left out. Rows with * know the true lengths. fptas, sjf, infinite and lpt predict: from FILE's `predictions` (bench.predictor
+and pages left out; the bound of the memory is sum l(l+1)/2 / budget, which counts the newest token as held, while our pool takes it a step
+later. Rows with * know the true lengths. fptas, sjf, infinite and lpt predict: from FILE's `predictions` (bench.predictor
 writes them for held-out prompts, then only these prompts count), else with a lognormal error of `sigma` around the truth, as the
 line above a table says. dynamic_slot draws from the group's lengths again when it has started them all.
 """
@@ -11,21 +12,21 @@ line above a table says. dynamic_slot draws from the group's lengths again when 
 from __future__ import annotations
 
 import json
-import math
+import os
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from infsample_rl.bench.arguments import option, parse_or_exit
+from infsample_rl.bench.arguments import check_writable, option, parse_or_exit
 from infsample_rl.bench.paper_figures import ABLATION, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
+from infsample_rl.bench.schedule_workload import LENGTHS, MOST_SIGMA, names_of, noisy
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound
 from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts
-
-LENGTHS = Path("tests") / "data" / "lengths"
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,12 @@ class TableOptions:
     out: str | None = option(None, "Markdown file to write; none: stdout")
     json: bool = option(False, "one JSON object per row on stdout, and nothing else there")
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigma <= MOST_SIGMA:
+            raise ValueError(f"sigma must be >= 0 and <= {MOST_SIGMA}, got {self.sigma}")
+        if self.json and self.out is not None:
+            raise ValueError(f"json=true writes to stdout and out={self.out} is for the Markdown tables: give one of them")
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -54,9 +61,11 @@ class Group:
 def main() -> int:
     """Write all tables."""
     options = parse_or_exit(TableOptions, "bench.tables")
-    files = [Path(name) for name in options.recordings] or sorted(LENGTHS.glob("*.jsonl*"))
+    files = list(dict.fromkeys(Path(name) for name in options.recordings)) or sorted(LENGTHS.glob("*.jsonl*"))
     try:
-        rows = [row for file in files for row in rows_of(file, options)]
+        if options.out is not None:
+            _check_out(Path(options.out))
+        rows = [row for file, name in zip(files, names_of(files), strict=True) for row in rows_of(file, options, name)]
     except ValueError as error:
         print(f"bench.tables: {error}", file=sys.stderr)
         return 2
@@ -76,16 +85,21 @@ def main() -> int:
     return 0
 
 
-def rows_of(file: Path, options: TableOptions) -> list[dict[str, Any]]:
-    """Every method on the groups of one file."""
+def _check_out(path: Path) -> None:
+    check_writable(path.parent, f"out={path}")
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+        raise ValueError(f"out={path}: cannot be written to; give a file")
+
+
+def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[dict[str, Any]]:
+    """Every method on the groups of one file, which is called `name` (None: by its base name)."""
     recordings = read_recordings(file)
-    groups, source = groups_of(recordings, options)
-    cap = max((recording.max_new_tokens or max(recording.lengths)) for recording in recordings)
-    cap = max(cap, max(max(group.lengths) for group in groups))
+    cap = max(max(recording.max_new_tokens or 0, *recording.lengths) for recording in recordings)
+    groups, source = groups_of(recordings, options, cap)
     settings = {"slots": options.slots, "max_new_tokens": cap}
-    mean_true = mean(length for group in groups for length in group.lengths)
+    mean_true = fmean(length for group in groups for length in group.lengths)
     common = {
-        "file": file.name.split(".json")[0],
+        "file": name or names_of([file])[0],
         "dataset": recordings[0].dataset,
         "model": recordings[0].model,
         "prompts": len(groups),
@@ -97,17 +111,19 @@ def rows_of(file: Path, options: TableOptions) -> list[dict[str, Any]]:
     rows = []
     for method, (schedule, knows) in METHODS.items():
         found = [run(group, schedule, knows, settings) for group in groups]
-        kept = mean(mean(group.lengths[index % len(group.lengths)] for index in each.completed) for group, each in zip(groups, found, strict=True))
-        rows.append(common | {"method": method, "steps": mean(each.running_steps for each in found), "mean_length": kept, "true_mean": mean_true})
+        kept = fmean(fmean(group.lengths[index % len(group.lengths)] for index in each.completed) for group, each in zip(groups, found, strict=True))
+        rows.append(common | {"method": method, "steps": fmean(each.running_steps for each in found), "mean_length": kept, "true_mean": mean_true})
     together = simulate_prompts([group.lengths for group in groups], "token_budget", prompts_at_once=options.together, **settings)
     bounds = [slot_bound(group.lengths, options.slots) for group in groups]
-    optimum = [slot_optimum(group.lengths, options.slots)[0] for group in groups]
+    optimum = [slot_optimum(group.lengths, options.slots) for group in groups]
+    proven = sum(each.proven for each in optimum)
+    of_proven = "" if proven == len(optimum) else f" ({proven} of {len(optimum)} proven)"
     tokens = [token_bound(group.lengths, options.slots * cap) for group in groups]
     extra = {
         f"token_budget, {options.together} prompts together": together.running_steps / len(groups),
-        "optimum of the slots": mean(optimum),
-        "bound of the slots": mean(bounds),
-        "bound of the memory": mean(tokens),
+        f"optimum of the slots{of_proven}": fmean(each.steps for each in optimum),
+        "bound of the slots": fmean(bounds),
+        "bound of the memory": fmean(tokens),
     }
     rows += [common | {"method": name, "steps": steps, "mean_length": mean_true, "true_mean": mean_true} for name, steps in extra.items()]
     return rows
@@ -134,11 +150,11 @@ TABLE_2 = ("fixed_slot", "infinite *", "fptas", "sjf", "infinite")  # and its sc
 def run(group: Group, schedule: str, knows: bool | None, settings: dict[str, int]) -> Simulation:
     """One group under one schedule; the group size is that of the lengths, from which dynamic_slot draws without end."""
     predicted = None if knows is None else [float(length) for length in group.lengths] if knows else group.predicted
-    return simulate(group.lengths, schedule, predicted=predicted, group_size=len(group.lengths), **settings)
+    return simulate(group.lengths, schedule, predicted=predicted, **settings)
 
 
-def groups_of(recordings: Sequence[Recording], options: TableOptions) -> tuple[list[Group], str]:
-    """The groups that count, and where their predictions come from."""
+def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) -> tuple[list[Group], str]:
+    """The groups that count, and where their predictions come from; an error keeps them within 1 and `cap` tokens."""
     predicted = [recording for recording in recordings if recording.predictions and options.predictor in recording.predictions]
     if predicted:
         groups = [Group(each.lengths[: options.group_size], each.predictions[options.predictor][: options.group_size]) for each in predicted]
@@ -147,14 +163,8 @@ def groups_of(recordings: Sequence[Recording], options: TableOptions) -> tuple[l
     groups = []
     for recording in recordings:
         lengths = recording.lengths[: options.group_size]
-        groups.append(Group(lengths, [length * math.exp(options.sigma * noise.gauss(0, 1)) for length in lengths]))
+        groups.append(Group(lengths, noisy(lengths, [noise.gauss(0, 1) for _ in lengths], options.sigma, cap)))
     return groups, f"true lengths with a lognormal error, sigma {options.sigma}"
-
-
-def mean(values: Any) -> float:
-    """The mean of an iterable."""
-    listed = list(values)
-    return sum(listed) / len(listed)
 
 
 def markdown(rows: list[dict[str, Any]], options: TableOptions) -> str:
@@ -184,17 +194,17 @@ def _dynamic_slot(files: Sequence[Path], options: TableOptions) -> str:
     bound = _table(["the paper", "mean length", "dynamic_slot, printed", "least that 4 slots allow"], lines, None)
     counts = (4, 8, 16, 32, 64, 128, 256)
     lines = []
-    for file in files:
+    for file, name in zip(files, names_of(files), strict=True):
         groups = [recording.lengths[: options.group_size] for recording in read_recordings(file)]
-        kept = [mean(_kept_share(lengths, slots) for lengths in groups) for slots in counts]
-        lines.append([file.name.split(".json")[0], *(f"x{share:.2f}" for share in kept)])
+        kept = [fmean(_kept_share(lengths, slots) for lengths in groups) for slots in counts]
+        lines.append([name, *(f"x{share:.2f}" for share in kept)])
     more = _table(["mean length kept / true, by slots", *map(str, counts)], lines, None)
     return f"## What dynamic_slot can keep\n\n{bound}\n{more}"
 
 
 def _kept_share(lengths: list[int], slots: int) -> float:
-    found = simulate(lengths, "dynamic_slot", slots=slots, group_size=len(lengths))
-    return mean(lengths[index % len(lengths)] for index in found.completed) / mean(lengths)
+    found = simulate(lengths, "dynamic_slot", slots=slots)
+    return fmean(lengths[index % len(lengths)] for index in found.completed) / fmean(lengths)
 
 
 def _ablation(rows: dict[str, dict[str, Any]], paper: str | None) -> str:

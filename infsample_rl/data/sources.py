@@ -7,14 +7,13 @@ import os
 import pickle
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import DataConfig
 from infsample_rl.data.fields import Fields, Problem, find_fields, to_problems
 from infsample_rl.data.rows import FILE_SUFFIXES, Row, one_line, read_rows
+from infsample_rl.model.hub import hub_reachable
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 GENERATED = "reasoning_gym:"
@@ -24,7 +23,6 @@ HUB_NAMES = {  # short name -> hub name, its fields
     "kk": ("K-and-K/knights-and-knaves", Fields(prompt="quiz", answer="solution_text_format")),
 }
 SHIPPED = {"kk_tiny": Fields(prompt="question", answer="answer")}
-HUB_TIMEOUT_S = 3.0  # of the one request that asks whether the hub can be reached
 AS_FILE = "data.source=FILE.jsonl data.prompt_field=question data.answer_field=answer"
 
 
@@ -89,7 +87,7 @@ def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = Fa
     import datasets  # slow to import, and files need it not
 
     repository, _, config = name.partition(":")
-    online = Path(repository).is_dir() or hub_reachable(repository)
+    online = Path(repository).is_dir() or hub_reachable(repository, "datasets")
     was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = was_offline or not online  # offline it goes straight to its cache; else it retries for half a minute
     try:
@@ -104,20 +102,6 @@ def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = Fa
         raise ValueError(_hub_message(name, label, reason)) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
-
-
-def hub_reachable(repository: str) -> bool:
-    """Whether the hub answers at all, in HUB_TIMEOUT_S; a refusal (404, 401) is an answer. Proxies of the environment are used."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    try:
-        with urllib.request.urlopen(f"{endpoint}/api/datasets/{repository}", timeout=HUB_TIMEOUT_S):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):  # URLError and time-outs are OSErrors; an endpoint that is no URL, a name with spaces: ValueErrors
-        return False
 
 
 def _hub_message(name: str, label: str, reason: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import GenerationConfig, PretrainedConfig
 
 from infsample_rl.config import ModelConfig, RolloutConfig
+from infsample_rl.model.hub import cached_only
 
 _OURS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "suppress_tokens": "bad_token_ids"}
 # Settings of theirs that no setting here matches, with the value at which each does nothing.
@@ -22,7 +23,7 @@ _WITHOUT_MATCH = {
 def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -> GenerationConfig:
     """generation_config.json of model.path; without one, what the model's config implies, as transformers does."""
     try:
-        return GenerationConfig.from_pretrained(model.path)
+        return GenerationConfig.from_pretrained(model.path, local_files_only=cached_only(model.path))
     except OSError:
         return GenerationConfig.from_model_config(architecture)
 

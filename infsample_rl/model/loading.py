@@ -17,13 +17,14 @@ from transformers import (
 )
 
 from infsample_rl.config import ModelConfig
+from infsample_rl.model.hub import cached_only
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The policy's tokenizer; ValueError in one line when it cannot be had."""
     path = model.tokenizer_path or model.path
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(path))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.tokenizer_path" if model.tokenizer_path else "model.path", path, "tokenizer", error)) from None
 
@@ -31,7 +32,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture, without weights; ValueError in one line when it cannot be had."""
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.path", model.path, "model config", error)) from None
     return config.get_text_config()
@@ -42,8 +43,9 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path)."""
     source = path or model.path
+    options = {"dtype": dtype or getattr(torch, model.dtype), "trust_remote_code": model.trust_remote_code}
     try:
-        module = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
+        module = AutoModelForCausalLM.from_pretrained(source, **options, local_files_only=cached_only(source))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
     return module.to(device).eval()

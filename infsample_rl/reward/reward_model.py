@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
 from infsample_rl.config import DTYPES, RewardFunctionConfig
+from infsample_rl.model.hub import cached_only
 from infsample_rl.reward.functions import MODEL_PREFIX
 
 
@@ -41,7 +42,7 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
     if os.path.isabs(path) and not os.path.isdir(path):
         raise ValueError(f"reward.functions: no folder {path} for {function.name}")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, local_files_only=cached_only(path))
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"reward.functions: {function.name}: no model config there; give a Hugging Face folder or hub name ({reason})") from None
@@ -58,11 +59,11 @@ class RewardModel:
         self.config = check_model(function)
         settings = model_settings(function)
         path = function.name.removeprefix(MODEL_PREFIX)
+        where = {"trust_remote_code": settings.trust_remote_code, "local_files_only": cached_only(path)}
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=settings.trust_remote_code)
-            model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=getattr(torch, settings.dtype), trust_remote_code=settings.trust_remote_code, output_loading_info=True
-            )
+            self.tokenizer = AutoTokenizer.from_pretrained(path, **where)
+            dtype = getattr(torch, settings.dtype)
+            model, loading = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True, **where)
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:160]
             raise ValueError(f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded ({reason})") from None

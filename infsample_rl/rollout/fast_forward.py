@@ -17,8 +17,8 @@ class CountedPool(KVPool):
     """A KVPool whose pages are all alike: it knows how many are free, not which. Pages are shared as the whole list that was taken."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(num_pages, page_size)
-        self._num_free = num_pages
+        super().__init__(1, page_size)  # without the lists of its pages
+        self.num_pages = self._num_free = num_pages
         self._shares: Counter[int] = Counter()  # by identity of the list: owners beside the first
 
     @property

@@ -27,6 +27,13 @@ class SlotOptimum(NamedTuple):
     proven: bool  # whether no schedule takes fewer
 
 
+class TokenOptimum(NamedTuple):
+    """The best found for a budget of KV tokens."""
+
+    steps: int  # rebuilds included
+    recomputed_tokens: int
+
+
 class Packing(NamedTuple):
     """A schedule under a token budget that preempts nobody: sample i decodes in steps starts[i] + 1 to starts[i] + lengths[i]."""
 
@@ -40,10 +47,10 @@ def slot_bound(lengths: Sequence[int], slots: int) -> float:
 
 
 def token_bound(lengths: Sequence[int], budget_tokens: float) -> float:
-    """max(max l, sum l(l+1)/2 / budget): no schedule that holds at most `budget_tokens` response tokens takes fewer steps.
+    """max(max l, sum l(l+1)/2 / budget): least steps if the newest token counts as held; our pool takes it a step later and may need fewer.
 
-    It counts a sample's newest token as held. A pool that takes a token's KV one step later, as ours does, could beat the second
-    term by at most sum l / budget steps.
+    Within a pool of `budget_tokens` response tokens that takes a token's KV one step later, the second term can be beaten by at most
+    sum l / budget steps.
     """
     return max(max(lengths), sum(length * (length + 1) for length in lengths) / 2 / budget_tokens)
 
@@ -56,6 +63,7 @@ def slot_optimum(lengths: Sequence[int], slots: int, most_nodes: int = 20_000) -
     """
     if len(lengths) == 0 or min(lengths) < 1 or slots < 1:
         raise ValueError(f"lengths and slots must be >= 1, got {list(lengths)[:8]} and {slots}")
+    slots = min(slots, len(lengths))
     bound = _makespan_bound(lengths, slots)
     steps = _makespan(_improve(_longest_first(lengths, slots), lengths, bound), lengths)
     while steps > bound and len(lengths) <= MOST_SEARCHED:
@@ -66,18 +74,18 @@ def slot_optimum(lengths: Sequence[int], slots: int, most_nodes: int = 20_000) -
     return SlotOptimum(steps, steps == bound)
 
 
-def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int = 1, max_new_tokens: int | None = None) -> int:
-    """Steps of the best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many are needed.
+def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int = 1, max_new_tokens: int | None = None) -> TokenOptimum:
+    """The best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many steps are needed.
 
     The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true lengths, at three
-    prices of recomputation; its rebuilds count as steps. With token_bound the optimum is bracketed.
+    prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again.
     """
     bound = token_bound(lengths, budget_tokens)
-    best = token_packing(lengths, budget_tokens).steps if page_size == 1 else None
+    best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0) if page_size == 1 else None
     for rebuild_cost in (None, 0.05, 1.0):
-        if best is not None and best <= bound:
+        if best is not None and best.steps <= bound:
             break
-        steps = simulate(
+        found = simulate(
             lengths,
             "token_budget",
             predicted=lengths,
@@ -85,8 +93,9 @@ def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int 
             page_size=page_size,
             max_new_tokens=max_new_tokens,
             rebuild_cost=rebuild_cost,
-        ).running_steps
-        best = steps if best is None else min(best, steps)
+        )
+        candidate = TokenOptimum(found.running_steps, found.recomputed_tokens)
+        best = candidate if best is None else min(best, candidate)
     return best
 
 

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from infsample_rl.rollout.schedule import SharedQueue, make_schedule
+from infsample_rl.rollout.schedule import Schedule, SharedQueue, make_schedule
 
 Predict = Callable[[list[int], list[list[int]]], list[float]]  # (prompt ids, prefixes) -> response lengths
 
@@ -42,13 +42,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What all groups of a call have in common."""
+    """What all groups of a call have in common.
+
+    kv_budget_tokens: response tokens of the pool, which infinite and fptas count their predictions against (PredictedKV). The engine
+    leaves it None, no budget: its planner holds pages for a full response of every row anyway.
+    """
 
     schedule: str
     slots: int  # of a fixed-slot schedule
     group_size: int  # G, also where a worker has a part of the group
     epsilon: float = 0.1  # rounding of Algorithm 2
     prefix_tokens: int = 0  # k
+    kv_budget_tokens: int | None = None
 
 
 class PromptGroup:
@@ -88,7 +93,7 @@ class PromptGroup:
             self._schedule = SharedQueue(range(len(sample_indices)))
         else:
             equal = lengths or [1.0] * len(sample_indices)
-            self._schedule = make_schedule(settings.schedule, len(sample_indices), settings.slots, equal, settings.epsilon)
+            self._schedule = self._make_schedule(len(sample_indices), equal)
 
     def next_sample(self, slot: int) -> Sample | None:
         """The sample to start, or to go on with, in a free slot now."""
@@ -153,7 +158,12 @@ class PromptGroup:
                     sample.predicted = length
             else:
                 lengths = with_means([sample.predicted for sample in waiting])
-            self._schedule = make_schedule(self.settings.schedule, len(waiting), self.settings.slots, lengths, self.settings.epsilon)
+            self._schedule = self._make_schedule(len(waiting), lengths)
+
+    def _make_schedule(self, count: int, lengths: Sequence[float]) -> Schedule:
+        """The schedule proper of `count` samples with these predicted lengths."""
+        settings = self.settings
+        return make_schedule(settings.schedule, count, settings.slots, lengths, settings.epsilon, settings.kv_budget_tokens)
 
 
 def with_means(predicted: Sequence[float | None]) -> list[float]:

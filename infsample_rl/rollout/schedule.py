@@ -8,10 +8,13 @@ this slot now; `holds(slot)` then says whether the group will want the slot late
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
+from numbers import Real
 
-PREDICTED = ("fptas", "sjf", "infinite", "lpt")
+from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
+
 BUDGETED = ("fptas", "infinite")
 
 
@@ -26,14 +29,14 @@ class PredictedKV:
     """
 
     def __init__(self, lengths: Sequence[float], budget: float = math.inf, bins: Sequence[Sequence[int]] = ()) -> None:
-        """Raises ValueError for a bin above `budget` tokens."""
+        """Raises ValueError for a bin above `budget` tokens, prompt not counted."""
         self._lengths, self._budget = lengths, budget
         self._running: set[int] = set()
         for number, samples in enumerate(bins):
             load = max((lengths[index] for index in samples), default=0)
             if load > budget:
-                smallest = f"the smallest that works is {math.ceil(max(lengths))}"
-                raise ValueError(f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g}; {smallest}")
+                smallest = f"the least that works is {math.ceil(max(lengths))}"
+                raise ValueError(f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g} without prompt; {smallest}")
 
     def start(self, index: int) -> bool:
         """Count sample `index` in, if it fits now. Summed anew each time: a running difference of floats would never return to 0."""
@@ -80,7 +83,7 @@ class SharedQueue:
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, will be wanted later: never, a shared queue starts what it can at once."""
+        """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is free once it fits."""
         return False
 
     @property
@@ -220,16 +223,19 @@ def make_schedule(
     Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not finite and positive, and a bin
     above the budget.
     """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     if num_samples < 1 or slots < 1:
         raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
     if kv_budget_tokens is not None and name not in BUDGETED:
         raise ValueError(f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}")
-    if name in PREDICTED and (lengths is None or len(lengths) != num_samples):
+    reads = name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None)
+    if reads and (lengths is None or len(lengths) != num_samples):
         raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}")
-    if lengths:
+    if lengths is not None:
         check_predictions(lengths)
     everyone = range(num_samples)
-    if name in ("arrival", "full_group") or (name == "token_budget" and not lengths):  # full_group differs in its slot count alone
+    if name in ("arrival", "full_group") or (name == "token_budget" and not reads):  # full_group differs in its slot count alone
         return SharedQueue(everyone)
     if name in ("lpt", "token_budget"):  # token_budget: how many at once is the planner's to decide
         return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
@@ -241,9 +247,6 @@ def make_schedule(
         return SlotQueues([list(everyone[slot::slots]) for slot in range(slots)])
     if name == "dynamic_slot":
         return Endless(num_samples)
-    if name not in BUDGETED:
-        known = "token_budget, arrival, full_group, naive, fixed_slot, dynamic_slot, fptas, sjf, lpt, infinite"
-        raise ValueError(f"schedule must be {known}, got {name!r}")
     return _binned(name, slots, lengths, epsilon, kv_budget_tokens)
 
 
@@ -258,9 +261,9 @@ def _binned(name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_
 
 
 def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
-    """Raise ValueError for a predicted length that is no number of tokens: NaN, infinite, zero or negative. `name`: what they are called."""
+    """Raise ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what they are called."""
     for index, length in enumerate(lengths):
-        if not 0 < length < math.inf:
+        if not (isinstance(length, Real) and 0 < length <= sys.float_info.max):
             raise ValueError(f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense is 1")
 
 
@@ -276,6 +279,7 @@ def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> l
     if len(lengths) == 0:
         raise ValueError("lengths must be positive and at least one, got none")
     check_predictions(lengths)
+    lengths = [float(length) for length in lengths]
     if num_groups < 1 or not 0 < epsilon < math.inf:
         raise ValueError(f"num_groups must be >= 1 and epsilon > 0, got {num_groups} and {epsilon}")
     unit = epsilon * sum(lengths) / num_groups

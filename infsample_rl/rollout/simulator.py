@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from infsample_rl.config import SCHEDULES
 from infsample_rl.rollout.fast_forward import CountedPool, repeat_steps
 from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
 from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule import check_predictions
+from infsample_rl.rollout.schedule import BUDGETED
+from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
 from infsample_rl.rollout.step_planner import StepPlanner
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
-
-Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
 
 
 class Stay(NamedTuple):
@@ -64,10 +62,11 @@ def simulate(
 
     predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the predicted total
     length once it has generated that many tokens; token_budget follows it, the others take the first where `predicted` is not given.
-    kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the prompt). group_size: dynamic_slot draws from all
-    lengths and stops at the group_size-th finish (default: all). max_rows, rebuild_cost: token_budget's. max_new_tokens: the cap of a
-    response (default: the longest of `lengths`). record_rows: fill `.stays`. Raises ValueError for an unknown schedule, empty or
-    non-positive lengths, predictions that are not finite and positive, and a budget that no single sample fits in.
+    kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the prompt); where it is given, fptas and infinite also
+    keep what they predict within it. group_size: dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and
+    for all other schedules: all). max_rows, rebuild_cost: token_budget's. max_new_tokens: the cap of a response (default: the longest of
+    `lengths`). record_rows: fill `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers,
+    predictions that are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
     """
     return simulate_prompts(
         [lengths],
@@ -98,7 +97,7 @@ def simulate_prompts(
     kv_budget_tokens: int | None = None,
     page_size: int = 1,
     prompt_tokens: int | Sequence[int] = 0,
-    group_size: int | None = None,
+    group_size: int | Sequence[int] | None = None,
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
     rebuild_cost: float | None = None,
@@ -107,15 +106,18 @@ def simulate_prompts(
     """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
     prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle. predicted and
-    repredicted: one list per prompt, prompt_tokens: one number or one per prompt; otherwise as in simulate().
+    repredicted: one list per prompt, prompt_tokens, group_size: one number or one per prompt; otherwise as in simulate().
     """
-    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size, "group_size": group_size, "max_rows": max_rows}
-    cap = _check(groups, schedule, counts, max_new_tokens)
-    prompts = _prompt_tokens(prompt_tokens, len(groups))
-    num_slots = max(map(len, groups)) if schedule == "full_group" else slots
+    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size, "kv_budget_tokens": kv_budget_tokens}
+    cap = check(groups, schedule, counts | {"max_rows": max_rows, "max_new_tokens": max_new_tokens})
+    groups = [[int(length) for length in lengths] for lengths in groups]
+    sizes, prompts = group_sizes(groups, schedule, group_size), prompt_tokens_of(prompt_tokens, len(groups))
     by_budget = schedule == "token_budget"
+    num_slots = max(map(len, groups)) if schedule == "full_group" else slots
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
-    planned = _prompt_groups(schedule, num_slots, groups, prompts, group_size, _orders(groups, schedule, predicted, repredicted))
+    num_slots = _useful_slots(num_slots, schedule, groups, sizes)
+    orders = orders_of(groups, schedule, predicted, repredicted)
+    planned = _prompt_groups(schedule, num_slots, sizes, prompts, orders, page_size, None if kv_budget_tokens is None else budget)
     step_by_step = rebuild_cost == 0  # see repeat_steps
     pool = (KVPool if step_by_step else CountedPool)(budget // page_size, page_size)
     cost = {} if rebuild_cost is None else {"rebuild_cost": rebuild_cost}
@@ -128,6 +130,11 @@ def simulate_prompts(
         policy=TokenBudgetPolicy(page_size, cap, **cost) if by_budget else None,
     )
     return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end(step_by_step)
+
+
+def _useful_slots(slots: int, schedule: str, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """More rows than samples change nothing, nor do more of dynamic_slot than let it decode every length as often as it keeps samples."""
+    return min(slots, sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1))
 
 
 class _Run:
@@ -211,48 +218,24 @@ class _Run:
                 del self._open[sample]
 
 
-def _check(groups: Sequence[Sequence[int]], schedule: str, counts: Mapping[str, int | None], max_new_tokens: int | None) -> int:
-    """The cap of a response, when all arguments are in bounds."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if len(groups) == 0:
-        raise ValueError("groups must hold the lengths of at least one prompt, got none")
-    for lengths in groups:
-        if len(lengths) == 0 or min(lengths) < 1:
-            raise ValueError(f"lengths must be positive and at least one, got {list(lengths)[:8]}")
-        if counts["group_size"] is not None and counts["group_size"] > len(lengths):
-            raise ValueError(f"group_size must be <= the {len(lengths)} given lengths, got {counts['group_size']}")
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
-    longest = max(map(max, groups))
-    if max_new_tokens is not None and max_new_tokens < longest:
-        raise ValueError(f"max_new_tokens must be >= the longest of lengths = {longest}, got {max_new_tokens}")
-    return max_new_tokens or longest
-
-
 def _prompt_groups(
     schedule: str,
     num_slots: int,
-    groups: Sequence[Sequence[int]],
+    sizes: Sequence[int],
     prompts: Sequence[int],
-    group_size: int | None,
     order_by: Sequence[list[float] | None],
+    page_size: int,
+    budget: int | None,
 ) -> list[PromptGroup]:
-    """What the planner is given of every prompt."""
+    """What the planner is given of every prompt. `budget`: all tokens that fptas and infinite may fill by prediction."""
     planned = []
-    for place, (lengths, tokens) in enumerate(zip(groups, prompts, strict=True)):
-        samples = group_size if schedule == "dynamic_slot" and group_size else len(lengths)
-        settings = GroupSettings(schedule, num_slots, samples)
+    for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
+        for_responses = None
+        if budget is not None and schedule in BUDGETED:
+            for_responses = (budget // page_size - -(-tokens // page_size)) * page_size
+        settings = GroupSettings(schedule, num_slots, samples, kv_budget_tokens=for_responses)
         planned.append(PromptGroup(place, [0] * tokens, list(range(samples)), settings, lambda _: 0, lengths=order_by[place]))
     return planned
-
-
-def _prompt_tokens(given: int | Sequence[int], num_prompts: int) -> list[int]:
-    prompts = [given] * num_prompts if isinstance(given, int) else list(given)
-    if len(prompts) != num_prompts or min(prompts) < 0:
-        raise ValueError(f"prompt_tokens must be >= 0, one number or one for each of the {num_prompts} prompts, got {given}")
-    return prompts
 
 
 def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int) -> int:
@@ -265,33 +248,3 @@ def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, pro
         raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got {given}")
     resident = sorted(prompts, reverse=True)[:prompts_at_once]
     return given or (num_slots * -(-cap // page_size) + sum(-(-tokens // page_size) for tokens in resident)) * page_size
-
-
-def _orders(
-    groups: Sequence[Sequence[int]],
-    schedule: str,
-    predicted: Sequence[Sequence[float]] | None,
-    repredicted: Sequence[Repredicted] | None,
-) -> list[list[float] | None]:
-    """What each prompt's schedule orders by, None: nothing. Raises ValueError for predictions that are missing or no lengths."""
-    for name, given in (("predicted", predicted), ("repredicted", repredicted)):
-        if given is not None and [len(each) for each in given] != [len(lengths) for lengths in groups]:
-            counts = f"{[len(lengths) for lengths in groups][:8]} samples, got {[len(each) for each in given][:8]}"
-            raise ValueError(f"{name} must have one length for each of the {counts}")
-    for samples in repredicted or ():
-        for moments in samples:
-            check_predictions(list(moments.values()), "repredicted")
-            if any(tokens < 1 for tokens in moments):
-                raise ValueError(f"repredicted must be made at 1 token or later, got {min(moments)}")
-    if predicted is not None:
-        for each in predicted:
-            check_predictions(each, "predicted")
-        return [[float(length) for length in each] for each in predicted]
-    if schedule == "token_budget":
-        return [None] * len(groups)
-    if repredicted is not None:  # a sample without one ended before it, in the prefix phase
-        return [
-            [float(moments[min(moments)] if moments else length) for moments, length in zip(samples, lengths, strict=True)]
-            for samples, lengths in zip(repredicted, groups, strict=True)
-        ]
-    return [[float(length) for length in lengths] for lengths in groups]

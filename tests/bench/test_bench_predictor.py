@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 from infsample_rl.bench import predictor
 from infsample_rl.bench.predictor_models import HiddenStates, constant_predictions, group_predictions
 from infsample_rl.bench.predictor_steps import Memory, cost
+from infsample_rl.bench.schedule_workload import SimulateOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
@@ -130,7 +133,7 @@ def test_hidden_states_are_those_of_each_response_alone_and_are_kept(tiny_qwen3,
     ids = AutoTokenizer.from_pretrained(tiny_qwen3)(recording.prompt)["input_ids"]
     with torch.inference_mode():
         alone = [plain.base_model(torch.tensor([ids + first])).last_hidden_state[0] for first in recording.first_tokens]
-    states = HiddenStates(load_model(ModelConfig(path=str(tiny_qwen3)), dtype=torch.float32), {recording.prompt: ids}, "tiny", tmp_path)
+    states = HiddenStates(load_model(ModelConfig(path=str(tiny_qwen3)), dtype=torch.float32), {recording.prompt: ids}, str(tiny_qwen3), tmp_path)
     found = states.of(recording, [1, 4, 8])
     assert found.shape == (6, 3, 64) and found.dtype == torch.float16
     for index, (hidden, first) in enumerate(zip(alone, recording.first_tokens, strict=True)):
@@ -138,6 +141,42 @@ def test_hidden_states_are_those_of_each_response_alone_and_are_kept(tiny_qwen3,
             expected = hidden[len(ids) + k - 1] if k <= len(first) else torch.zeros(64)
             assert torch.allclose(found[index, place].float(), expected, atol=4e-3, rtol=2e-3)
     assert torch.equal(states.of(recording, [1, 4, 8]), found) and len(list(tmp_path.glob("*.npy"))) == 1
+
+
+def test_hidden_states_of_another_model_or_of_replaced_weights_are_not_reused(tiny_qwen3, recordings, tmp_path):
+    recording, kept = read_recordings(recordings)[0], tmp_path / "hidden"
+    folders = [tmp_path / parent / "model" for parent in ("a", "b")]  # of one name
+    for folder in folders:
+        shutil.copytree(tiny_qwen3, folder)
+
+    def states_of(folder, scale):
+        model = load_model(ModelConfig(path=str(folder)), dtype=torch.float32)
+        with torch.no_grad():
+            model.base_model.norm.weight.mul_(scale)
+        return HiddenStates(model, {recording.prompt: [5, 6, 7]}, str(folder), kept).of(recording, [1, 4])
+
+    first = states_of(folders[0], 1.0)
+    assert torch.equal(states_of(folders[0], 2.0), first), "equal files: as kept"
+    assert torch.allclose(states_of(folders[1], 2.0).float(), 2 * first.float(), rtol=2e-3)
+    weights = next(folders[0].glob("*.safetensors"))
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    assert torch.allclose(states_of(folders[0], 4.0).float(), 4 * first.float(), rtol=2e-3)
+    assert len(list(kept.glob("*.npy"))) == 3
+
+
+def test_first_tokens_beyond_the_tokenizer_are_refused_by_name(tiny_qwen3, recordings, tmp_path):
+    lines = [json.loads(line) for line in recordings.read_text().splitlines()]
+    lines[3]["first_tokens"][2][0] = 49_000
+    path = tmp_path / "other.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = predictor.PredictorOptions(recordings=[str(path)], policy=[str(tiny_qwen3)], ks=[1, 4], out=str(tmp_path))
+    with pytest.raises(ValueError, match="recording of 3 has token 49000, and the tokenizer has 259: give the tokenizer .*recorded, tiny"):
+        predictor.measure(path, 0, options)
+
+
+def test_a_step_takes_as_long_here_as_in_simulate():
+    assert predictor.PredictorOptions().c0 == SimulateOptions(lengths=["x"]).c0 == 0.0170
+    assert predictor.PredictorOptions().c1 == SimulateOptions(lengths=["x"]).c1 == 0.00182
 
 
 def test_baselines_on_lengths_worked_out_by_hand():
@@ -165,18 +204,29 @@ def test_fixed_slots_decode_all_prefixes_first_and_then_go_by_the_predictions():
         ([], "recordings= is missing"),
         (["recordings=[nowhere.jsonl]"], "nowhere.jsonl: there is no such file"),
         (["recordings=[{file}]", "policy=[a,b]"], "policy must be one folder or one for each of the 1 recordings, got 2"),
+        (["recordings=[{file}]", "ks=[1,4]"], "write_k=16 is not one of ks=[1, 4], so nothing would be written; the nearest is write_k=4"),
+        (["recordings=[{file}]", "lr=nan"], "lr must be > 0 and finite, got nan"),
+        (["recordings=[{file}]", "out={file}/there"], "cannot be written"),
+        (["recordings=[{file}]", "encoder={narrow}", "ks=[8]", "write_k=8"], "narrow: the input takes 6 tokens, but the first 8 tokens"),
+        (["recordings=[{file}]", "bert={narrow}", "ks=[8]", "write_k=8"], "bert: the input takes 6 tokens, but the first 8 tokens"),
+        (["recordings=[{twice}]"], "twice.jsonl: made|0 is there 2 times; give every prompt of a file one line and a prompt_id of its own"),
         (["recordings=[{file}]", "ks=[16]"], "the longest prefix_tokens that works is 8"),
         (["recordings=[{file}]", "schedules=[best]"], "schedules=[best]: must be of"),
         (["recordings=[{file}]", "c0=-1"], "c0, c1 be >= 0"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(arguments, message, recordings, tiny_qwen3, tmp_path, monkeypatch, capsys):
-    given = [argument.format(file=recordings) for argument in arguments]
+def test_bad_input_is_one_line_and_status_2(arguments, message, recordings, encoder, tiny_qwen3, tmp_path, monkeypatch, capsys):
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(recordings.read_text() + recordings.read_text().splitlines()[0] + "\n")
+    narrow = shutil.copytree(encoder, tmp_path / "narrow")
+    settings = json.loads((narrow / "tokenizer_config.json").read_text())
+    (narrow / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 6}))
+    given = [argument.format(file=recordings, narrow=narrow, twice=twice) for argument in arguments]
     given += [] if any(argument.startswith("policy") for argument in given) else [f"policy={tiny_qwen3}"]
-    monkeypatch.setattr("sys.argv", ["predictor", *given, f"out={tmp_path}"])
+    monkeypatch.setattr("sys.argv", ["predictor", f"out={tmp_path}", *given])
     try:
         status = predictor.main()
     except SystemExit as ended:
         status = ended.code
-    errors = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("Loading weights")]  # a progress bar
     assert status == 2 and len(errors) == 1 and message in errors[0], errors

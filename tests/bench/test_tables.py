@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from infsample_rl.bench.paper_figures import ABLATION, SCHEDULER_CHOICE, least_kept_mean
-from infsample_rl.bench.tables import TableOptions, markdown, rows_of
+from infsample_rl.bench.tables import TableOptions, groups_of, main, markdown, rows_of
+from infsample_rl.rollout.length_prediction.recordings import Recording
 from infsample_rl.rollout.simulator import simulate
 
 LENGTHS = [6, 5, 4, 3, 2, 1]
@@ -48,10 +49,32 @@ def test_predictions_of_a_recording_are_used_and_only_prompts_that_have_them_cou
 
 def test_the_papers_figures_stand_beside_its_data_sets_alone(tmp_path):
     options = TableOptions(slots=2)
-    text = markdown(rows_of(write(tmp_path), options), options)
-    assert "| dynamic_slot |" in text and "748 (x0.23), 72 (x0.39)" in text and "1,775 (x0.72)" in text
+    lines = markdown(rows_of(write(tmp_path), options), options).splitlines()
+    assert "| naive | 12 (x1.00) | 4 (x1.00) | 3,250 (x1.00), 186 (x1.00) | 3,250 (x1.00), 186 (x1.00) |" in lines
+    assert "| dynamic_slot | 11 (x0.92) | 4 (x1.00) | 748 (x0.23), 72 (x0.39) | 360 (x0.11), 21 (x0.11) |" in lines
+    assert "| infinite * | 12 (x1.00) | 1,739 (x0.70) | 1,739 (x0.70) |" in lines
+    assert "| arrival | 11 (x0.92) |  |  |" in lines
     text = markdown(rows_of(write(tmp_path, dataset="another"), options), options)
     assert "the paper," not in text
+
+
+def test_files_of_one_name_are_kept_apart_and_an_optimum_not_proven_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / "b").mkdir()
+    one, other = write(tmp_path), write(tmp_path / "b", lengths=[7, 7])
+    monkeypatch.setattr(sys, "argv", ["tables", f"recordings=[{one},{other}]", "json=true"])
+    assert main() == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(row["file"], row["true_mean"]) for row in rows} == {(str(one), 3.5), (str(other), 7)}
+    draw = random.Random(0)
+    one.write_text(one.read_text() + json.dumps({**json.loads(one.read_text()), "lengths": [draw.randrange(500, 1000) for _ in range(17)]}) + "\n")
+    steps = steps_of(rows_of(one, TableOptions(slots=7)))
+    assert steps["optimum of the slots (1 of 2 proven)"] == (6 + 2077) / 2 and "optimum of the slots" not in steps
+
+
+def test_noisy_predictions_stay_within_1_and_the_cap(tmp_path):
+    recording = Recording(dataset="d", model="m", prompt_id="0", lengths=[5] * 50)
+    predicted = groups_of([recording], TableOptions(sigma=10), 8)[0][0].predicted
+    assert min(predicted) == 1 and max(predicted) == 8
 
 
 def test_printed_ratios_of_the_paper_follow_from_its_figures():
@@ -78,6 +101,10 @@ def test_dynamic_slot_never_keeps_less_than_the_bound_on_average():
     [
         (["recordings=[absent.jsonl]"], "absent.jsonl: there is no such file"),
         (["slots=0"], "slots=0: must be >= 1"),
+        (["sigma=nan"], "sigma must be >= 0 and <= 10, got nan"),
+        (["json=true", "out=x.md"], "json=true writes to stdout and out=x.md is for the Markdown tables: give one of them"),
+        (["recordings=[{path}]", "out={path}/x.md"], "cannot be made: File exists"),
+        (["recordings=[{path}]", "out=."], "out=.: cannot be written to; give a file"),
         (["recordings=[{path}]", "slots=[4]"], "slots=[4]: must be a whole number"),
     ],
 )

@@ -103,9 +103,29 @@ def test_a_packing_by_hand():
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(0, 60), st.sampled_from([1, 4]))
 def test_the_optimum_of_the_memory_is_bracketed(lengths, more, page_size):
     budget = max(lengths) + more + page_size
-    best = token_optimum(lengths, budget, page_size=page_size)
+    best = token_optimum(lengths, budget, page_size=page_size).steps
     assert best >= token_bound(lengths, budget) - sum(lengths) / budget  # a token's KV is taken one step after it
     assert best <= simulate(lengths, "token_budget", predicted=lengths, kv_budget_tokens=budget, page_size=page_size).running_steps
+
+
+def test_tokens_computed_again_are_reported_with_the_best_schedule_found():
+    # one page of 2 for each token pair, 8 in all: three rows of 8 cannot stay
+    found = token_optimum([8, 8, 8], 8, page_size=2)
+    assert found == simulate_best([8, 8, 8], 8, 2) and found.recomputed_tokens > 0
+    assert token_optimum([4, 4], 8) == (4, 0)
+
+
+def simulate_best(lengths, budget, page_size):
+    found = [
+        simulate(lengths, "token_budget", predicted=lengths, kv_budget_tokens=budget, page_size=page_size, rebuild_cost=cost)
+        for cost in (None, 0.05, 1.0)
+    ]
+    return min((result.running_steps, result.recomputed_tokens) for result in found)
+
+
+def test_the_memory_bound_can_be_beaten_where_the_newest_token_is_not_yet_held():
+    steps = simulate([2] * 100, "token_budget", slots=1).running_steps
+    assert steps / token_bound([2] * 100, 2) == pytest.approx(100 / 150)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

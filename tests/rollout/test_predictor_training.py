@@ -176,21 +176,35 @@ def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
         (["prefix_tokens=9"], "the longest prefix_tokens that works is 4"),
         (["held_out=1.5"], "held_out must be above 0 and below 1, got 1.5; the nearest that makes sense is 0.9"),
         (["lr=0"], "lr must be > 0"),
+        (["lr=nan"], "lr must be > 0 and finite, got nan"),
+        (["prefix_tokens=[]"], "prefix_tokens must name at least one k"),
+        (
+            ["prefix_tokens=[1,7]", "window=8", "recordings={long}"],
+            "window: the input takes 8 tokens, but the first 7 tokens and 2 special ones need 9",
+        ),
+        (["prefix_tokens=23", "recordings={long}"], "the input takes 24 tokens, but the first 23 tokens and 2 special ones need 25"),
+        (["out={file}/there"], "/there cannot be written (Not a directory); give another folder"),
+        (["tokenizer={small}"], "the recording of 0 has token 59, and the tokenizer has 20: give the tokenizer of the model that was recorded"),
         (["epochs=0"], "epochs=0: must be >= 1"),
         (["out={policy}"], "is there already and is not an empty folder"),
         (["tokenizer=[a,b]"], "tokenizer must be one folder or one for each of the 1 recordings, got 2"),
         (["tokenizer=nowhere/nothing"], "tokenizer=nowhere/nothing: no tokenizer could be loaded"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(changes, message, folders, recordings, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_status_2(changes, message, folders, recordings, make_tokenizer, tmp_path, monkeypatch, capsys):
+    long, small = tmp_path / "long.jsonl", tmp_path / "small"
+    rows = [record(index, folders[1]) for index in range(4)]
+    long.write_text("".join(json.dumps(row | {"first_tokens": [[9] * length for length in row["lengths"]]}) + "\n" for row in rows))
+    make_tokenizer(20).save_pretrained(small)
+    names = {"policy": folders[1], "file": recordings, "long": long, "small": small}
     given = {"recordings": f"[{recordings}]", "encoder": folders[0], "out": str(tmp_path / "out"), "prefix_tokens": "4"}
-    given |= dict(change.format(policy=folders[1]).split("=", 1) for change in changes)
+    given |= dict(change.format(**names).split("=", 1) for change in changes)
     monkeypatch.setattr("sys.argv", ["train", *(f"{name}={value}" for name, value in given.items())])
     try:
         status = training.main()
     except SystemExit as ended:
         status = ended.code
-    errors = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith("Loading weights")]  # a progress bar
     assert status == 2 and len(errors) == 1 and message in errors[0], errors
     assert not (tmp_path / "out").exists()
 

@@ -44,6 +44,7 @@ def test_a_replay_ends_whatever_was_predicted(schedule):
     for predict in (lambda *_: 1.0, lambda *_: 64.0, lambda *_: 1e30, lambda *_: 1e-30, lambda *_: draw.uniform(0.5, 100)):
         steps = replay(groups_with(predict), ReplaySettings(schedule=schedule, **SETTINGS))
         assert min(steps) >= 60
+        assert max(steps) <= 2 * sum(map(sum, LENGTHS))
 
 
 def test_a_group_none_of_which_was_kept_is_left_out():
@@ -61,6 +62,14 @@ def test_the_gate_opens_when_replays_take_no_more_steps_and_shuts_when_they_do()
     for _ in range(RECENT):
         gate.enter(100, 100)
     assert gate.is_open and gate.steps == (100 * RECENT, 100 * RECENT)  # older ones are forgotten; equal steps: no harm
+
+
+def test_predictions_that_never_pay_are_said_not_to_be_used_once():
+    gate = ReplayGate()
+    assert "are not used in the next step, it goes on learning: recent groups, replayed, take 120 steps with them and 100 without" in gate.enter(
+        120, 100
+    )
+    assert gate.enter(110, 100) is None and gate.enter(0, 0) is None and not gate.is_open
 
 
 def report_of(seed, steps=(0, 0), hidden_size=6):

@@ -50,6 +50,9 @@ def test_without_a_mark_samples_at_the_cap_are_cut():
     "change, message",
     [
         ({"lengths": [3, 0]}, "lengths must be whole numbers >= 1, got 0"),
+        ({"lengths": [2**31 + 1, 2]}, "lengths must be at most 2147483648 tokens, got 2147483649"),
+        ({"prompt_tokens": 10**400}, f"prompt_tokens must be at most 2147483648 tokens, got 1{'0' * 56}..."),
+        ({"predictions": {"probe": [3.0, 1e10]}}, "predictions.probe must be at most 2147483648 tokens, got 10000000000.0"),
         ({"lengths": []}, "lengths must be a list of at least one, got []"),
         ({"lengths": [3.0, 2]}, "lengths must be whole numbers >= 1, got 3.0"),
         ({"lengths": [True, 2]}, "lengths must be whole numbers >= 1, got True"),
@@ -78,8 +81,13 @@ def test_what_is_no_recording_is_refused(tmp_path):
         "is empty": write(tmp_path / "e.jsonl", "", ""),
         "there is no such file": tmp_path / "f.jsonl",
         "must end in .jsonl": write(tmp_path / "g.txt", TRACE),
-        "cannot be read": tmp_path / "h.jsonl.gz",
+        "h.jsonl.gz cannot be read": tmp_path / "h.jsonl.gz",
+        "i.jsonl.gz cannot be read": write(tmp_path / "i.jsonl.gz", TRACE),
+        "j.jsonl, line 2 is not valid JSON of a recording: it is nested too deeply": write(tmp_path / "j.jsonl", TRACE, "[" * 200_000),
     }
+    packed = bytearray((tmp_path / "i.jsonl.gz").read_bytes())
+    packed[10:14] = b"\xff" * 4  # within the deflated data: zlib's own error
+    (tmp_path / "i.jsonl.gz").write_bytes(packed)
     (tmp_path / "h.jsonl.gz").write_bytes(b"not packed")
     for message, path in cases.items():
         with pytest.raises(ValueError, match=message):

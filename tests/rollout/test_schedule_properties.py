@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infsample_rl.config import SCHEDULES
-from infsample_rl.rollout.schedule import PREDICTED, fptas_groups, make_schedule
+from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.rollout.schedule import fptas_groups, make_schedule
 from infsample_rl.rollout.simulator import simulate
 
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=24)
@@ -50,15 +50,18 @@ def test_every_sample_is_decoded_once_in_full_whatever_is_predicted(lengths, slo
         assert result.running_steps <= sum(lengths)
 
 
-@pytest.mark.parametrize("schedule", [*PREDICTED, "token_budget"])
-def test_constant_and_reversed_predictions_cost_steps_at_most(schedule):
-    lengths = [40, 3, 17, 25, 8, 33, 12, 5]  # 143 tokens
-    for predicted in ([7.0] * 8, [50.0 - length for length in lengths]):
-        assert simulate(lengths, schedule, slots=2, predicted=predicted).running_steps <= 143
+@pytest.mark.parametrize(
+    ("schedule", "constant", "backwards"),
+    [("fptas", 85, 127), ("sjf", 78, 72), ("infinite", 73, 73), ("lpt", 78, 82), ("token_budget", 40, 40)],
+)
+def test_constant_and_reversed_predictions_cost_these_steps(schedule, constant, backwards):
+    lengths = [40, 3, 17, 25, 8, 33, 12, 5]  # 143 tokens, 72 in each of two slots at best
+    steps = [simulate(lengths, schedule, slots=2, predicted=predicted).running_steps for predicted in ([7.0] * 8, [50.0 - x for x in lengths])]
+    assert steps == [constant, backwards]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -3.0])
-@pytest.mark.parametrize("schedule", [*PREDICTED, "token_budget"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -3.0, None, 10**400])
+@pytest.mark.parametrize("schedule", [*PREDICTED_SCHEDULES, "token_budget"])
 def test_predictions_that_are_no_lengths_are_refused_by_sample(schedule, bad):
     with pytest.raises(ValueError, match=r"lengths must be finite and > 0 tokens, got .* for sample 1"):
         make_schedule(schedule, 3, 2, [1.0, bad, 2.0])
@@ -68,7 +71,7 @@ def test_predictions_that_are_no_lengths_are_refused_by_sample(schedule, bad):
         simulate([5, 6, 7], schedule, slots=2, repredicted=[{}, {2: bad}, {}])
 
 
-@pytest.mark.parametrize("lengths", [[1e308, 1e308], [5e-324, 5e-324]])
+@pytest.mark.parametrize("lengths", [[1e308, 1e308], [10**308] * 9, [5e-324, 5e-324]])
 def test_lengths_that_cannot_be_rounded_are_refused(lengths):
     with pytest.raises(ValueError, match="cannot be rounded"):
         fptas_groups(lengths, 2, 0.1)
@@ -116,7 +119,11 @@ def test_what_decodes_together_stays_within_the_budget_and_everyone_ends(lengths
 
 
 def test_a_bin_above_the_budget_is_refused_with_the_smallest_that_works():
-    with pytest.raises(ValueError, match="bin 0 takes 6 predicted KV tokens, above kv_budget_tokens = 5; the smallest that works is 6"):
+    with pytest.raises(ValueError, match="bin 0 takes 6 predicted KV tokens, above kv_budget_tokens = 5 without prompt; the least that works is 6"):
         make_schedule("fptas", 5, 2, [6, 5, 4, 3, 2], kv_budget_tokens=5)
     with pytest.raises(ValueError, match="kv_budget_tokens=5 is not read by schedule lpt: take fptas or infinite"):
         make_schedule("lpt", 2, 2, [1, 2], kv_budget_tokens=5)
+    with pytest.raises(ValueError, match="schedule must be one of .*, got 'fastest'"):
+        make_schedule("fastest", 2, 2, kv_budget_tokens=5)
+    with pytest.raises(ValueError, match="schedule token_budget needs 2 predicted lengths, got 1"):
+        make_schedule("token_budget", 2, 2, [1])

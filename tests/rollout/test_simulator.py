@@ -1,10 +1,12 @@
 """Schedules over known lengths, and the engine's steps beside the simulator's."""
 
+import math
 import warnings
 
+import numpy as np
 import pytest
 
-from infsample_rl.config import RolloutConfig
+from infsample_rl.config import SCHEDULES, RolloutConfig
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts
 
@@ -108,12 +110,64 @@ def test_orders_take_the_first_prediction_while_decoding_where_no_other_is_given
         ({"repredicted": [{0: 2.0}] * 6}, "repredicted must be made at 1 token or later, got 0"),
         ({"slots": 0}, "slots must be >= 1"),
         ({"group_size": 7}, "group_size must be <= the 6 given lengths"),
+        ({"group_size": 4}, "group_size=4 is not read by schedule arrival, which decodes all 6 lengths"),
+        ({"max_rows": 4}, "max_rows=4 is not read by schedule arrival"),
+        ({"lengths": [3, 2.5]}, "lengths must be positive whole numbers of at most 2147483648 tokens, got 2.5 for sample 1"),
+        ({"lengths": [math.nan, 2]}, "got nan for sample 0"),
+        ({"lengths": [3, 2**31 + 1]}, "got 2147483649 for sample 1"),
+        ({"predicted": [1.0, None, 1.0, 1.0, 1.0, 1.0]}, "predicted must be finite and > 0 tokens, got None for sample 1"),
+        ({"slots": 2.5}, "slots must be >= 1 and whole, got 2.5"),
+        ({"kv_budget_tokens": math.nan}, "kv_budget_tokens must be >= 1 and whole, got nan"),
         ({"max_new_tokens": 5}, "max_new_tokens must be >= the longest"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         simulate(**({"lengths": LENGTHS, "schedule": "arrival", "slots": 2} | arguments))
+
+
+def test_a_bin_predicted_above_the_budget_is_refused_and_what_does_not_fit_now_passed_over():
+    lengths, options = [6, 5, 4, 3, 2], {"slots": 2, "kv_budget_tokens": 12, "prompt_tokens": 3, "max_new_tokens": 6, "record_rows": True}
+    for schedule in ("infinite", "fptas"):
+        with pytest.raises(ValueError, match="bin 0 takes 10 .* above kv_budget_tokens = 9 without prompt; the least that works is 10"):
+            simulate(lengths, schedule, predicted=[10.0, 5, 4, 3, 2], **options)
+    wide = options | {"kv_budget_tokens": 15}  # 12 beside the prompt: two full responses; bins [[0, 3], [1, 2, 4]], and 8 + 5 are above 12
+    starts = {}
+    for schedule in ("infinite", "fptas"):
+        result = simulate(lengths, schedule, predicted=[8.0, 5, 4, 3, 2], **wide)
+        starts[schedule] = {stay.sample: stay.start for stay in result.stays}
+    # slot 1 takes the shortest that fits, 4 (2 tokens), 3 and 2; sample 1 (5 predicted) starts when 0 has ended
+    assert starts["infinite"] == {0: 0, 4: 0, 3: 2, 2: 5, 1: 6}
+    # slot 1 takes 2 of its own bin instead of 1, then 4; at 6 sample 0 has ended and 3 and 1 start
+    assert starts["fptas"] == {0: 0, 2: 0, 4: 4, 3: 6, 1: 6}
+
+
+def test_a_budget_counts_predictions_of_every_prompt_alone_and_never_hangs():
+    groups = [[6, 5, 4, 3, 2], [2, 3, 4, 5, 6]]
+    for schedule in ("infinite", "fptas"):
+        for budget in range(6, 20):
+            result = simulate_prompts(groups, schedule, slots=3, kv_budget_tokens=budget, predicted=[[6.0, 6, 6, 6, 6], [0.1, 6, 2, 6, 6]])
+            assert sorted(zip(result.completed_prompts, result.completed, strict=True)) == [(p, s) for p in range(2) for s in range(5)]
+
+
+def test_numpy_arrays_are_taken_for_lengths_and_predictions():
+    predicted = np.array([4.0, 9, 6, 8, 5, 7], np.float32)
+    for schedule in ("lpt", "infinite", "token_budget"):
+        assert simulate(np.array(LENGTHS), schedule, slots=2, predicted=predicted) == simulate(LENGTHS, schedule, slots=2, predicted=list(predicted))
+
+
+def test_each_prompt_of_a_dynamic_slot_call_keeps_its_own_size():
+    result = simulate_prompts([[3, 1, 2, 4], [2, 2]], "dynamic_slot", slots=1, group_size=[2, 1])
+    assert list(zip(result.completed_prompts, result.completed, strict=True)) == [(0, 0), (0, 1), (1, 0)]
+    with pytest.raises(ValueError, match="group_size must be one number or one for each of the 2 prompts"):
+        simulate_prompts([[3], [2]], "dynamic_slot", group_size=[1])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_hundred_million_slots_are_as_good_as_one_per_sample(schedule):
+    found = simulate(LENGTHS, schedule, slots=100_000_000)
+    assert found.running_steps == (1 if schedule == "dynamic_slot" else 6)  # six times the sample of one token
+    assert found.kv_pool_tokens == 6 * (6 if schedule == "full_group" else 100_000_000)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from infsample_rl.model.hub import cached_only
+
 BATCH = 32  # pseudo-prompts in one forward
 MAX_LOG_LENGTH = 20.0  # a bad prediction stays finite, so that schedules can add lengths up
 
@@ -42,9 +44,10 @@ def load_encoder(folder: str, setting: str) -> tuple[PreTrainedModel, PreTrained
 
     `folder`: a Hugging Face folder or hub name. ValueError, naming `setting`, when it cannot be had or cannot pad.
     """
+    local = cached_only(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left")
-        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=local)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32, local_files_only=local)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a head of another shape
         reason = " ".join(str(error).split())[:160]
         kind = "here" if Path(folder).exists() else "of that name (a local folder does not exist)"
@@ -58,6 +61,15 @@ def window_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int
     """Most tokens of one input, special tokens included."""
     positions = model.config.to_dict().get("max_position_embeddings")  # encoders with relative positions have none
     return min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
+
+
+def check_window(window: int, tokenizer: PreTrainedTokenizerBase, ks: list[int], setting: str) -> None:
+    """ValueError, naming `setting`, when an input of `window` tokens has no room for the most first tokens of `ks` and the special tokens."""
+    special = tokenizer.num_special_tokens_to_add()
+    if window < max(ks) + special:
+        wanted = f"the first {max(ks)} tokens and {special} special ones need {max(ks) + special}"
+        most = f"the most first tokens that fit are {window - special}" if window > special else "take a larger one"
+        raise ValueError(f"{setting}: the input takes {window} tokens, but {wanted}; {most}")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_tokens: int, device: torch.device | str) -> dict[str, Tensor]:

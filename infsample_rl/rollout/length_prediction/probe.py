@@ -108,12 +108,16 @@ class LengthProbe:
         return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from what `state` returned. ValueError when that was of a probe of another size."""
+        """Go on from what `state` returned. Before anything changes: ValueError for a probe of another size, KeyError for a missing array."""
         if state["xy"].shape != self.statistics.xy.shape:
             found, wanted = state["xy"].shape[1], self.num_features
             raise ValueError(f"the length probe's state has {found} features, this policy's has {wanted}: it belongs to another model")
-        self.statistics = ProbeStatistics(*(np.array(state[name], np.float64) for name in ("xx", "xy", "yy")))
-        self.fitted = ProbeFit(np.array(state["weights"], np.float64), *state["scalars"].tolist()) if "weights" in state else None
+        statistics = ProbeStatistics(*(np.array(state[name], np.float64) for name in ("xx", "xy", "yy")))
+        fitted = None
+        if "weights" in state:
+            deviation, explained, penalty = state["scalars"].tolist()
+            fitted = ProbeFit(np.array(state["weights"], np.float64), deviation, explained, penalty)
+        self.statistics, self.fitted = statistics, fitted
 
     def _targets(self, x: torch.Tensor, seen: torch.Tensor, censored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance [n] of the log of the tokens left, given that a censored one is above its `seen`."""

@@ -16,12 +16,15 @@ import dataclasses
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+MOST_TOKENS = 2**31  # of a response or a prompt
+AT_MOST = f"at most {MOST_TOKENS} tokens"
 NAMED = ("dataset", "model", "prompt_id")
 
 
@@ -75,7 +78,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it would also cut at U+2028 and its like
         if line.strip():
@@ -98,6 +101,8 @@ def _object(line: str, place: str) -> dict[str, Any]:
         fields = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON ({error}); half a line is left where a recording was stopped") from None
+    except RecursionError:
+        raise ValueError(f"{place} is not valid JSON of a recording: it is nested too deeply") from None
     check_field(isinstance(fields, dict), place, "a line", "an object", fields)
     return fields
 
@@ -114,10 +119,12 @@ def _recording(fields: dict[str, Any], place: str) -> Recording:
     check_field(isinstance(lengths, list) and lengths != [], place, "lengths", "a list of at least one", lengths)
     for length in lengths:
         check_field(is_count(length), place, "lengths", "whole numbers >= 1", length)
+        check_field(length <= MOST_TOKENS, place, "lengths", AT_MOST, length)
     for name, kind in (("prompt", str), ("prompt_tokens", int), ("max_new_tokens", int)):
         value = fields.get(name)
         fits = value is None or (is_count(value) if kind is int else isinstance(value, str))
         check_field(fits, place, name, "a whole number >= 1" if kind is int else "a text", value)
+        check_field(value is None or kind is str or value <= MOST_TOKENS, place, name, AT_MOST, value)
     for name, fits, what in LISTS:
         value = fields.get(name)
         if value is not None:
@@ -139,6 +146,7 @@ def _check_predictions(value: Any, count: int, place: str) -> None:
         for length in lengths:
             number = isinstance(length, (int, float)) and not isinstance(length, bool) and 0 < length < math.inf
             check_field(number, place, f"predictions.{name}", "finite numbers above 0", length)
+            check_field(length <= MOST_TOKENS, place, f"predictions.{name}", AT_MOST, length)
 
 
 def _is_score(value: Any) -> bool:
@@ -157,5 +165,8 @@ LISTS = (
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "something nested too deeply"
     return text if len(text) <= 60 else f"{text[:57]}..."

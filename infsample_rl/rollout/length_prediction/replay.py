@@ -110,22 +110,28 @@ def _steps_with_prefixes(groups: Sequence[ReplayedGroup], ordered: Sequence[Sequ
 
 
 class ReplayGate:
-    """Decides whether predictions are used: where recent replays took no more steps with them than without. Shut until one has."""
+    """Decides whether predictions are used: where recent replays took no more steps with them than without. Not before the first replay."""
 
     def __init__(self) -> None:
         self.recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # steps with and without
-        self.is_open = False
+        self._decided: bool | None = None  # before the first replay
 
     def enter(self, steps_with: int, steps_without: int) -> str | None:
-        """Count a replay (0 steps: there was none); a sentence when that opens or shuts the gate, with both counts."""
-        if steps_without > 0:
-            self.recent.append((steps_with, steps_without))
+        """Count a replay (0 steps: there was none); a sentence at the first one, and when one opens or shuts the gate, with both counts."""
+        if steps_without == 0:
+            return None
+        self.recent.append((steps_with, steps_without))
         with_them, without = self.steps
-        was_open, self.is_open = self.is_open, 0 < with_them <= without
-        if self.is_open == was_open:
+        before, self._decided = self._decided, with_them <= without
+        if self._decided == before:
             return None
         verb = "are used from the next step on" if self.is_open else "are not used in the next step, it goes on learning"
         return f"length probe: its predictions {verb}: recent groups, replayed, take {with_them:,} steps with them and {without:,} without"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether predictions are used."""
+        return bool(self._decided)
 
     @property
     def steps(self) -> tuple[int, int]:

@@ -5,6 +5,7 @@ The driver has it for all its rollout workers; an engine that works alone has on
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,10 @@ class RunProbe:
         self.steps_saved: int | None = None  # by predictions, in the last replay; None: there was none
 
     def enter(self, reports: Sequence[ProbeReport]) -> str | None:
-        """Merge the workers' reports of one step, in their order, and fit anew; a sentence when predictions come into use or go out of it."""
+        """Merge the workers' reports of one step, in their order, and fit anew.
+
+        A sentence at the first replay, and when predictions come into use or go out of it.
+        """
         probe = self._probe
         probe.statistics = sum((report.statistics for report in reports), probe.statistics.decayed(DECAY))
         probe.fit()
@@ -49,12 +53,16 @@ class RunProbe:
         if not path.is_file():
             return f"{path} is not there: the length probe starts anew"
         try:
-            with np.load(path) as state:
-                self._probe.load_state(dict(state))
-                for steps_with, steps_without in state["replays"].tolist():
-                    self._gate.enter(steps_with, steps_without)
+            with np.load(path) as file:
+                state = dict(file)
+            replays = state["replays"].reshape(-1, 2).tolist()  # before anything changes: load_state takes all or nothing
+            self._probe.load_state(state)
         except ValueError as error:
             return f"{path}: {error}; the length probe starts anew"
+        except (OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile) as error:  # Not...: damage that reads as a compression
+            return f"{path} is damaged ({type(error).__name__}: {error}); the length probe starts anew"
+        for steps_with, steps_without in replays:
+            self._gate.enter(steps_with, steps_without)
         return None
 
     @property

@@ -10,7 +10,9 @@ held-out prompts is kept, and `out` is a Hugging Face folder, for rollout.predic
 from __future__ import annotations
 
 import json
+import math
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.rollout.length_prediction.accuracy import Accuracy, prompt_accuracy, summarize
-from infsample_rl.rollout.length_prediction.bert import MAX_LOG_LENGTH, encode, load_encoder, log_lengths, window_of
+from infsample_rl.rollout.length_prediction.bert import MAX_LOG_LENGTH, check_window, encode, load_encoder, log_lengths, window_of
 from infsample_rl.rollout.length_prediction.training_data import TextGroup, read_groups, split_groups
 
 WEIGHT_DECAY = 0.01
@@ -108,7 +110,7 @@ def fit(
     """Fit `model` in place and leave it with the best epoch's weights, in eval mode. Prints a line for every epoch."""
     device = "cuda" if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()) else "cpu"
     model.to(device)
-    window = min(window_of(model, tokenizer), options.window or sys.maxsize)
+    window = input_window(model, tokenizer, options)
     tokenizer.model_max_length = window  # saved with the tokenizer, so that the predictor reads what was trained
     order = np.random.default_rng(options.seed)
     examples = _draw(training, options, np.random.default_rng(options.seed))
@@ -129,6 +131,30 @@ def fit(
     model.load_state_dict(best)
     model.eval()
     return epochs
+
+
+def input_window(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: TrainOptions) -> int:
+    """Most tokens of the encoder's input. ValueError when the first k of a response do not fit."""
+    window = min(window_of(model, tokenizer), options.window or sys.maxsize)
+    check_window(window, tokenizer, options.prefix_tokens, "window" if options.window == window else f"encoder={options.encoder}")
+    return window
+
+
+def check_writable(out: str) -> None:
+    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves nothing behind."""
+    folder = Path(out).absolute()
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written ({error.strerror}); give another folder") from None
+
+
+def check_lr(lr: float) -> None:
+    """ValueError for a learning rate that cannot train."""
+    if not 0 < lr < math.inf:
+        raise ValueError(f"lr must be > 0 and finite, got {lr}; 1e-4 works for small encoders")
 
 
 def evaluate(
@@ -241,13 +267,15 @@ def _check(options: TrainOptions) -> None:
     for name in ("recordings", "encoder", "out"):
         if not options.__dict__[name]:
             raise ValueError(f"{name}= is missing; recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER are needed")
-    if options.lr <= 0:
-        raise ValueError(f"lr must be > 0, got {options.lr}; 1e-4 works for small encoders")
+    check_lr(options.lr)
+    if not options.prefix_tokens:
+        raise ValueError("prefix_tokens must name at least one k, as prefix_tokens=16")
     if len(options.tokenizer) not in (0, 1, len(options.recordings)):
         raise ValueError(f"tokenizer must be one folder or one for each of the {len(options.recordings)} recordings, got {len(options.tokenizer)}")
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={options.out} is there already and is not an empty folder; give a new one")
+    check_writable(options.out)
 
 
 if __name__ == "__main__":

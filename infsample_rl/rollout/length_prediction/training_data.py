@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from infsample_rl.data.sources import hub_reachable
+from infsample_rl.model.hub import cached_only, hub_reachable
 from infsample_rl.rollout.length_prediction.recordings import SUFFIXES, Recording, check_field, is_count, read_lines, read_recordings
 
 RUN_TEXTS = ("prompt", "response", "finish_reason")
@@ -53,7 +53,7 @@ def read_groups(source: str, tokenizer: str | None, ks: list[int], max_prompts: 
 
 
 def recording_group(recording: Recording, tokenizer: PreTrainedTokenizerBase, ks: list[int], source: str = "recordings") -> TextGroup:
-    """A recording with its first tokens as text. ValueError when it has no prompt or fewer first tokens than k."""
+    """A recording with its first tokens as text. ValueError when it has no prompt, fewer first tokens than k, or ids that the tokenizer lacks."""
     where = f"{source}: the recording of {recording.prompt_id}"
     if recording.prompt is None or recording.first_tokens is None:
         missing = "prompt" if recording.prompt is None else "first_tokens"
@@ -61,6 +61,10 @@ def recording_group(recording: Recording, tokenizer: PreTrainedTokenizerBase, ks
     for length, tokens in zip(recording.lengths, recording.first_tokens, strict=True):
         if len(tokens) < min(length, max(ks)):
             raise ValueError(f"{where} has {len(tokens)} first_tokens of {length}; the longest prefix_tokens that works is {len(tokens)}")
+    highest = max(max(tokens) for tokens in recording.first_tokens)
+    if highest >= len(tokenizer):
+        text = f"{where} has token {highest}, and the tokenizer has {len(tokenizer)}"
+        raise ValueError(f"{text}: give the tokenizer of the model that was recorded, {recording.model}")
     prefixes = _prefixes(tokenizer, recording.first_tokens, recording.lengths, ks)
     return TextGroup(key=recording.key, prompt=recording.prompt, prefixes=prefixes, lengths=recording.lengths, censored=recording.censored)
 
@@ -154,7 +158,7 @@ def load_tokenizer(folder: str | None, source: str) -> PreTrainedTokenizerBase:
     if folder is None:
         raise ValueError(f"{source} does not name its model's folder: give tokenizer=FOLDER, the policy's, which counts and cuts the tokens")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=cached_only(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"tokenizer={folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})") from None
 
@@ -163,7 +167,7 @@ def _chat_rows(name: str) -> Iterable[dict[str, Any]]:
     """Rows of a hub data set's train split, or of a local folder `datasets` can load."""
     import datasets  # slow to import, and files need it not
 
-    online = Path(name).is_dir() or hub_reachable(name)
+    online = Path(name).is_dir() or hub_reachable(name, "datasets")
     was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = was_offline or not online  # offline it goes straight to its cache; else it retries for half a minute
     try:

@@ -1,0 +1,46 @@
+"""Whether the Hugging Face hub can be asked. Without an answer, from_pretrained and load_dataset retry for minutes. Standard library only."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+HUB_TIMEOUT_S = 3.0  # of the one request that asks whether the hub can be reached
+
+
+def cached_only(name: str) -> bool:
+    """from_pretrained's local_files_only for a folder or hub name: true for what is no folder here when the hub does not answer."""
+    path = Path(name)
+    return not path.is_dir() and (path.is_absolute() or not hub_reachable(name))
+
+
+def hub_reachable(repository: str, kind: str = "models") -> bool:
+    """Whether the hub answers at all, in HUB_TIMEOUT_S; a refusal (404, 401) is an answer. Proxies of the environment are used.
+
+    `kind`: models or datasets.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    answers: list[bool] = []
+    url = f"{endpoint}/api/{kind}/{urllib.parse.quote(repository)}"
+    # a thread, since the time-out is of each address of the host, and none at all of looking its name up
+    asking = threading.Thread(target=lambda: answers.append(_answers(url)), daemon=True)
+    asking.start()
+    asking.join(HUB_TIMEOUT_S)
+    return answers == [True]
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=HUB_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:
+        return True
+    except (OSError, ValueError, http.client.HTTPException):  # URLError and time-outs are OSErrors; an endpoint that is no URL: ValueError
+        return False
