@@ -1,58 +1,85 @@
-"""Weights as flat byte buckets: packed by the learner, checked and copied in place by the engine.
-
-A bucket is a uint8 numpy array, so bfloat16 travels unchanged and Ray's object store needs no copy.
-"""
+"""The stream of weights in buckets: filled by the learner, copied in place by the engine. manifest.py says what lies where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from infsample_rl.types import WeightManifest
+from infsample_rl.weight_sync.manifest import BUCKET_BYTES, bucket_sizes, layout, misfit
 
-BUCKET_BYTES = 64 * 2**20
+
+def fill_buckets(
+    tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, buffers: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[Tensor]:
+    """Each bucket as soon as it is full: the filled part of the next of `buffers` (uint8 [bucket_bytes], on any device).
+
+    Takes one tensor at a time, and takes all of them. RuntimeError when they are not those of the manifest, in its order.
+    """
+    source, flat = iter(tensors), torch.empty(0)
+    for pieces, size, buffer in zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), buffers, strict=False):
+        for piece in pieces:
+            if piece.start == 0:
+                flat = _next_tensor(source, manifest, piece.entry)
+            part = flat[piece.start : piece.stop]
+            buffer[piece.offset : piece.offset + part.nbytes].view(part.dtype).copy_(part)
+        yield buffer[:size]
+    extra = next(source, None)
+    if extra is not None:
+        raise RuntimeError(f"weights version {manifest.version}: {extra[0]} is not in the manifest")
 
 
-def pack_buckets(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[WeightManifest, list[np.ndarray]]:
-    """Pack tensors, in order, into buckets of about `bucket_bytes`; a tensor is never split. Tied tensors must be given once."""
-    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
-    buckets: list[np.ndarray] = []
-    parts: list[np.ndarray] = []
-    filled = 0
-    for name, tensor in named_tensors:
-        raw = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-        if parts and filled + raw.nbytes > bucket_bytes:
-            buckets.append(np.concatenate(parts))
-            parts, filled = [], 0
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), len(buckets), filled))
-        parts.append(raw)
-        filled += raw.nbytes
-    if parts:
-        buckets.append(np.concatenate(parts))
-    return WeightManifest(version=version, entries=entries, num_bytes=sum(bucket.nbytes for bucket in buckets)), buckets
+def _next_tensor(source: Iterator[tuple[str, Tensor]], manifest: WeightManifest, entry: int) -> Tensor:
+    name, dtype, shape, _, _ = manifest.entries[entry]
+    got, tensor = next(source, ("nothing", torch.empty(0)))
+    if (got, tensor.dtype, tuple(tensor.shape)) != (name, getattr(torch, dtype), shape):
+        raise RuntimeError(
+            f"weights version {manifest.version}: the manifest goes on with {name}, {dtype} {shape}; given was {got}, {tensor.dtype} "
+            f"{tuple(tensor.shape)}"
+        )
+    return tensor.detach().reshape(-1)
+
+
+def stream_buckets(tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> Iterator[np.ndarray]:
+    """Buckets as numpy uint8 arrays, for an object store, which copies: each is valid until the next is asked for."""
+    buffer = torch.empty(min(bucket_bytes, manifest.num_bytes), dtype=torch.uint8)
+    for bucket in fill_buckets(tensors, manifest, itertools.repeat(buffer), bucket_bytes):
+        yield bucket.numpy()
 
 
 @torch.no_grad()
-def load_buckets(model: torch.nn.Module, manifest: WeightManifest, buckets: list[np.ndarray]) -> None:
-    """Copy every tensor into the parameter of its name, in place. RuntimeError on a missing, extra or differently shaped name.
-
-    named_parameters() lists a tied parameter once, under its first name, which is the name it is published under.
-    """
+def unpack_buckets(model: nn.Module, manifest: WeightManifest, buckets: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for too few bytes or too many."""
     parameters = dict(model.named_parameters())
-    published = {entry[0] for entry in manifest.entries}
-    missing, extra = sorted(parameters.keys() - published), sorted(published - parameters.keys())
-    if missing or extra:
-        raise RuntimeError(f"weights version {manifest.version} do not fit the engine's model: missing {missing[:3]}, not in the model {extra[:3]}")
-    for name, dtype, shape, bucket, offset in manifest.entries:
-        parameter = parameters[name]
-        if tuple(parameter.shape) != tuple(shape):
-            raise RuntimeError(
-                f"weights version {manifest.version}: {name} has shape {tuple(shape)}, the engine's model has {tuple(parameter.shape)}"
-            )
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * getattr(torch, dtype).itemsize
-        raw = torch.from_numpy(np.array(buckets[bucket][offset : offset + num_bytes]))  # a copy: object-store arrays are read-only
-        parameter.copy_(raw.view(getattr(torch, dtype)).view(shape))
+    source = iter(buckets)
+    for number, (pieces, size) in enumerate(zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)):
+        bucket = next(source, torch.empty(0))
+        if len(bucket) != size:
+            raise RuntimeError(f"weights version {manifest.version}: bucket {number} has {len(bucket)} bytes, not {size}")
+        for piece in pieces:
+            name, dtype_name, *_ = manifest.entries[piece.entry]
+            dtype = getattr(torch, dtype_name)
+            stop = piece.offset + (piece.stop - piece.start) * dtype.itemsize
+            parameters[name].detach().view(-1)[piece.start : piece.stop].copy_(bucket[piece.offset : stop].view(dtype))
+    if next(source, None) is not None:  # asking also says that the last one was taken
+        raise RuntimeError(f"weights version {manifest.version}: more buckets came than the manifest has")
+
+
+def load_buckets(
+    model: nn.Module,
+    manifest: WeightManifest,
+    buckets: Iterable[np.ndarray],
+    version: int | None = None,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Copy numpy buckets into the model, in place, one at a time. RuntimeError for what misfit() finds."""
+    problem = misfit(model, manifest, version)
+    if problem is not None:
+        raise RuntimeError(problem)
+    # Arrays of an object store are read-only, which torch does not take: one bucket at a time is copied.
+    unpack_buckets(model, manifest, (torch.from_numpy(np.array(bucket)) for bucket in buckets), bucket_bytes)

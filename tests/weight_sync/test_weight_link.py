@@ -1,0 +1,80 @@
+"""Weights over a link between real processes: bitwise the learner's, refused everywhere together, never a hang."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+import torch
+from link_members import Plan
+
+TRANSPORTS = ("broadcast", "cuda_ipc")  # on the CPU: gloo, and shared host memory
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_engines_hold_the_learners_weights_bitwise_at_every_version(start_members, transport, tied, dtype):
+    results = start_members(Plan(transport, tied=tied, dtype=dtype)).finish()
+    elements = 320 * 32 * (1 if tied else 2) + 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 16 + 3 * 32
+    assert [len(results[member]) for member in range(3)] == [3, 3, 3]
+    for number in range(3):
+        reports = [results[member][number] for member in range(3)]
+        assert all(is_equal for _, is_equal in reports), reports
+        assert {(report.version, report.num_bytes) for report, _ in reports} == {(number + 1, elements * (4 if dtype == "float32" else 2))}
+        assert len({report.checksum for report, _ in reports}) == 1 and reports[0][0].checksum is not None
+    assert len({report.checksum for report, _ in results[0]}) == 3, "other weights, other checksum"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("shape", r"rollout worker 1: weights version 1: model.embed_tokens.weight has shape \(320, 32\), the engine's model has \(320, 64\)"),
+        ("name", r"rollout worker 1: weights version 1 do not fit the engine's model: missing \['surplus'\], not in the model \[\]"),
+        ("version 1", r"rollout worker 1: weights version 1 came where version 99 was to come"),
+    ],
+)
+def test_what_one_engine_refuses_is_refused_everywhere_and_said_everywhere(start_members, fault, reason):
+    results = start_members(Plan("broadcast", versions=2, spoiled={2: fault})).finish()
+    for member in range(3):
+        assert re.search(reason, str(results[member][0][0])), results[member][0]
+    if fault == "version 1":
+        assert all(results[member][1][1] for member in range(3)), "the link still works after a refusal"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_engine_whose_weights_differ_after_loading_is_named_with_the_parameter(start_members, transport):
+    results = start_members(Plan(transport, tied=False, versions=1, spoiled={1: "overlap"})).finish()
+    reason = "1 parameters differ from the learner's after loading: model.embed_tokens.weight"
+    assert results[0][0][0] == results[1][0][0] == f"weights version 1: rollout worker 0: {reason}"
+    assert results[2][0][1], "the other engine is well"
+
+
+@pytest.mark.parametrize(("transport", "how"), [("broadcast", signal.SIGKILL), ("broadcast", signal.SIGSTOP), ("cuda_ipc", signal.SIGKILL)])
+def test_a_dead_or_hanging_engine_is_named_within_the_limit(start_members, transport, how):
+    members = start_members(Plan(transport, versions=2, pause_in=2, timeout_s=2.5))
+    members.kill(2, how)
+    results = members.finish(members=(0, 1))
+    message, seconds = results[0][1]
+    assert "weights version 2: rollout worker 1 died or hangs" in message, message
+    assert seconds < 2.5 + 2.5 + 2.0, "the limit, and the grace the others get"
+    assert results[0][0][1] and results[1][0][1], "version 1 went well"
+    assert len(results[1]) == 2, "the other engine ends too: it may have all buckets already"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_engines_whose_learner_dies_say_so_at_once(start_members, transport):
+    members = start_members(Plan(transport, versions=1, pause_in=1, timeout_s=30.0))
+    members.kill(0)
+    results = members.finish(members=(1, 2))
+    for member in (1, 2):
+        message, seconds = results[member][0]
+        assert "learner rank 0 is gone" in message and seconds < 10.0, (message, seconds)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_processes_on_one_gpu_hold_the_same_weights_through_cuda_ipc(start_members):
+    results = start_members(Plan("cuda_ipc", dtype="bfloat16", device="cuda"), count=2).finish(limit_s=120.0)
+    assert all(is_equal for member in (0, 1) for _, is_equal in results[member])
+    assert [report.checksum for report, _ in results[0]] == [report.checksum for report, _ in results[1]]
