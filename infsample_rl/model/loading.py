@@ -45,7 +45,9 @@ def load_model(
     source = path or model.path
     options = {"dtype": dtype or getattr(torch, model.dtype), "trust_remote_code": model.trust_remote_code}
     try:
-        module = AutoModelForCausalLM.from_pretrained(source, **options, local_files_only=cached_only(source))
+        # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here too.
+        local = {"local_files_only": cached_only(source)}
+        module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
     return module.to(device).eval()

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
-from infsample_rl.model.policy_head import head_logits, masked_index
+from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
 
 
 def token_logprobs(
@@ -27,38 +27,86 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
+    valid_vocab: int | None = None,
     masked: Tensor | None = None,
     head_fp32: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels` [R] and entropies (nats, without gradient) from hidden [R, E] and head_weight [V, E].
+    """Log-probabilities of `labels` [R] and entropies (nats) from hidden [R, E] and head_weight, of which the first `valid_vocab` rows count.
 
     `masked`: ids without probability (`masked_index`); none of `labels` may be one. `head_fp32`: as in `head_logits`.
-    At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk is recomputed there.
+    `entropy_gradient`: entropies have a gradient, which an entropy bonus needs.
+    At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are computed again there.
     """
-    chunks = [
-        checkpoint(_chunk_logprobs, part, head_weight, ids, temperature, masked, head_fp32, use_reentrant=False, preserve_rng_state=False)
-        for part, ids in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    head = _Head(temperature, chunk_tokens, len(head_weight) if valid_vocab is None else valid_vocab, masked, head_fp32)
+    return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
 
 
-def _chunk_logprobs(
-    hidden: Tensor, head_weight: Tensor, labels: Tensor, temperature: float, masked: Tensor | None, head_fp32: bool
-) -> tuple[Tensor, Tensor]:
-    logits = head_logits(hidden, head_weight, fp32=head_fp32)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # float32; float64 stays
-    if masked is not None:
-        with torch.no_grad():  # a logit of -inf gets gradient exp(-inf) = 0 already; recorded, it would cost a copy in the backward pass
-            logits.index_fill_(-1, masked, -math.inf)
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - normalizer
-    with torch.no_grad():
-        weighted = torch.exp(logits - normalizer[:, None]) * logits
-        if masked is not None:
-            weighted.index_fill_(-1, masked, 0.0)  # 0 x -inf is NaN, its limit 0
-        entropy = normalizer - weighted.sum(-1)
-    return logprobs, entropy
+class _Head(NamedTuple):
+    temperature: float
+    chunk_tokens: int
+    valid_vocab: int
+    masked: Tensor | None
+    fp32: bool
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """softmax's argument [R, V], in float32 (float64 stays)."""
+        logits = head_logits(hidden, weight, fp32=self.fp32)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(self.temperature)
+        return logits if self.masked is None else logits.index_fill_(-1, self.masked, -math.inf)
+
+    def log_softmax_(self, logits: Tensor, normalizer: Tensor) -> Tensor:
+        """Log-probabilities in place of the logits; those of masked ids, -inf, become 0, for 0 x -inf is NaN and its limit 0."""
+        logits.sub_(normalizer[:, None])
+        return logits if self.masked is None else logits.index_fill_(-1, self.masked, 0.0)
+
+    def probabilities(self, logprobs: Tensor) -> Tensor:
+        """Of what log_softmax_ gave."""
+        found = logprobs.exp()
+        return found if self.masked is None else found.index_fill_(-1, self.masked, 0.0)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunks of logits, neither kept nor differentiated by autograd: their gradient is p (-g - h (log p + H)), plus g at the label, over T.
+
+    g and h are the gradients of a token's log-probability and entropy H, p its distribution, T the temperature.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        parts = []
+        for part, ids in zip(hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens), strict=True):
+            logits = head.logits(part, weight[: head.valid_vocab])
+            normalizer = logits.logsumexp(-1)
+            logprobs = logits.gather(-1, ids[:, None])[:, 0] - normalizer
+            table = head.log_softmax_(logits, normalizer)
+            parts.append((logprobs, -torch.linalg.vecdot(head.probabilities(table), table), normalizer))
+        logprobs, entropies, normalizers = (torch.cat(found) for found in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, entropies, normalizers)
+        ctx.head, ctx.entropy_gradient = head, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, of_logprobs: Tensor, of_entropies: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        hidden, weight, labels, entropies, normalizers = ctx.saved_tensors
+        head: _Head = ctx.head
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        rows = None if of_weight is None else of_weight[: head.valid_vocab]
+        of_hidden = []
+        tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
+        for part, ids, entropy, normalizer, g, h in zip(*(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True):
+            table = head.log_softmax_(head.logits(part, weight[: head.valid_vocab]), normalizer)
+            gradient = head.probabilities(table)
+            gradient.mul_(-g[:, None] - h[:, None] * (table + entropy[:, None]) if ctx.entropy_gradient else -g[:, None])
+            gradient.scatter_add_(-1, ids[:, None], g[:, None].to(gradient.dtype)).div_(head.temperature)
+            of_hidden.append(head_backward(gradient, part, weight[: head.valid_vocab], rows, fp32=head.fp32))
+        return torch.cat(of_hidden), of_weight, None, None, None
 
 
 class PackedPolicy(nn.Module):
@@ -72,6 +120,7 @@ class PackedPolicy(nn.Module):
     ) -> None:
         """`bad_token_ids` have no probability; `head_fp32`: logits in float32 whatever the weights' dtype (model.lm_head_fp32)."""
         super().__init__()
+        self.entropy_gradient = False  # set where the loss has an entropy bonus
         use_packed_attention(lm)
         self.lm = lm
         self.chunk_tokens = chunk_tokens
@@ -89,13 +138,14 @@ class PackedPolicy(nn.Module):
         hidden = self.lm.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, use_cache=False, cuts=row.cuts
         ).last_hidden_state[0]
-        weight = self.lm.get_output_embeddings().weight[: self.valid_vocab]
         return token_logprobs(
             hidden[row.predictor_index],
-            weight,
+            self.lm.get_output_embeddings().weight,
             row.labels,
+            valid_vocab=self.valid_vocab,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             masked=self.masked,
             head_fp32=self.head_fp32,
+            entropy_gradient=self.entropy_gradient,
         )

@@ -56,14 +56,23 @@ class _Float32Head(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
-        of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for part in _slices(weight):
-            if of_hidden is not None:
-                of_hidden.addmm_(gradient[:, part], weight[part].float())
-            if of_weight is not None:
-                of_weight[part] = gradient[:, part].T @ hidden.float()
-        return None if of_hidden is None else of_hidden.to(hidden.dtype), of_weight
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        return head_backward(gradient, hidden, weight, of_weight, fp32=True), of_weight
+
+
+def head_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, of_weight: Tensor | None, *, fp32: bool) -> Tensor:
+    """Hidden's gradient [R, E] from that of `head_logits` [R, V], which may be wider than the weight; the weight's is added to `of_weight`."""
+    if not fp32 or weight.dtype in (torch.float32, torch.float64):
+        gradient = gradient.to(weight.dtype)
+        if of_weight is not None:
+            of_weight.addmm_(gradient.T, hidden)
+        return gradient @ weight
+    of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    for part in _slices(weight):
+        of_hidden.addmm_(gradient[:, part], weight[part].float())
+        if of_weight is not None:
+            of_weight[part] += gradient[:, part].T @ hidden.float()
+    return of_hidden.to(hidden.dtype)
 
 
 def _slices(weight: Tensor) -> list[slice]:

@@ -1,0 +1,67 @@
+"""Adapters into weights: python -m infsample_rl.merge CHECKPOINT OUT [--trust-remote-code]
+
+CHECKPOINT  checkpoints/step_N of a run with learner.lora_rank > 0, or another peft folder of plain LoRA on linear layers
+OUT         a new folder: the merged model, bitwise the weights that sampled, with its tokenizer; from_pretrained takes it
+
+Exit codes: 0 done; 2 an input is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from infsample_rl.config import ModelConfig
+from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
+
+VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")  # settings merge_weight knows nothing of
+
+
+@torch.no_grad()
+def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
+    """Write the base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be merged."""
+    settings = read_adapter_settings(checkpoint)
+    if settings is None:
+        raise ValueError(f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole weights")
+    used = [name for name in VARIANTS if settings.get(name)]
+    if settings["peft_type"] != "LORA" or settings["bias"] != "none" or used:
+        raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"OUT={out} must be a new or an empty folder")
+    tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
+    dtype = next(iter(tensors.values())).dtype
+    base = ModelConfig(path=settings["base_model_name_or_path"], dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+    lm = load_model(base)
+    scale = settings["lora_alpha"] / settings["r"]
+    for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+        layer = name.removesuffix(".lora_A.weight")
+        weight = lm.get_submodule(layer.removeprefix(PEFT_PREFIX)).weight
+        weight.copy_(merge_weight(weight, tensors[name], tensors[f"{layer}.lora_B.weight"], scale))
+    lm.save_pretrained(out)
+    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
+
+
+def main() -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m infsample_rl.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the base model")
+    options = parser.parse_args()
+    try:
+        merge_checkpoint(options.checkpoint, options.out, trust_remote_code=options.trust_remote_code)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(json.dumps({"merged": str(options.out)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""LoRA (arXiv 2106.09685, equation 3): a linear layer's weight W is frozen, W + (alpha / r) B A is what it does, A and B are trained.
+
+Adapters are put into the model in place, so that the learner goes on with transformers' own model. What samples is a plain model
+whose weights are merged: W + (alpha / r) B A in float32, rounded once. Learner and engine merge with the same function.
+Shape letters: r rank, I and O a layer's input and output sizes; A is [r, I], B [O, r], W [O, I].
+
+peft is imported inside functions: an engine that merges what it is sent runs without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from infsample_rl.config import Config, LearnerConfig
+from infsample_rl.model.loading import load_model
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+ALL_LINEAR = "all-linear"
+PEFT_PREFIX = "base_model.model."  # of a model's names in ADAPTER_WEIGHTS
+# A parameter of an adapted layer as peft names it, behind the layer's name -> what it is.
+_PARTS = {
+    ".base_layer.weight": "weight",
+    ".base_layer.bias": "bias",
+    ".lora_A.default.weight": "lora_A.weight",
+    ".lora_B.default.weight": "lora_B.weight",
+}
+
+
+def target_names(lm: PreTrainedModel, targets: list[str]) -> list[str]:
+    """Full names of the linear layers that learner.lora_targets means, in the model's order; the head never is one.
+
+    A target is a name or its last parts: q_proj, mlp.up_proj, model.layers.3.self_attn.q_proj. ValueError for one that names none.
+    """
+    head = lm.get_output_embeddings()
+    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    for target in targets:
+        if target != ALL_LINEAR and not any(_is_named(name, target) for name in linear):
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
+            raise ValueError(f"learner.lora_targets: {target} names no linear layer of the model that can have adapters; there are {there}")
+    found = [name for name in linear if any(target == ALL_LINEAR or _is_named(name, target) for target in targets)]
+    if not found:
+        raise ValueError(f"learner.lora_targets must name at least one linear layer of {type(lm).__name__}, got {targets}; {ALL_LINEAR} takes all")
+    return found
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def adapter_scale(learner: LearnerConfig) -> float:
+    """alpha / r."""
+    return learner.lora_alpha / learner.lora_rank
+
+
+def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path: str) -> PeftModel:
+    """Put float32 adapters into `lm`, in place, and freeze everything else; peft's view of it, for `adapters_off`.
+
+    A is drawn from `seed` alone, so it is the same on every rank; B is zero, so the policy starts as the one at `path`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = target_names(lm, learner.lora_targets)
+    settings = LoraConfig(task_type="CAUSAL_LM", r=learner.lora_rank, lora_alpha=learner.lora_alpha, target_modules=names, lora_dropout=0.0)
+    with torch.random.fork_rng(devices=[]):  # adapters are drawn on the CPU
+        torch.manual_seed(seed)
+        adapted = get_peft_model(lm, settings)
+    settings.base_model_name_or_path = path
+    got = [name.removesuffix(".lora_A.default.weight") for name, _ in lm.named_parameters() if name.endswith(".lora_A.default.weight")]
+    if got != names:
+        raise RuntimeError(f"peft put adapters into {len(got)} layers, not the {len(names)} asked for: {sorted(set(got) ^ set(names))[:3]}")
+    return adapted
+
+
+def load_policy(config: Config, device: torch.device, checkpoint: str | None) -> tuple[PreTrainedModel, PeftModel | None]:
+    """The policy to train: model.path or `checkpoint` in float32. With LoRA model.path in its dtype, with float32 adapters in it, and peft's view."""
+    if config.learner.lora_rank == 0:
+        return load_model(config.model, device, path=checkpoint, dtype=torch.float32), None
+    lm = load_model(config.model, device)  # never the checkpoint, which holds adapters alone; they come with its training state
+    return lm, add_adapters(lm, config.learner, seed=config.run.seed, path=config.model.path)
+
+
+@contextlib.contextmanager
+def adapters_off(adapted: PeftModel) -> Iterator[None]:
+    """The model without its adapters: exactly the base, bit for bit."""
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    with adapted.disable_adapter():
+        # peft freezes what it turns off; FSDP2 copies that flag when it first gathers a parameter, and would never train it again.
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        yield
+
+
+@torch.no_grad()
+def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + scale B A [O, I], a new tensor in W's dtype: computed in float32, rounded once."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale).to(weight.dtype)
+
+
+def merged_parameters(parameters: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+    """The plain model's (name, tensor) from those of a model with adapters, in the same order, one layer merged at a time."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in parameters:
+        layer, part = _split(name)
+        if part is None:
+            yield name, tensor
+            continue
+        held[part] = tensor
+        if part == "lora_B.weight":  # the last of its layer
+            yield f"{layer}.weight", merge_weight(held.pop("weight"), held.pop("lora_A.weight"), held.pop("lora_B.weight"), scale)
+            yield from ((f"{layer}.{rest}", value) for rest, value in held.items())
+            held = {}
+
+
+def adapter_parameters(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(LAYER.lora_A.weight or LAYER.lora_B.weight, tensor) alone, of a model with adapters."""
+    for name, tensor in parameters:
+        layer, part = _split(name)
+        if part in ("lora_A.weight", "lora_B.weight"):
+            yield f"{layer}.{part}", tensor
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """(layer, part of it) for a parameter of an adapted layer, else (name, None)."""
+    for suffix, part in _PARTS.items():
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), part
+    return name, None
+
+
+class ReceivedAdapters:
+    """An engine's side of learner.lora_publish=adapters: `received` takes what is sent, merge() brings the model to it."""
+
+    def __init__(self, model: PreTrainedModel, learner: LearnerConfig) -> None:
+        """`model` holds the base weights still; those of the adapted layers are kept, in host memory."""
+        self.model, self.scale = model, adapter_scale(learner)
+        self.received = nn.Module()  # its parameters have the names of adapter_parameters
+        self.base: dict[str, Tensor] = {}
+        for name in target_names(model, learner.lora_targets):
+            weight = model.get_submodule(name).weight
+            host = weight.detach().to("cpu", copy=True)
+            self.base[name] = host.pin_memory() if weight.is_cuda else host
+            _put(self.received, f"{name}.lora_A.weight", weight.new_zeros(learner.lora_rank, weight.shape[1]))
+            _put(self.received, f"{name}.lora_B.weight", weight.new_zeros(weight.shape[0], learner.lora_rank))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Write W + scale B A into the model's weights, in place: from the base each time, so that nothing adds up over versions."""
+        for name, base in self.base.items():
+            weight = self.model.get_submodule(name).weight
+            adapter = self.received.get_submodule(name)
+            weight.copy_(merge_weight(base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale))
+
+
+def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter `name` of `root`, with the modules on the way."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+
+def save_adapter_folder(
+    folder: Path, adapted: PeftModel, parameters: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, *, rank: int
+) -> None:
+    """Write a peft folder, which PeftModel.from_pretrained takes; `parameters` gathers on all ranks, rank 0 writes."""
+    tensors = {PEFT_PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter_parameters(parameters)}
+    if rank != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = copy.copy(adapted.peft_config["default"])
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)
+
+
+def read_adapter_settings(folder: Path) -> dict[str, Any] | None:
+    """What adapter_config.json of a checkpoint says; None when it is no checkpoint of adapters."""
+    path = folder / ADAPTER_CONFIG
+    return json.loads(path.read_text()) if path.is_file() else None

@@ -1,0 +1,232 @@
+"""LoRA adapters in a plain model: where they go, what merging gives, and what peft reads of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from infsample_rl import merge
+from infsample_rl.config import Config, DataConfig, LearnerConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.model.lora import (
+    ReceivedAdapters,
+    adapter_parameters,
+    adapters_off,
+    add_adapters,
+    merge_weight,
+    merged_parameters,
+    save_adapter_folder,
+    target_names,
+)
+from infsample_rl.model.lora_check import check_lora
+
+LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)
+IDS = torch.tensor([[5, 9, 7, 11, 4, 2]])
+
+
+def tiny(**changes):
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    return Qwen3ForCausalLM(Qwen3Config(**(sizes | {"num_key_value_heads": 2, "initializer_range": 0.15} | changes))).eval()
+
+
+def trained(lm, learner=LEARNER, seed=0):
+    """Adapters as after some updates: B is not zero."""
+    adapted = add_adapters(lm, learner, seed=seed, path="base")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted
+
+
+def test_all_linear_takes_every_projection_but_not_the_head():
+    parts = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
+    assert target_names(tiny(), ["all-linear"]) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts]
+    assert target_names(tiny(), ["layers.1.self_attn.q_proj", "v_proj"]) == [
+        *("model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"),
+    ]
+
+
+@pytest.mark.parametrize("target", ["qproj", "lm_head", "embed_tokens", "norm", "_proj"])
+def test_a_target_that_names_no_linear_layer_is_refused_with_those_there_are(target):
+    there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(ValueError, match=f"learner.lora_targets: {target} names no linear layer .*; {there}$"):
+        target_names(tiny(), ["q_proj", target])
+    with pytest.raises(ValueError, match="learner.lora_targets must name at least one"):
+        target_names(tiny(), [])
+
+
+def test_adapters_come_from_the_seed_alone_and_start_as_the_base():
+    lm, twin, other = tiny(), tiny(), tiny()
+    with torch.no_grad():
+        before = lm(IDS).logits
+    add_adapters(lm, LEARNER, seed=0, path="base")
+    torch.rand(7)  # whatever was drawn before
+    state = torch.get_rng_state()
+    add_adapters(twin, LEARNER, seed=0, path="base")
+    assert torch.equal(state, torch.get_rng_state())
+    add_adapters(other, LEARNER, seed=1, path="base")
+    with torch.no_grad():
+        assert torch.equal(lm(IDS).logits, before)
+    adapters, again, others = (dict(adapter_parameters(model.named_parameters())) for model in (lm, twin, other))
+    assert len(adapters) == 28 and all(torch.equal(value, again[name]) for name, value in adapters.items())
+    assert not torch.equal(adapters["model.layers.0.mlp.up_proj.lora_A.weight"], others["model.layers.0.mlp.up_proj.lora_A.weight"])
+    assert [name for name, parameter in lm.named_parameters() if parameter.requires_grad != ("lora_" in name)] == []
+
+
+def test_16_bit_weights_stay_and_adapters_are_float32():
+    lm = tiny().to(torch.bfloat16)
+    add_adapters(lm, LEARNER, seed=0, path="base")
+    assert {(parameter.requires_grad, parameter.dtype) for parameter in lm.parameters()} == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_adapters_off_gives_exactly_the_base_and_leaves_everything_trained():
+    lm = tiny()
+    with torch.no_grad():
+        base = lm(IDS).logits
+        adapted = trained(lm)
+        on = lm(IDS).logits
+        with adapters_off(adapted):
+            assert torch.equal(lm(IDS).logits, base)
+            assert sum(parameter.requires_grad for parameter in lm.parameters()) == 28
+        assert torch.equal(lm(IDS).logits, on) and not torch.allclose(on, base, atol=1e-3)
+    assert sum(parameter.requires_grad for parameter in lm.parameters()) == 28
+
+
+def test_a_merged_weight_is_rounded_once():
+    weight, a, b = torch.tensor([[1.0, 256.0]]).bfloat16(), torch.tensor([[3.0, 1.0]]).bfloat16(), torch.tensor([[2.0]]).bfloat16()
+    assert merge_weight(weight, a, b, 0.25).tolist() == [[2.5, 256.0]]  # 256.5 is 256 in bfloat16
+    assert merge_weight(weight.float(), a, b, 0.25).tolist() == [[2.5, 256.5]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_parameters_are_the_plain_models_in_its_order_and_equal_pefts_merge(bias):
+    lm = tiny(attention_bias=bias)
+    names = [name for name, _ in lm.named_parameters()]
+    adapted = trained(lm)
+    merged = dict(merged_parameters(lm.named_parameters(), 2.0))
+    assert list(merged) == names
+    adapters = [name for name, _ in adapter_parameters(lm.named_parameters())]
+    assert len(adapters) == 28 and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapters)
+    theirs = dict(copy.deepcopy(adapted).merge_and_unload().named_parameters())
+    assert theirs.keys() == merged.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+
+
+def test_an_engine_that_is_sent_adapters_holds_bit_for_bit_what_it_would_be_sent_merged():
+    for dtype in (torch.float32, torch.bfloat16):
+        engine, lm = tiny().to(dtype), tiny().to(dtype)
+        untouched = {name: parameter.clone() for name, parameter in engine.named_parameters()}
+        received = ReceivedAdapters(engine, LEARNER)
+        trained(lm)
+        lm.to(dtype)
+        sent = dict(adapter_parameters(lm.named_parameters()))
+        own = dict(received.received.named_parameters())
+        assert list(own) == list(sent) and {value.dtype for value in own.values()} == {dtype}
+        for factor in (3, 1):  # a version before: nothing of it stays
+            for name, value in sent.items():
+                own[name].copy_(value * factor)
+            received.merge()
+        merged = dict(merged_parameters(lm.named_parameters(), 2.0))
+        for name, parameter in engine.named_parameters():
+            assert torch.equal(parameter, merged[name]), name
+            assert torch.equal(parameter, untouched[name]) == ("_proj" not in name)
+
+
+def save_words(folder):
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A base folder, a checkpoint of adapters on it, and the model that was saved."""
+    base, checkpoint = tmp_path / "base", tmp_path / "checkpoint"
+    tiny().save_pretrained(base)
+    tokenizer = save_words(base)
+    lm = tiny()
+    adapted = trained(lm)
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    save_adapter_folder(checkpoint, adapted, lm.named_parameters(), tokenizer, rank=1)
+    assert not checkpoint.exists()
+    save_adapter_folder(checkpoint, adapted, lm.named_parameters(), tokenizer, rank=0)
+    return base, checkpoint, lm
+
+
+def test_peft_and_transformers_load_the_saved_folder(saved):
+    from peft import AutoPeftModelForCausalLM, PeftModel
+
+    base, checkpoint, lm = saved
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    loaded = [PeftModel.from_pretrained(plain, checkpoint), AutoPeftModelForCausalLM.from_pretrained(checkpoint)]
+    loaded.append(AutoModelForCausalLM.from_pretrained(checkpoint))
+    with torch.no_grad():
+        expected = lm(IDS).logits[..., :60]
+        for model in loaded:
+            assert torch.equal(model.eval()(IDS).logits[..., :60], expected)
+
+
+def settings_for(base, **learner):
+    return Config(
+        model=ModelConfig(path=str(base)),
+        data=DataConfig(source="unused.jsonl"),
+        rollout=RolloutConfig(),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+        learner=replace(LEARNER, **learner),
+    )
+
+
+def test_what_is_trained_is_said_before_any_model_is_loaded(saved):
+    architecture = tiny().config
+    assert check_lora(settings_for(saved[0], lora_rank=0), architecture, None) == "all weights"
+    # rank 4 on q (64 x 32) and v (32 x 32) of two layers
+    text = "LoRA of rank 4 on 4 layers (q_proj, v_proj): 1,280 parameters, 4.96% of the model's"
+    assert check_lora(settings_for(saved[0], lora_targets=["q_proj", "v_proj"]), architecture, None) == text
+
+
+def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(saved):
+    base, checkpoint, _ = saved
+    architecture = tiny().config
+    check_lora(settings_for(base), architecture, checkpoint)
+    wrong = {
+        "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; .*infsample_rl.merge": {"lora_rank": 0},
+        "learner.lora_rank must be 4 to go on with checkpoint .*, got 8": {"lora_rank": 8},
+        "learner.lora_alpha must be 8 to go on with checkpoint .*, got 16": {"lora_alpha": 16.0},
+        "lora_targets=.'q_proj'. are 2 layers, checkpoint .* has adapters on 14; only one of them has .*down_proj": {"lora_targets": ["q_proj"]},
+    }
+    for message, settings in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            check_lora(settings_for(base, **settings), architecture, checkpoint)
+    with pytest.raises(ValueError, match="learner.lora_rank must be 0 to go on with checkpoint .*, which has no adapter_config.json"):
+        check_lora(settings_for(base), architecture, base)
+
+
+def test_the_merge_command_writes_the_weights_that_sampled(saved, tmp_path, monkeypatch):
+    base, checkpoint, lm = saved
+    monkeypatch.setattr("sys.argv", ["merge", str(checkpoint), str(tmp_path / "out")])
+    assert merge.main() == 0
+    expected = dict(merged_parameters(lm.named_parameters(), 2.0))
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 60
+
+
+def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused):
+    base, checkpoint, _ = saved
+    assert f"CHECKPOINT={base} has no adapter_config.json" in refused(merge.main, str(base), str(tmp_path / "out"))
+    assert f"OUT={base} must be a new or an empty folder" in refused(merge.main, str(checkpoint), str(base))
+    path = checkpoint / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)
+    path.write_text(json.dumps(settings | {"use_dora": True}))
+    assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
