@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from dataclasses import dataclass, field
 
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages
+from infsample_rl.learner.overlong import overlong_penalty
 from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult, RolloutWork, SampleSpec
 
 
@@ -41,6 +43,11 @@ class Group:
     last_sample_at: float = 0.0  # time.time() when its last sample ended
     first_reward_at: float = math.inf  # time.time() when its first micro-group was taken up by the reward worker
 
+    @property
+    def has_signal(self) -> bool:
+        """Whether some sample has an advantage: not when all rewards are equal."""
+        return any(sample.advantage != 0.0 for sample in self.samples)
+
     def sorted_samples(self) -> list[SampleRecord]:
         """Samples by index, whatever order they ended in."""
         return sorted(self.samples, key=lambda sample: sample.sample_index)
@@ -57,13 +64,42 @@ class StepGroups:
     """
 
     def __init__(self, prompts: list[Prompt], config: Config, *, group_size: int, step: int, with_reference: bool):
-        self.groups = [Group(prompt=prompt, size=group_size) for prompt in prompts]
+        self.groups: list[Group] = []
+        self.started_at = time.time()
+        self.row_times: list[tuple[int, float, float]] = []  # (learner rank, begin, end) of every row, as time.time()
         self.failures: list[str] = []
         self._config = config
-        self._step = step
+        self.step = step  # version of the weights that sample it
+        self._group_size = group_size
         self.with_reference = with_reference
         self._by_micro_group: dict[int, tuple[Group, list[SampleRecord]]] = {}
         self._handed_out: set[int] = set()
+        self.extend(prompts)
+
+    def extend(self, prompts: list[Prompt]) -> None:
+        """Sample these prompts too; their prompt_index goes on from those that are there."""
+        self.groups += [Group(prompt=prompt, size=self._group_size) for prompt in prompts]
+
+    @property
+    def micro_groups(self) -> list[int]:
+        """Keys of all micro-groups that have arrived."""
+        return list(self._by_micro_group)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all groups."""
+        return [group.prompt for group in self.groups]
+
+    def trains(self, group: Group) -> bool:
+        """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all equal.
+
+        Rewards before they are shaped: a punished length or a KL alone is no signal (DAPO filters on accuracy).
+        """
+        return len({sample.reward for sample in group.trained_samples()}) > 1 or not self._config.objective.dynamic_sampling
+
+    def trained(self) -> list[Group]:
+        """Complete groups that are trained."""
+        return [group for group in self.groups if group.prompt.prompt_index in self._handed_out and self.trains(group)]
 
     def add_micro_group(self, key: int, header: MicroGroupHeader) -> Group:
         """Enter the samples of a micro-group that has arrived; returns its group."""
@@ -115,42 +151,54 @@ class StepGroups:
         """Whether every group has been handed out."""
         return len(self._handed_out) == len(self.groups)
 
-    def totals(self) -> LossTotals:
-        """Denominators of the whole update, known once every group is in."""
-        samples = [sample for group in self.groups for sample in group.trained_samples()]
-        return LossTotals(
-            num_sequences=len(samples), num_tokens=sum(sample.length for sample in samples), length_normalizer=self._config.rollout.max_new_tokens
-        )
-
     def _is_complete(self, group: Group) -> bool:
         waiting_for_reference = self.with_reference and group.referenced < group.size
         return group.rewarded == group.size and not waiting_for_reference
 
     def _set_advantages(self, group: Group) -> None:
-        """Group-wide advantages; with kl_in_reward, r_i - beta log(pi / pi_ref) first (the paper's section 3.4)."""
+        """Group-wide advantages, of rewards as the objective shapes them."""
         objective, samples = self._config.objective, group.sorted_samples()
-        beta = objective.kl_reward_coef if objective.kl_in_reward else 0.0
-        rewards = [None if sample.reward is None else sample.reward - beta * sample.kl_sum for sample in samples]
-        advantages = group_advantages(rewards, objective.advantage)
+        advantages = group_advantages([self._shaped_reward(sample) for sample in samples], objective.advantage)
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
         if objective.shuffle_advantages:
             trained = group.trained_samples()
             shuffled = [sample.advantage for sample in trained]
-            random.Random(f"{self._config.run.seed}/{self._step}/{group.prompt.prompt_index}").shuffle(shuffled)
+            random.Random(f"{self._config.run.seed}/{self.step}/{group.prompt.prompt_index}").shuffle(shuffled)
             for sample, advantage in zip(trained, shuffled, strict=True):
                 sample.advantage = advantage
 
 
+    def _shaped_reward(self, sample: SampleRecord) -> float | None:
+        """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong responses."""
+        if sample.reward is None:
+            return None
+        objective, reward = self._config.objective, sample.reward
+        if objective.kl_in_reward:
+            reward -= objective.kl_reward_coef * sample.kl_sum
+        if objective.overlong_buffer_tokens > 0:
+            longest = self._config.rollout.max_new_tokens
+            reward += overlong_penalty(sample.length, longest, objective.overlong_buffer_tokens, objective.overlong_penalty)
+        return reward
+
+
 def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
-    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, no KL in the loss)."""
+    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL or entropy in the loss)."""
     samples = group.trained_samples()
-    if not config.objective.kl_in_loss and all(sample.advantage == 0.0 for sample in samples):
+    if not config.objective.kl_in_loss and config.objective.entropy_coef == 0 and not group.has_signal:
         return []
     return [
         SampleSpec(prompt_index=group.prompt.prompt_index, sample_index=sample.sample_index, length=sample.length, advantage=sample.advantage)
         for sample in samples
     ]
+
+
+def loss_totals(groups: list[Group], config: Config) -> LossTotals:
+    """Denominators of an update on these groups: their samples with a reward."""
+    samples = [sample for group in groups for sample in group.trained_samples()]
+    return LossTotals(
+        num_sequences=len(samples), num_tokens=sum(sample.length for sample in samples), length_normalizer=config.rollout.max_new_tokens
+    )
 
 
 def provisional_totals(config: Config) -> LossTotals:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
-from infsample_rl.groups import StepGroups, deal, trainable_specs
+from infsample_rl.groups import StepGroups, deal, loss_totals, trainable_specs
 from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult
 
 
@@ -86,12 +86,13 @@ def test_deterministic_groups_come_in_prompt_order():
 
 
 def test_failed_reward_is_outside_mean_and_every_denominator():
-    groups = StepGroups(prompts(1), config(advantage="mean_only"), group_size=2, step=0, with_reference=False)
+    settings = config(advantage="mean_only")
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(None, 1.0))
     (group,) = groups.take_complete()
     assert [sample.advantage for sample in group.sorted_samples()] == [0.0, 0.0]
-    assert groups.totals() == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
+    assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
 
 
 def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl():
@@ -126,3 +127,23 @@ def test_more_samples_than_the_group_has_is_an_error():
     groups.add_micro_group(0, header(0, [0, 1]))
     with pytest.raises(RuntimeError, match="got 3 samples, its group has 2"):
         groups.add_micro_group(1, header(0, [2]))
+
+
+def test_an_overlong_response_loses_some_of_its_reward():
+    settings = config(advantage="mean_only", overlong_buffer_tokens=6, overlong_penalty=3.0)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))  # of 3 and 4 tokens: 1 and 2 beyond 8 - 6
+    groups.add_rewards(0, rewards(1.0, 1.0))
+    assert [sample.advantage for sample in groups.take_complete()[0].sorted_samples()] == [0.25, -0.25]
+
+
+def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_and_its_denominators():
+    settings = config(dynamic_sampling=True)
+    groups = StepGroups(prompts(2), settings, group_size=2, step=0, with_reference=False)
+    for index, earned in enumerate(((1.0, 1.0), (1.0, 0.0))):
+        groups.add_micro_group(index, header(index, [0, 1]))
+        groups.add_rewards(index, rewards(*earned))
+    assert [groups.trains(group) for group in groups.take_complete()] == [False, True]
+    assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
+    groups.extend([Prompt(prompt_index=2, row=5, messages=[], text="", token_ids=np.array([7], np.int32))])
+    assert not groups.all_complete()

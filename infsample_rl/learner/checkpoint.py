@@ -1,7 +1,9 @@
 """The learner's part of a checkpoint: a Hugging Face folder, and beside it what only training needs.
 
 FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: loads with from_pretrained
-FOLDER/training_state/  float32 masters and AdamW moments (torch.distributed.checkpoint), updates done, one random state a rank
+FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in safetensors files, written by all ranks in
+                        turn; one random state a rank; last of all progress.json, which lists what must be there. Any backend at any
+                        number of ranks can go on from it.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINING_STATE = "training_state"
+FILE_BYTES = 2**30  # a file is written when it has this much
 
 
 def save_pretrained_folder(
@@ -42,28 +45,77 @@ def save_pretrained_folder(
     tokenizer.save_pretrained(folder)
 
 
-def save_training_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, *, num_updates: int, rank: int) -> None:
-    """Write masters, moments, the number of updates and this rank's random state; a collective."""
-    state = folder / TRAINING_STATE
-    state.mkdir(parents=True, exist_ok=True)
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=state)
-    torch.save(torch.get_rng_state(), state / f"random_state_{rank}.pt")
-    if rank == 0:
-        (state / "progress.json").write_text(json.dumps({"num_updates": num_updates, "ranks": dist.get_world_size()}) + "\n")
-    dist.barrier()
+def save_training_state(
+    folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, num_updates: int, optimizer_steps: int, rank: int, world_size: int
+) -> None:
+    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes every i-th of them."""
+    state_folder = folder / TRAINING_STATE
+    state_folder.mkdir(parents=True, exist_ok=True)
+    held: dict[str, Tensor] = {}
+    kinds: dict[str, list[str]] = {}  # parameter -> what is saved of it
+    files = 0
+    for number, (name, state) in enumerate(states):
+        kinds[name] = sorted(state)
+        if number % world_size != rank:
+            continue
+        held |= {f"{name}/{kind}": value.to("cpu", torch.float32, copy=True).contiguous() for kind, value in state.items()}
+        if sum(value.nbytes for value in held.values()) >= FILE_BYTES:
+            save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
+            held, files = {}, files + 1
+    if held:
+        save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
+    torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
+    if world_size > 1:
+        dist.barrier()
+    if rank == 0:  # after the files of all ranks: a save that was cut short has no list, and is not taken for a whole one
+        progress = {"num_updates": num_updates, "optimizer_steps": optimizer_steps, "ranks": world_size, "parameters": kinds}
+        (state_folder / "progress.json").write_text(json.dumps(progress) + "\n")
+    if world_size > 1:
+        dist.barrier()
 
 
-def load_training_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
-    """Read back what save_training_state wrote, at any number of ranks, and return the number of updates done."""
-    state = folder / TRAINING_STATE
-    if not (state / "progress.json").is_file():
-        raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved")
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    loaded = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(loaded, checkpoint_id=state)
-    set_state_dict(policy, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    random_state = state / f"random_state_{rank}.pt"
-    if random_state.is_file():  # a rank that did not exist when it was saved keeps its own
-        torch.set_rng_state(torch.load(random_state, weights_only=True))
-    return int(json.loads((state / "progress.json").read_text())["num_updates"])
+class SavedState:
+    """Reads what save_training_state wrote, a parameter at a time. ValueError, in one line, for a folder without or with a part of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / TRAINING_STATE
+        if not (self.folder / "progress.json").is_file():
+            raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved to its end")
+        progress = json.loads((self.folder / "progress.json").read_text())
+        self.num_updates, self.optimizer_steps = int(progress["num_updates"]), int(progress["optimizer_steps"])
+        self._files: dict[str, Path] = {}  # parameter/kind -> file
+        for path in sorted(self.folder.glob("rank_*.safetensors")):
+            self._files |= dict.fromkeys(_keys(path), path)
+        self._kinds: dict[str, list[str]] = progress["parameters"]
+        missing = [f"{kind} of {name}" for name, kinds in self._kinds.items() for kind in kinds if f"{name}/{kind}" not in self._files]
+        if missing:
+            raise ValueError(f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all)")
+
+    def read(self, name: str, shape: torch.Size | None = None) -> dict[str, Tensor]:
+        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step). `shape`: what it must have."""
+        if name not in self._kinds:
+            raise ValueError(f"checkpoint {self.folder.parent} has no training state of {name}: it is of another model or of other LoRA settings")
+        state = {}
+        for kind in self._kinds[name]:
+            with safe_open(self._files[f"{name}/{kind}"], "pt") as file:
+                state[kind] = file.get_tensor(f"{name}/{kind}")
+            if shape is not None and state[kind].shape != shape:
+                raise ValueError(
+                    f"checkpoint {self.folder.parent} has {name} of shape {list(state[kind].shape)}, the policy of {list(shape)}: "
+                    "it is of another model or of other LoRA settings"
+                )
+        return state
+
+    def restore_random_state(self, rank: int) -> None:
+        """The random state the rank had; one that did not exist when it was saved keeps its own."""
+        path = self.folder / f"random_state_{rank}.pt"
+        if path.is_file():
+            torch.set_rng_state(torch.load(path, weights_only=True))
+
+
+def _keys(path: Path) -> list[str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:  # a file cut off in the middle
+        raise ValueError(f"checkpoint file {path} cannot be read: {str(error).strip().splitlines()[0]}") from None

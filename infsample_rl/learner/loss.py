@@ -4,15 +4,20 @@ Shape letters: T response tokens of this call, N sequences (responses). The deno
 whole update), so any split of an update into calls sums to the same loss, metrics and gradient, as long as every sequence
 is whole in one call.
 
-Each loss is `sum over t of w_t (-J_t + kl_coef KL_t)` with the policy ratio r_t = exp(logprob_t - old_logprob_t):
+Each loss is `sum over t of w_t (-c_t J_t + kl_coef KL_t - entropy_coef H_t)` with the policy ratio r_t = exp(logprob_t - old_logprob_t),
+c_t the importance weight of `engine_weights` (1 with importance none), KL_t of `kl_estimate` and H_t the entropy of the policy at t:
 
 grpo     w_t = 1 / (num_sequences |o_i|), J_t = min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A): the paper's equations 2-4
-         (GRPO, arXiv 2402.03300): the mean over each response's tokens, then over the responses.
+         (GRPO, arXiv 2402.03300, equation 3): the mean over each response's tokens, then over the responses.
 dr_grpo  the same J_t, w_t = 1 / (num_sequences length_normalizer) (Dr. GRPO, arXiv 2503.20783): no bias towards long wrong answers.
-dapo     the same J_t, w_t = 1 / num_tokens (DAPO, arXiv 2503.14476): every token weighs the same.
-gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t) (GSPO, arXiv 2507.18071).
+dapo     the same J_t, w_t = 1 / num_tokens (DAPO, arXiv 2503.14476, equation 8): every token weighs the same.
+gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t) (GSPO, arXiv 2507.18071, equations 5 and 7);
+         the gradient goes through s_i: ds_i / dlogprob_t = s_i / |o_i|.
 cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens (CISPO, MiniMax-M1, arXiv 2506.13585) in the
          one-sided form of TRL, whose epsilon_high is 1 + clip_high here; clip_low is not read. No token loses its gradient.
+
+KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped. docs/objectives.md has
+a table of where TRL and verl differ from each other.
 """
 
 from __future__ import annotations
@@ -43,12 +48,16 @@ def policy_loss(
     totals: LossTotals,
     ref_logprobs: Tensor | None = None,
     engine_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss (to minimise) and metrics of some whole sequences; all tensors [T], sequence_ids[t] names the sequence of token t.
 
     Metrics are sums over these tokens divided by totals.num_tokens, so over all calls of an update they add to means:
-    kl (the estimator chosen), clip_fraction (tokens whose gradient the clip removed, or capped in cispo), importance_mean.
-    ref_logprobs is needed for a KL term, engine_logprobs for importance weights; ValueError when missing or when totals are empty.
+    kl (the estimator chosen), clip_fraction (tokens whose gradient the clip removed, or capped in cispo), importance_mean (of the
+    weights the loss was given), engine_weight and engine_weight_square (of `engine_weights`, for `effective_sample_size`).
+    ref_logprobs is needed for a KL term, engine_logprobs for importance weights, entropy (with gradient) for
+    objective.entropy_coef > 0; ValueError when missing or when totals are empty. objective.importance=auto counts as none:
+    whoever knows the run resolves it.
     """
     denominator = loss_denominator(objective, totals)
     if denominator <= 0 or totals.num_tokens <= 0:
@@ -58,18 +67,31 @@ def policy_loss(
     if objective.loss == "gspo":
         log_ratio = _sequence_sum(log_ratio, inverse, len(lengths))[inverse] / lengths[inverse]
     token_objective, clipped = _clipped_objective(log_ratio.exp(), logprobs, advantages, objective)
-    importance = _importance_weights(old_logprobs, engine_logprobs, inverse, len(lengths), objective)
-    token_loss = -importance * token_objective
-    kl = torch.zeros_like(logprobs)
+    weights = engine_weights(old_logprobs, engine_logprobs, inverse, len(lengths), objective)
+    importance = weights if objective.importance in ("token_tis", "sequence_tis") else torch.ones_like(weights)
+    regularizer, kl = _regularizer(logprobs, ref_logprobs, entropy, objective)
+    token_loss = regularizer - importance * token_objective
+    if objective.loss in ("grpo", "gspo"):
+        token_loss = token_loss / lengths[inverse]
+    sums = {"kl": kl, "clip_fraction": clipped, "importance_mean": importance, "engine_weight": weights, "engine_weight_square": weights.square()}
+    values = torch.stack([value.detach().sum(dtype=logprobs.dtype) for value in sums.values()]).tolist()
+    return token_loss.sum() / denominator, {name: value / totals.num_tokens for name, value in zip(sums, values, strict=True)}
+
+
+def _regularizer(logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+    """kl_coef KL_t - entropy_coef H_t and KL_t of every token; zeros for terms that are not used."""
+    total = kl = torch.zeros_like(logprobs)
     if objective.kl_in_loss:
         if ref_logprobs is None:
             raise ValueError(f"objective.kl={objective.kl} with kl_coef={objective.kl_coef} needs ref_logprobs, got None")
         kl = kl_estimate(logprobs, ref_logprobs, objective.kl)
-        token_loss = token_loss + objective.kl_coef * kl
-    if objective.loss in ("grpo", "gspo"):
-        token_loss = token_loss / lengths[inverse]
-    metrics = {"kl": kl, "clip_fraction": clipped.to(logprobs.dtype), "importance_mean": importance}
-    return token_loss.sum() / denominator, {name: value.detach().sum().item() / totals.num_tokens for name, value in metrics.items()}
+        total = total + objective.kl_coef * kl
+    if objective.entropy_coef > 0:
+        if entropy is None or (logprobs.requires_grad and not entropy.requires_grad):
+            given = "None" if entropy is None else "entropies without gradient"
+            raise ValueError(f"objective.entropy_coef={objective.entropy_coef} needs the tokens' entropies with gradient, got {given}")
+        total = total - objective.entropy_coef * entropy
+    return total, kl
 
 
 def _clipped_objective(ratio: Tensor, logprobs: Tensor, advantages: Tensor, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
@@ -97,22 +119,31 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     raise ValueError(f"objective.kl must be one of k1, k2, k3 here, got {kind!r}")
 
 
-def _importance_weights(
-    old_logprobs: Tensor, engine_logprobs: Tensor | None, inverse: Tensor, num_sequences: int, objective: ObjectiveConfig
-) -> Tensor:
-    """Truncated importance weights min(exp(old - engine), cap) for samples drawn by an engine that rounds differently.
+def engine_weights(old_logprobs: Tensor, engine_logprobs: Tensor | None, inverse: Tensor, num_sequences: int, objective: ObjectiveConfig) -> Tensor:
+    """Truncated importance weights min(exp(old - engine), importance_cap) [T], without gradient, for samples of another policy.
 
-    token_tis takes every token's own ratio, sequence_tis the product over its sequence (Yao et al., "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025). Only the policy term is weighted, not the KL.
+    The other policy is an engine that rounds differently, or one a step behind. Every token has its own ratio; with
+    importance=sequence_tis all tokens of sequence `inverse[t]` have the product over it, not its mean (Yao et al., "Your efficient
+    RL framework secretly brings you off-policy RL training", 2025). Only the policy term is weighted, not KL and entropy.
+    With importance none the loss does not use them, but their effective sample size is still told. engine_logprobs=None: ones.
     """
-    if objective.importance == "none":
-        return torch.ones_like(old_logprobs)
     if engine_logprobs is None:
-        raise ValueError(f"objective.importance={objective.importance} needs engine_logprobs, got None")
+        if objective.importance in ("token_tis", "sequence_tis"):
+            raise ValueError(f"objective.importance={objective.importance} needs engine_logprobs, got None")
+        return torch.ones_like(old_logprobs)
     log_weights = (old_logprobs - engine_logprobs).detach()
     if objective.importance == "sequence_tis":
         log_weights = _sequence_sum(log_weights, inverse, num_sequences)[inverse]
     return log_weights.exp().clamp(max=objective.importance_cap)
+
+
+def effective_sample_size(weight_sum: float, square_sum: float, num_tokens: int) -> float:
+    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when all weights are equal (Kong 1992).
+
+    The sums are over all tokens, calls and ranks of an update. As in verl the weights are the truncated ones, and every token
+    counts once, with sequence_tis too. 0 without any token.
+    """
+    return weight_sum**2 / (num_tokens * square_sum) if num_tokens and square_sum else 0.0
 
 
 def _sequence_sum(values: Tensor, inverse: Tensor, num_sequences: int) -> Tensor:

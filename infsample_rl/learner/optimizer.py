@@ -4,23 +4,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import LearnerConfig
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW over float32 masters; weight decay on matrices only, not on norms and biases."""
+def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
+    """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight decay on matrices only."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": learner.weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    settings = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
+    if learner.optimizer == "adamw_8bit":
+        return _adamw_8bit(groups, settings)
     # One fused kernel for all parameters: the same arithmetic, several times faster than one parameter at a time.
-    return torch.optim.AdamW(groups, lr=learner.lr, betas=(learner.beta1, learner.beta2), eps=learner.adam_epsilon, fused=True)
+    return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of whole blocks stays float32."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise ValueError(
+            "learner.optimizer=adamw_8bit needs the package torchao, which is not installed here; install torchao or take learner.optimizer=adamw"
+        ) from None
+    return AdamW8bit(groups, **settings)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, which its compiled step reads
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply every gradient once, in float32; a parameter that saw no row gets zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif factor != 1.0:
+            parameter.grad.mul_(factor)
+
+
+def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """exp_avg and exp_avg_sq of a parameter in float32, sharded and placed like it; empty before its first step."""
+    found = {name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")}
+    if isinstance(optimizer, torch.optim.AdamW):
+        return found
+    return {name: _dequantized(value) for name, value in found.items()}
+
+
+def _dequantized(value: Tensor) -> Tensor:
+    """A moment of AdamW8bit as float32; it dequantises shard by shard, as DTensor has no operation for it."""
+    if not isinstance(value, DTensor):
+        return value.dequantize()  # of one kept in float32: itself
+    local = value.to_local().dequantize()
+    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+@torch.no_grad()
+def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, values: dict[str, Tensor], steps: int) -> None:
+    """Set a parameter's moments, sharded and placed like it, as after `steps` steps; without any it stays as before the first."""
+    if not values:
+        return
+    if isinstance(optimizer, torch.optim.AdamW):
+        step = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
+        optimizer.state[parameter] = {"step": step} | {name: value.to(parameter.device) for name, value in values.items()}
+        return
+    state = {"step": torch.tensor(float(steps))}
+    for name, value in values.items():
+        state[name] = optimizer._new_buffer(parameter, name == "exp_avg")  # torchao's own choice of 8 bits or float32, signed or not
+        state[name].copy_(value)
+    optimizer.state[parameter] = state
 
 
 def lr_at(step: int, total_steps: int, learner: LearnerConfig) -> float:

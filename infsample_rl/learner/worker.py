@@ -1,7 +1,8 @@
-"""One rank of the learner: rows in, gradients accumulated under one policy version, one update a step.
+"""One rank of the learner: rows in, gradients accumulated under one policy version, one or several updates a step.
 
-One update per batch: the old log-probabilities are the learner's own, detached, so the ratio is exactly 1; what the engine
-reported for the same tokens is compared instead, and a difference that rounding cannot explain stops the run.
+With one update per batch the old log-probabilities are the learner's own, detached, so the ratio is exactly 1; with several they are
+the learner's own from its first pass over a row. What the engine reported for the same tokens is compared with them, and a
+difference that rounding cannot explain stops the run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,57 +19,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from infsample_rl.config import Config
-from infsample_rl.learner.checkpoint import load_training_state, save_pretrained_folder, save_training_state
-from infsample_rl.learner.fsdp_backend import clip_gradients, full_parameters, scale_gradients, shard_policy
-from infsample_rl.learner.loss import engine_mismatch, loss_denominator, policy_loss
-from infsample_rl.learner.optimizer import build_optimizer, lr_at
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.learner.backend import Backend
+from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state
+from infsample_rl.learner.loss import loss_denominator, policy_loss
+from infsample_rl.learner.optimizer import lr_at
+from infsample_rl.learner.publishing import WeightPublisher
+from infsample_rl.learner.reference_policy import build_reference
+from infsample_rl.learner.update_sums import UpdateSums
+from infsample_rl.model.activation_checkpointing import checkpoint_every
+from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.packing import TrainingRow, pack_row, pack_samples
-from infsample_rl.types import LossTotals, TrainingSample, WeightManifest
-from infsample_rl.weight_sync.buckets import pack_buckets
-
-
-@dataclasses.dataclass
-class UpdateSums:
-    """This rank's sums over the rows of one update; the loss still has the provisional denominator."""
-
-    loss: float = 0.0
-    kl: float = 0.0  # per token, like all below
-    entropy: float = 0.0
-    clipped: float = 0.0
-    mismatch: float = 0.0  # |engine - learner|
-    mismatch_k3: float = 0.0
-    num_tokens: int = 0
-    num_nonfinite_rows: int = 0
-    mismatch_max: float = 0.0
+from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
+from infsample_rl.model.packing import PackedRow, TrainingRow, pack_row, pack_samples
+from infsample_rl.rendezvous import host_store, open_store
+from infsample_rl.types import LossTotals, TrainingSample
 
 
 class LearnerWorker:
-    """Trains the policy; every public method but __init__ is a collective of all ranks."""
+    """Trains the policy; every public method but __init__ and host_store is a collective of all ranks."""
 
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int) -> None:
-        self.config, self.rank, self.world_size, self.total_steps = config, rank, world_size, total_steps
+        """`total_steps`: of the run; an update more or less than one a step changes the learning rate's schedule with it."""
+        self.config, self.rank, self.world_size = config, rank, world_size
+        self.total_updates = total_steps * config.objective.updates_per_step
+        self.objective = dataclasses.replace(config.objective, importance=config.importance)
         self.device = torch.device("cuda" if config.cluster.learner_gpus > 0 else "cpu")
-        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._store: dist.TCPStore | None = None  # where the ranks meet, on rank 0
         self.num_updates = 0  # updates done, skipped ones included
         self.provisional: LossTotals | None = None
         self.sums = UpdateSums()
+        self.old_logprobs: dict[int, Tensor] = {}  # of this step's rows, by row_id, where there are several updates
+
+    def host_store(self) -> int:
+        """Rank 0 alone, before setup(): the port at which the other ranks find it."""
+        self._store = host_store(self.config.cluster.collective_timeout_s)
+        return self._store.port
 
     def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
-        """Join the ranks, load model.path or `checkpoint`, shard. Returns what was set up, for the log."""
+        """Join the ranks at rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was set up, for the log.
+
+        A worker of one rank needs no host_store() before, and neither address nor port.
+        """
         torch.set_num_threads(self.config.cluster.threads_per_worker)
         torch.use_deterministic_algorithms(self.config.run.deterministic)
         torch.manual_seed(self.config.run.seed)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            init_method=f"tcp://{master_address}:{master_port}",
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
-        )
+        if self.world_size > 1 or self.config.learner.backend == "deepspeed":
+            if self.world_size == 1:
+                self.host_store()
+            # The gradients of an offloaded optimizer have their norm taken in host memory.
+            on_gpu = "cpu:gloo,cuda:nccl" if self.config.learner.offload_optimizer else "nccl"
+            dist.init_process_group(
+                on_gpu if self.device.type == "cuda" else "gloo",
+                store=self._store or open_store(master_address, master_port, self.config.cluster.collective_timeout_s),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
+            )
         self.tokenizer = load_tokenizer(self.config.model)
-        lm = load_model(self.config.model, self.device, path=checkpoint, dtype=torch.float32)
+        lm, self.adapted = load_policy(self.config, self.device, checkpoint)
         self.policy = PackedPolicy(
             lm,
             valid_vocab=len(self.tokenizer),
@@ -75,14 +84,21 @@ class LearnerWorker:
             bad_token_ids=self.config.rollout.bad_token_ids,
             head_fp32=self.config.model.lm_head_fp32,
         )
+        self.policy.entropy_gradient = self.objective.entropy_coef > 0
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         self._prepare_for_training(lm)
-        shard_policy(self.policy, self.device, self.world_size, self.dtype)
-        self.optimizer = build_optimizer(self.policy.parameters(), self.config.learner)
+        self.backend = self._build_backend()
+        self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
+        self.reference = None
+        if self.objective.kl_in_loss and self.config.reference.placement == "learner":
+            self.reference = build_reference(self.config, self.backend, self.adapted, device=self.device, world_size=self.world_size)
         if checkpoint is not None:
-            self.num_updates = load_training_state(Path(checkpoint), self.policy, self.optimizer, rank=self.rank)
+            saved = SavedState(Path(checkpoint))
+            self.backend.load_training_states(saved)
+            saved.restore_random_state(self.rank)
+            self.num_updates = saved.num_updates
         return {
-            "backend": self.config.learner.backend,
+            "backend": type(self.backend).__name__,
             "device": str(self.device),
             "ranks": self.world_size,
             "parameters": num_parameters,
@@ -95,139 +111,184 @@ class LearnerWorker:
             if isinstance(module, nn.Dropout):  # the policy that sampled had none
                 module.p = 0.0
         if self.config.learner.activation_checkpointing:
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            lm.train()  # transformers checkpoints in training mode only
+            checkpoint_every(lm, self.config.learner.activation_checkpointing)
 
-    def accumulate(self, samples: list[TrainingSample] | None, totals: LossTotals) -> dict[str, int]:
-        """One wave: forward and backward of one row. None: a row of weight zero, so that this rank's collectives match.
+    def _build_backend(self) -> Backend:
+        """Imported where it is chosen: a machine may lack DeepSpeed."""
+        learner, dtype = self.config.learner, getattr(torch, self.config.model.dtype)
+        if learner.backend == "deepspeed":
+            from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
 
-        `totals` may be provisional but must stay the same until step(), which is given the real ones. RuntimeError for a
-        non-finite loss, or for log-probabilities that differ from the engine's by more than rounding.
+            return DeepSpeedBackend(self.policy, learner, device=self.device, dtype=dtype, world_size=self.world_size)
+        if self.world_size == 1:
+            from infsample_rl.learner.unsharded_backend import UnshardedBackend
+
+            return UnshardedBackend(self.policy, learner, dtype=dtype)
+        from infsample_rl.learner.fsdp_backend import FsdpBackend
+
+        return FsdpBackend(self.policy, learner, device=self.device, dtype=dtype, world_size=self.world_size)
+
+    def accumulate(self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None) -> dict[str, int]:
+        """Forward and backward of one row. None: a row of weight zero, so that this rank's collectives match.
+
+        `totals` may be provisional but must stay the same until step(), which is given the real ones. `row_id`: the row's number in the
+        step, where there are several updates: its log-probabilities are kept for the passes that follow. RuntimeError for a non-finite
+        loss, or for log-probabilities that differ from the engine's by more than rounding.
         """
         if self.provisional not in (None, totals):
             raise ValueError(f"totals must stay the same until step(): got {totals} after {self.provisional}")
         self.provisional = totals
+        self.sums.denominator = loss_denominator(self.objective, totals)
         if not samples:
-            dummy = pack_row([(np.zeros(1, np.int32), [np.zeros(1, np.int32)])], self.device)
-            (self.policy(dummy, self.config.rollout.temperature)[0].sum() * 0.0).backward()
+            dummy = _dummy_row(self.device)
+            self._reference_logprobs(dummy, None)
+            self.backend.backward(self._forward(dummy)[0].sum() * 0.0)
             return {"samples": 0, "row_tokens": 0}
         row = pack_samples(samples, self.device)
-        logprobs, entropy = self.policy(row.row, self.config.rollout.temperature)
+        reference = row.reference_logprobs if self.reference is None else self._reference_logprobs(row.row, row_id)
+        logprobs, entropy = self._forward(row.row)
+        old = self._old_logprobs(row_id, logprobs)
         loss, metrics = policy_loss(
             logprobs,
-            logprobs.detach(),
+            old,
             row.advantages,
             row.row.sequence_ids,
-            objective=self.config.objective,
+            objective=self.objective,
             totals=totals,
-            ref_logprobs=row.reference_logprobs,
+            ref_logprobs=reference,
             engine_logprobs=row.engine_logprobs,
+            entropy=entropy,
         )
-        (loss * self.world_size).backward()  # FSDP averages over ranks, the loss is a sum over them
+        self.backend.backward(loss)
         # Checked after the backward pass: a rank that raised before it would leave the others waiting in its collectives.
-        self._add_to_sums(samples, row, loss.item(), logprobs.detach(), entropy, metrics)
+        self._check_row(samples, row, loss.item(), logprobs.detach(), old)
+        if math.isfinite(loss.item()):
+            self.sums.add_row(loss.item(), metrics, totals.num_tokens, old, row.engine_logprobs, entropy)
         return {"samples": len(samples), "row_tokens": row.row.input_ids.shape[1]}
 
-    def _add_to_sums(
-        self, samples: list[TrainingSample], row: TrainingRow, loss: float, logprobs: Tensor, entropy: Tensor, metrics: dict[str, float]
-    ) -> None:
+    @torch.no_grad()
+    def remember(self, samples: list[TrainingSample] | None, row_id: int) -> None:
+        """Keep a row's log-probabilities under the weights of now, before the step's first update changes them. None: as in accumulate."""
+        row = pack_samples(samples, self.device).row if samples else _dummy_row(self.device)
+        logprobs = self._forward(row)[0]
+        self._reference_logprobs(row, row_id if samples else None)
+        if samples:
+            self.old_logprobs[row_id] = logprobs
+
+    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        return self.backend.forward(row, self.config.rollout.temperature)
+
+    def _reference_logprobs(self, row: PackedRow, row_id: int | None) -> Tensor | None:
+        return None if self.reference is None else self.reference.logprobs(row, row_id)
+
+    def _old_logprobs(self, row_id: int | None, logprobs: Tensor) -> Tensor:
+        if row_id is None:
+            return logprobs.detach()
+        return self.old_logprobs.setdefault(row_id, logprobs.detach())
+
+    def _check_row(self, samples: list[TrainingSample], row: TrainingRow, loss: float, logprobs: Tensor, old: Tensor) -> None:
+        """RuntimeError for a loss that is not finite, or tokens whose policy is not the engine's, named."""
+        update = self.num_updates + 1
         if not math.isfinite(loss):
             if self.config.learner.on_nonfinite == "stop":
                 worst = _worst_tokens(samples, (~torch.isfinite(logprobs)).float(), logprobs, row)
-                raise RuntimeError(f"update {self.num_updates + 1}: loss is {loss}; {worst}; learner.on_nonfinite=skip would skip the update")
+                raise RuntimeError(f"update {update}: loss is {loss}; {worst}; learner.on_nonfinite=skip would skip the update")
             self.sums.num_nonfinite_rows += 1
             return
-        absolute, largest, k3 = (value.item() for value in engine_mismatch(logprobs, row.engine_logprobs))
-        limit = self.config.objective.mismatch_stop_float32
-        if self.config.mismatch_is_rounding and not largest <= limit:  # NaN is a mismatch too
-            worst = _worst_tokens(samples, (logprobs - row.engine_logprobs).abs(), logprobs, row)
+        difference, limit = (old - row.engine_logprobs).abs(), self.config.objective.mismatch_stop_float32
+        if self.config.mismatch_is_rounding and not difference.max() <= limit:  # NaN is a mismatch too
+            worst = _worst_tokens(samples, difference, old, row)
             raise RuntimeError(
-                f"update {self.num_updates + 1}: engine and learner differ by {largest:.3g} in a token's log-probability, above "
+                f"update {update}: engine and learner differ by {difference.max().item():.3g} in a token's log-probability, above "
                 f"objective.mismatch_stop_float32={limit:g}: they do not run the same policy; {worst}"
             )
-        sums, num_tokens = self.sums, self.provisional.num_tokens
-        sums.loss += loss
-        sums.kl += metrics["kl"] * num_tokens
-        sums.clipped += metrics["clip_fraction"] * num_tokens
-        sums.entropy += entropy.double().sum().item()
-        sums.mismatch += absolute
-        sums.mismatch_k3 += k3
-        sums.mismatch_max = max(sums.mismatch_max, largest)
-        sums.num_tokens += len(logprobs)
 
-    def step(self, totals: LossTotals) -> dict[str, float]:
+    def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float]:
         """Apply the accumulated gradient with the real denominators of the update, and return its metrics over all ranks.
 
         loss has the real denominator, the other means are over the tokens seen. An update without any valid sample is
         skipped, and so is a non-finite one under learner.on_nonfinite=skip; both count in learner/skipped_updates.
+        `is_last`: of the step; what was kept of its rows is dropped.
         """
-        sums, learner = self._reduce_sums(), self.config.learner
+        learner, update = self.config.learner, self.num_updates + 1
+        if learner.grad_sync == "last_row":
+            self.backend.reduce_with_next_backward()
+            self.backend.backward(self._forward(_dummy_row(self.device))[0].sum() * 0.0)
+        sums = self.sums.over_ranks(self.device, self.world_size)
         self._check_mismatch(sums)
-        lr = lr_at(self.num_updates, self.total_steps, learner)
-        provisional = self.provisional or totals
+        lr = lr_at(self.num_updates, self.total_updates, learner)
         empty = totals.num_sequences == 0
-        factor = 0.0 if empty else loss_denominator(self.config.objective, provisional) / loss_denominator(self.config.objective, totals)
-        scale_gradients(self.policy, factor)
-        grad_norm = clip_gradients(self.policy, learner.max_grad_norm)
-        finite = math.isfinite(grad_norm) and sums.num_nonfinite_rows == 0
-        if not finite and learner.on_nonfinite == "stop":
-            raise RuntimeError(f"update {self.num_updates + 1}: gradient norm is {grad_norm}; learner.on_nonfinite=skip would skip the update")
-        if finite and not empty:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        denominator = loss_denominator(self.objective, totals)
+        factor = 0.0 if empty else (sums.denominator or denominator) / denominator  # of all ranks: this one may have had no row
+        norm = 0.0
+        if empty or sums.num_nonfinite_rows > 0:
+            self.backend.discard()
+        else:
+            norm = self.backend.update(factor=factor, max_norm=learner.max_grad_norm, lr=lr)
+        if not math.isfinite(norm) and learner.on_nonfinite == "stop":
+            raise RuntimeError(f"update {update}: gradient norm is {norm}; learner.on_nonfinite=skip would skip the update")
+        skipped = empty or sums.num_nonfinite_rows > 0 or not math.isfinite(norm)
         self.num_updates += 1
         self.provisional, self.sums = None, UpdateSums()
-        skipped = float(empty or not finite)
-        return self._metrics(sums, sums.loss * factor, grad_norm if finite else 0.0, lr) | {"learner/skipped_updates": skipped}
-
-    def _reduce_sums(self) -> UpdateSums:
-        values = torch.tensor(dataclasses.astuple(self.sums), dtype=torch.float64, device=self.device)
-        total = values[:-1].clone()
-        dist.all_reduce(total)
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return UpdateSums(*total.tolist(), mismatch_max=values[-1].item())
+        if is_last:
+            self.old_logprobs.clear()
+        if self.reference is not None:
+            self.reference.end_update(is_last=is_last)
+        return {
+            "learner/loss": sums.loss * factor,
+            "learner/grad_norm": 0.0 if skipped else norm,
+            "learner/lr": lr,
+            "learner/skipped_updates": float(skipped),
+        } | sums.metrics()
 
     def _check_mismatch(self, sums: UpdateSums) -> None:
         mean, bound = sums.mismatch / max(1, sums.num_tokens), self.config.objective.mismatch_stop
-        if not self.config.mismatch_is_rounding and not mean <= bound:  # NaN is a mismatch too
+        if self.config.mismatch_is_bounded_in_mean and not mean <= bound:  # NaN is a mismatch too
             raise RuntimeError(
                 f"update {self.num_updates + 1}: engine and learner differ by {mean:.3g} in the mean log-probability of a token, above "
                 f"objective.mismatch_stop={bound} (largest {sums.mismatch_max:.3g}): they do not run the same policy"
             )
 
-    def _metrics(self, sums: UpdateSums, loss: float, grad_norm: float, lr: float) -> dict[str, float]:
-        tokens = max(1, sums.num_tokens)
-        return {
-            "learner/loss": loss,
-            "learner/grad_norm": grad_norm,
-            "learner/lr": lr,
-            "learner/kl": sums.kl / tokens,
-            "learner/entropy": sums.entropy / tokens,
-            "learner/clip_fraction": sums.clipped / tokens,
-            "learner/logprob_diff_mean": sums.mismatch / tokens,
-            "learner/logprob_diff_max": sums.mismatch_max,
-            "learner/logprob_diff_k3": sums.mismatch_k3 / tokens,
-        }
+    def published_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor in the model's dtype), one at a time: the weights that sample; run it to its end."""
+        parameters = self.backend.full_parameters()
+        return parameters if self.adapted is None else merged_parameters(parameters, adapter_scale(self.config.learner))
 
-    def export_weights(self, version: int) -> tuple[WeightManifest, list[np.ndarray]] | None:
-        """Rank 0: all weights in the model's dtype under their Hugging Face names, in flat buckets. Other ranks: None."""
-        tensors = full_parameters(self.policy.lm, self.dtype)
-        if self.rank == 0:
-            return pack_buckets(tensors, version)
-        for _ in tensors:
-            pass
-        return None
+    def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """What an engine in another process is sent: published_parameters(), or with learner.lora_publish=adapters the adapters."""
+        if self.adapted is not None and self.config.learner.lora_publish == "adapters":
+            return adapter_parameters(self._trained_parameters())
+        return self.published_parameters()
+
+    def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Full trained parameters in the model's dtype, one at a time; those that are frozen are not gathered."""
+        dtype = getattr(torch, self.config.model.dtype)
+        return ((name, state["master"].to(dtype)) for name, state in self.backend.training_states())
 
     def save(self, folder: str) -> None:
-        """Write a checkpoint: a Hugging Face folder at `folder` and the training state inside it."""
-        save_pretrained_folder(Path(folder), self.policy.lm, full_parameters(self.policy.lm, self.dtype), self.tokenizer, rank=self.rank)
-        save_training_state(Path(folder), self.policy, self.optimizer, num_updates=self.num_updates, rank=self.rank)
+        """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside it."""
+        if self.adapted is None:
+            save_pretrained_folder(Path(folder), self.policy.lm, self.backend.full_parameters(), self.tokenizer, rank=self.rank)
+        else:
+            save_adapter_folder(Path(folder), self.adapted, self._trained_parameters(), self.tokenizer, rank=self.rank)
+        save_training_state(
+            Path(folder),
+            self.backend.training_states(),
+            num_updates=self.num_updates,
+            optimizer_steps=self.backend.optimizer_steps,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
 
     def close(self) -> None:
         """Leave the process group."""
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _dummy_row(device: torch.device) -> PackedRow:
+    """The shortest row there is."""
+    return pack_row([(np.zeros(1, np.int32), [np.zeros(1, np.int32)])], device)
 
 
 def _worst_tokens(samples: list[TrainingSample], badness: Tensor, logprobs: Tensor, row: TrainingRow, count: int = 3) -> str:

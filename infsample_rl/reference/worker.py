@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row
 from infsample_rl.types import Completion, Prompt, ReferenceResult
 
@@ -20,17 +19,7 @@ class ReferenceWorker:
         self.device = torch.device("cuda" if config.cluster.reference_gpus > 0 else "cpu")
         self.temperature = config.rollout.temperature
         self.max_tokens = config.reference.max_tokens_per_micro_batch
-        lm = load_model(config.model, self.device, path=config.reference.path or config.model.path)
-        valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
-        if config.reference.path and rows < valid_vocab:
-            raise ValueError(f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has {valid_vocab}")
-        self.policy = PackedPolicy(
-            lm,
-            valid_vocab=valid_vocab,
-            chunk_tokens=config.learner.logprob_chunk_tokens,
-            bad_token_ids=config.rollout.bad_token_ids,
-            head_fp32=config.model.lm_head_fp32,
-        ).requires_grad_(False)
+        self.policy = load_frozen_policy(config, self.device)
 
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:

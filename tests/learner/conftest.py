@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,10 +34,22 @@ from infsample_rl.types import LossTotals, TrainingSample
 TEMPERATURE = 0.7
 VALID_VOCAB = 60  # the model's head has 64 rows
 
+# How two ranks may share the policy: the settings of the learner that differ. Each runs the test of ten updates.
+BACKENDS = {
+    "fsdp": {},
+    "fsdp last_row": {"grad_sync": "last_row"},
+    "fsdp shard_ranks 1": {"shard_ranks": 1},
+}
+if importlib.util.find_spec("deepspeed") is not None:
+    BACKENDS |= {f"deepspeed zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
+# Rows of the two ranks in each of ten updates.
+DEALS = [(3, 1), (1, 0), (2, 2), (0, 3), (1, 1), (3, 0), (1, 3), (0, 1), (4, 1), (2, 0)]
+
 _spec = importlib.util.spec_from_file_location("rank_main", Path(__file__).with_name("rank_main.py"))
 rank_main = importlib.util.module_from_spec(_spec)
 sys.modules["rank_main"] = rank_main
 _spec.loader.exec_module(rank_main)
+Scenario = rank_main.Scenario
 
 
 def save_tiny_policy(folder: Path, *, tied: bool) -> str:
@@ -108,7 +119,7 @@ def plain_gradients(lm, samples, objective):
     return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
 
 
-def make_config(path, *, learner=None, objective=None, dtype="float32", deterministic=False):
+def make_config(path, *, learner=None, objective=None, dtype="float32", deterministic=False, ranks=1):
     """A whole config around the tiny policy."""
     return Config(
         run=RunConfig(deterministic=deterministic),
@@ -118,40 +129,48 @@ def make_config(path, *, learner=None, objective=None, dtype="float32", determin
         objective=objective or ObjectiveConfig(kl_coef=0.1),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
         learner=learner or LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7),
-        cluster=ClusterConfig(collective_timeout_s=60.0),
+        cluster=ClusterConfig(collective_timeout_s=60.0, learner_ranks=ranks),
     )
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def scenario(config, calls, **settings):
-    """A Scenario on a free port."""
-    return rank_main.Scenario(config=config, calls=calls, port=free_port(), **settings)
 
 
 def run_here(config, calls, **settings):
     """Run a scenario as the only rank, in this process."""
-    return rank_main.run_scenario(scenario(config, calls, **settings), 0, 1)
+    return rank_main.run_scenario(Scenario(config, calls, **settings), 0, 1)
 
 
-def run_ranks(folder: Path, scenarios, world_size: int):
-    """Run scenarios on `world_size` processes; results[rank][name] is the list of its calls' results."""
+def start_ranks(folder: Path, scenarios, world_size: int) -> list[subprocess.Popen]:
+    """Start scenarios on `world_size` processes."""
     job = folder / "job.pickle"
     job.write_bytes(pickle.dumps(scenarios))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, rank_main.__file__, str(job)]
-    ranks = [
+    return [
         subprocess.Popen([*command, str(rank), str(world_size)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for rank in range(world_size)
     ]
-    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+
+
+def end_ranks(ranks: list[subprocess.Popen]) -> list[str]:
+    """Wait for all; what each said. None is left behind when one hangs."""
+    try:
+        return [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_ranks(folder: Path, scenarios, world_size: int):
+    """Run scenarios on `world_size` processes; results[rank][name] is the list of its calls' results."""
+    ranks = start_ranks(folder, scenarios, world_size)
+    outputs = end_ranks(ranks)
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(outputs)
-    return [pickle.loads(job.with_suffix(f".{rank}").read_bytes()) for rank in range(world_size)]
+    return [pickle.loads((folder / f"job.{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def pytest_generate_tests(metafunc):
+    """A test that takes `backend` runs for each of BACKENDS."""
+    if "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", BACKENDS)
 
 
 @pytest.fixture(scope="session")
@@ -177,15 +196,15 @@ def load_plain(path, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def three_plain_updates(path, objective, learner):
-    """Three of ten updates of plain AdamW on one process: [(samples, loss, gradient norm)], parameters after them."""
+def plain_updates(path, objective, learner, count=10):
+    """Updates of plain AdamW on one process, of a run of ten: [(samples, loss, gradient norm)], parameters after the last."""
     lm = load_plain(path)
     matrices = [parameter for parameter in lm.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in lm.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": learner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learner.lr, betas=(learner.beta1, learner.beta2), eps=learner.adam_epsilon)
     history = []
-    for update in range(3):
+    for update in range(count):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(update, 10, learner)
         samples = make_samples(lm, seed=update)
@@ -194,3 +213,23 @@ def three_plain_updates(path, objective, learner):
         optimizer.step()
         history.append((samples, loss, norm))
     return history, {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
+
+
+def cut(samples, count):
+    """`count` rows of neighbouring samples."""
+    bounds = [round(i * len(samples) / count) for i in range(count + 1)]
+    return [samples[start:end] for start, end in zip(bounds, bounds[1:], strict=False)] if count else []
+
+
+def deal(samples, counts):
+    """Rows for every rank: counts[rank] of them."""
+    rows = cut(samples, sum(counts))
+    return [[rows.pop(0) for _ in range(count)] for count in counts]
+
+
+def waves(rows_by_rank, totals, *, lockstep=True):
+    """accumulate calls of an update: a rank without a row in a wave gets None, or, without lockstep, no call."""
+    rounds = max(len(rows) for rows in rows_by_rank)
+    filler = [(None, totals)] if lockstep else [None]
+    padded = [[(row, totals) for row in rows] + filler * (rounds - len(rows)) for rows in rows_by_rank]
+    return [("accumulate", [calls[number] for calls in padded]) for number in range(rounds)]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import Config
+from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.model.packing import pack_row
+from infsample_rl.types import WeightManifest
 
 
 @dataclass
 class Scenario:
-    """A worker's life. A call is (method, one tuple of arguments for each rank, or one tuple for all)."""
+    """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank with None skips it.
+
+    Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,); die_in_next_backward.
+    """
 
     config: Config
     calls: list[tuple[str, Any]]
-    port: int
     total_steps: int = 10
     checkpoint: str | None = None
     results: list[Any] = field(default_factory=list)
@@ -28,26 +39,87 @@ class Scenario:
 
 def gradients(worker: LearnerWorker) -> dict[str, torch.Tensor]:
     """The full gradient of every parameter, summed over rows and ranks."""
-    return {name: parameter.grad.full_tensor().clone() for name, parameter in worker.policy.lm.named_parameters()}
+    backend = worker.backend
+    if worker.config.learner.grad_sync == "last_row":
+        backend.reduce_with_next_backward()
+        row = pack_row([(np.zeros(1, np.int32), [np.zeros(1, np.int32)])], worker.device)
+        backend.backward(backend.forward(row, 1.0)[0].sum() * 0.0)
+    held = backend.masters if isinstance(backend, UnshardedBackend) else backend.trained
+    return {name: whole(parameter.grad) for name, parameter in held.items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, gathered from the ranks."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
     """The full float32 masters."""
-    return {name: parameter.detach().full_tensor().clone() for name, parameter in worker.policy.lm.named_parameters()}
+    return {name: state["master"].clone() for name, state in worker.backend.training_states()}
 
 
-def run_scenario(scenario: Scenario, rank: int, world_size: int) -> list[Any]:
-    """Results of all calls, in order."""
+def states(worker: LearnerWorker) -> dict[str, dict[str, torch.Tensor]]:
+    """The full float32 masters and moments."""
+    return {name: {key: value.clone() for key, value in state.items()} for name, state in worker.backend.training_states()}
+
+
+def full_parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
+    """What is published."""
+    return {name: tensor.clone() for name, tensor in worker.backend.full_parameters()}
+
+
+def write_file(worker: LearnerWorker, path: str) -> None:
+    """Say to the other ranks that this one came so far."""
+    Path(path).touch()
+
+
+def wait_for_file(worker: LearnerWorker, path: str, timeout_s: float = 30.0) -> None:
+    """Wait until another rank came so far."""
+    deadline = time.monotonic() + timeout_s
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody wrote {path} within {timeout_s:g} s")
+        time.sleep(0.02)
+
+
+def die_in_next_backward(worker: LearnerWorker) -> None:
+    """As when the system kills the process for its memory."""
+    worker.policy.lm.model.layers[0].mlp.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def export_weights(worker: LearnerWorker, version: int) -> tuple[WeightManifest, list[np.ndarray]] | None:
+    """Manifest and copies of the buckets on rank 0."""
+    manifest, buckets, _ = worker.publisher.export(version)
+    kept = [bucket.copy() for bucket in buckets]
+    return (manifest, kept) if worker.rank == 0 else None
+
+
+OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward)
+OWN_METHODS = {function.__name__: function for function in OWN_FUNCTIONS}
+
+
+def find_rank_0(worker: LearnerWorker, ports: Path) -> int:
+    """The port of rank 0's store, which the ranks tell each other by a file."""
+    store = dist.FileStore(str(ports), worker.world_size)
+    if worker.rank == 0:
+        store.set("port", str(worker.host_store()))
+    return int(store.get("port"))
+
+
+def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | None = None) -> list[Any]:
+    """Results of all calls, in order. `ports`: a file for the ranks to find each other."""
     worker = LearnerWorker(scenario.config, rank, world_size, scenario.total_steps)
     results = []
     try:
-        worker.setup("127.0.0.1", scenario.port, scenario.checkpoint)
+        worker.setup("127.0.0.1", find_rank_0(worker, ports) if ports else 0, scenario.checkpoint)
         for method, arguments in scenario.calls:
             own = arguments[rank] if isinstance(arguments, list) else arguments
-            if method in ("gradients", "parameters"):
-                results.append(gradients(worker) if method == "gradients" else parameters(worker))
+            if own is None:
+                results.append(None)
+            elif method in OWN_METHODS:
+                results.append(OWN_METHODS[method](worker, *own))
             else:
-                results.append(getattr(worker, method)(*own))
+                results.append(getattr(worker, method)(**own) if isinstance(own, dict) else getattr(worker, method)(*own))
     finally:
         worker.close()
     return results
@@ -57,5 +129,7 @@ if __name__ == "__main__":
     sys.modules["rank_main"] = sys.modules["__main__"]  # the name under which the scenarios were pickled
     job, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     scenarios = pickle.loads(job.read_bytes())
-    answers = {name: run_scenario(scenario, rank, world_size) for name, scenario in scenarios.items()}
+    answers = {}
+    for number, (name, scenario) in enumerate(scenarios.items()):
+        answers[name] = run_scenario(scenario, rank, world_size, job.with_suffix(f".ports{number}"))
     job.with_suffix(f".{rank}").write_bytes(pickle.dumps(answers))

@@ -95,7 +95,7 @@ def test_totals_may_not_change_inside_an_update(tools, untied_policy, samples):
 def test_a_resumed_run_goes_on_bit_for_bit(tools, untied_policy, tmp_path):
     learner = replace(LEARNER, lr_schedule="cosine")
     config = tools.make_config(untied_policy, learner=learner, deterministic=True)
-    history, _ = tools.three_plain_updates(untied_policy, config.objective, learner)
+    history, _ = tools.plain_updates(untied_policy, config.objective, learner, count=3)
     updates = []
     for samples, _, _ in history:
         totals = tools.totals_of(samples)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infsample_rl.config import ObjectiveConfig
-from infsample_rl.learner.loss import engine_mismatch, kl_estimate, loss_denominator, policy_loss
+from infsample_rl.learner.loss import effective_sample_size, engine_mismatch, kl_estimate, loss_denominator, policy_loss
 from infsample_rl.types import LossTotals
 
 # Two sequences: A (2 tokens, advantage 1) with ratios 1.5 and 0.5, B (1 token, advantage -2) with ratio 0.5.
@@ -16,7 +16,7 @@ TOTALS = LossTotals(num_sequences=2, num_tokens=3, length_normalizer=10)
 
 
 def loss_of(loss="grpo", new=NEW, totals=TOTALS, **settings):
-    tensors = {name: settings.pop(name) for name in ("ref_logprobs", "engine_logprobs") if name in settings}
+    tensors = {name: settings.pop(name) for name in ("ref_logprobs", "engine_logprobs", "entropy") if name in settings}
     objective = ObjectiveConfig(**{"loss": loss, "kl": "none", **settings})
     return policy_loss(new, OLD, ADVANTAGES, IDS, objective=objective, totals=totals, **tensors)
 
@@ -114,7 +114,7 @@ def test_any_split_into_calls_gives_the_same_loss_metrics_and_gradient(loss, imp
         results = []
         for parts in ([torch.ones_like(ids, dtype=torch.bool)], [owner == part for part in range(trial % 4 + 1)]):
             new = (old + noise).requires_grad_()
-            total, metrics = 0.0, {"kl": 0.0, "clip_fraction": 0.0, "importance_mean": 0.0}
+            total, metrics = 0.0, dict.fromkeys(("kl", "clip_fraction", "importance_mean", "engine_weight", "engine_weight_square"), 0.0)
             for part in (part for part in parts if part.any()):
                 value, own = policy_loss(
                     *(new[part], old[part], advantages[part], ids[part]),
@@ -137,3 +137,43 @@ def test_engine_mismatch_written_out():
     absolute, largest, k3 = engine_mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.75]))
     assert (absolute.item(), largest.item()) == (0.75, 0.5)
     assert k3.item() == pytest.approx(math.exp(0.5) - 0.5 - 1 + math.exp(-0.25) + 0.25 - 1)
+
+
+def test_the_entropy_bonus_has_the_token_weights_of_its_loss():
+    entropy = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64)
+    bonus = {loss: (loss_of(loss, entropy_coef=0.1, entropy=entropy)[0] - loss_of(loss)[0]).item() for loss in ("grpo", "dr_grpo", "dapo")}
+    assert bonus == pytest.approx({"grpo": -0.1 * (1.0 + 2.5) / 2, "dr_grpo": -0.1 * 4.5 / 20, "dapo": -0.1 * 4.5 / 3}, rel=1e-12)
+    engine = OLD - torch.tensor([4.0, 0.5, 1.5], dtype=torch.float64).log()
+    weighted = {"importance": "token_tis", "engine_logprobs": engine}
+    assert loss_of("dapo", entropy_coef=0.1, entropy=entropy, **weighted)[0] - loss_of("dapo", **weighted)[0] == pytest.approx(bonus["dapo"])
+
+
+def test_an_entropy_bonus_without_gradient_is_refused():
+    with pytest.raises(ValueError, match="entropy_coef=0.1 needs the tokens' entropies with gradient, got None"):
+        loss_of(entropy_coef=0.1)
+    with pytest.raises(ValueError, match="got entropies without gradient"):
+        loss_of(new=NEW.clone().requires_grad_(), entropy_coef=0.1, entropy=torch.ones(3, dtype=torch.float64))
+
+
+def test_importance_auto_counts_as_none():
+    engine = OLD - torch.tensor([4.0, 0.5, 1.5], dtype=torch.float64).log()
+    (plain, _), (value, metrics) = loss_of("dapo"), loss_of("dapo", importance="auto", engine_logprobs=engine)
+    assert value == plain and metrics["importance_mean"] == 1.0
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("none", [2.0, 0.5, 1.5]), ("token_tis", [2.0, 0.5, 1.5]), ("sequence_tis", [2.0, 2.0, 1.5])])
+def test_effective_sample_size_of_the_truncated_weights_written_out(kind, weights):
+    engine = OLD - torch.tensor([4.0, 0.5, 1.5], dtype=torch.float64).log()
+    metrics = loss_of("dapo", importance=kind, engine_logprobs=engine)[1]
+    assert metrics["engine_weight"] == pytest.approx(sum(weights) / 3)
+    assert metrics["engine_weight_square"] == pytest.approx(sum(weight**2 for weight in weights) / 3)
+    size = effective_sample_size(3 * metrics["engine_weight"], 3 * metrics["engine_weight_square"], 3)
+    assert size == pytest.approx(sum(weights) ** 2 / (3 * sum(weight**2 for weight in weights)))
+    assert effective_sample_size(5.0, 5.0, 5) == 1.0 and effective_sample_size(0.0, 0.0, 0) == 0.0
+
+
+def test_gspos_gradient_goes_through_the_sequence_ratio():
+    # s = sqrt(0.75) for A, advantage 1: -(1/2 sequences) s / 2 tokens for each of its tokens; B is clipped
+    new = NEW.clone().requires_grad_()
+    loss_of("gspo", new)[0].backward()
+    assert new.grad.tolist() == pytest.approx([-math.sqrt(0.75) / 4, -math.sqrt(0.75) / 4, 0.0], rel=1e-12)

@@ -1,8 +1,10 @@
+import sys
+
 import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.learner.optimizer import build_optimizer, lr_at
+from infsample_rl.learner.optimizer import build_optimizer, load_moments, lr_at, moments, set_lr
 
 
 def rates(total, **settings):
@@ -42,3 +44,68 @@ def test_weight_decay_is_on_matrices_only():
     optimizer.step()
     assert matrix.tolist() == [[pytest.approx(0.95)] * 2] * 2
     assert norm.tolist() == [1.0, 1.0]
+
+
+def one_parameter(learner, seed=0):
+    """A matrix of whole blocks and a small vector, and an optimizer of both."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 64), (10,))]
+    return parameters, build_optimizer(parameters, learner)
+
+
+def train(parameters, optimizer, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        set_lr(optimizer, 0.01 / (step + 1))
+        optimizer.step()
+
+
+def test_8_bit_moments_are_saved_as_float32_and_come_back():
+    pytest.importorskip("torchao")
+    parameters, optimizer = one_parameter(LearnerConfig(optimizer="adamw_8bit"))
+    assert moments(optimizer, parameters[0]) == {}
+    generator = torch.Generator().manual_seed(1)
+    for parameter in parameters:
+        given = {"exp_avg": torch.randn(parameter.shape, generator=generator), "exp_avg_sq": torch.rand(parameter.shape, generator=generator)}
+        load_moments(optimizer, parameter, given, 4)
+        found = moments(optimizer, parameter)
+        assert {(type(value), value.dtype) for value in found.values()} == {(torch.Tensor, torch.float32)}
+        for name, value in found.items():  # below 4,096 values float32; else the steps of 8 bits are up to 1.4 % of a block's largest
+            assert torch.equal(value, given[name]) if parameter.numel() < 4096 else (value - given[name]).abs().max() < 0.02 * given[name].abs().max()
+        again, later = one_parameter(LearnerConfig(optimizer="adamw_8bit"))
+        twin = again[0] if parameter.numel() >= 4096 else again[1]
+        load_moments(later, twin, found, 4)
+        for name, value in moments(later, twin).items():  # rounding what is rounded: nearly nothing is lost any more
+            assert (value - found[name]).abs().max() < 0.01 * value.abs().max()
+    assert optimizer.state[parameters[0]]["exp_avg"].codes.dtype == torch.uint8
+
+
+@pytest.mark.slow  # torch.compile: 11 s
+def test_8_bit_adamw_follows_float32_and_its_next_update_after_a_resume_is_the_same():
+    pytest.importorskip("torchao")
+    eight, full = LearnerConfig(lr=0.5, weight_decay=0.1, optimizer="adamw_8bit"), LearnerConfig(lr=0.5, weight_decay=0.1)
+    start, _ = one_parameter(full)
+    (ours, optimizer), (plain, other) = one_parameter(eight), one_parameter(full)
+    train(ours, optimizer, range(4))
+    train(plain, other, range(4))
+    for own, expected, before in zip(ours, plain, start, strict=True):
+        assert (own - expected).abs().mean() < 0.02 * (expected - before).abs().mean()  # 0.4 % when measured
+    torch.testing.assert_close(ours[1], plain[1], rtol=1e-6, atol=1e-6)  # below 4,096 values moments stay float32
+    resumed, later = one_parameter(eight)
+    for parameter, old in zip(resumed, ours, strict=True):
+        parameter.data.copy_(old.data)
+        load_moments(later, parameter, {name: value.clone() for name, value in moments(optimizer, old).items()}, 4)
+    before = [parameter.detach().clone() for parameter in ours]
+    train(ours, optimizer, [4])
+    train(resumed, later, [4])
+    for own, again, old in zip(ours, resumed, before, strict=True):
+        assert (again - own).abs().max() <= 0.02 * (own - old).abs().max()  # 0.5 % when measured
+    assert torch.equal(ours[1], resumed[1])
+
+
+def test_8_bits_without_torchao_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao, .*take learner.optimizer=adamw$"):
+        one_parameter(LearnerConfig(optimizer="adamw_8bit"))

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from infsample_rl.learner.row_plan import RowPlanner, assemble, row_tokens
+from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens
 from infsample_rl.types import Completion, ReferenceResult, SampleSpec
 
 
@@ -62,6 +62,51 @@ def test_every_sample_is_in_one_row_and_no_row_is_above_the_budget():
         for group, prompt in zip(groups, prompts, strict=True):
             if prompts[prompt] + sum(spec.length for spec in group) <= 60:
                 assert sum(any(spec in row for spec in group) for row in plans[0]) == 1  # its prompt is computed once
+
+
+def test_the_cost_of_a_row_written_out():
+    # tokens 4 + 2 + 3 = 9; pairs: prompt 4 * 5 / 2 = 10, responses 2 * 4 + 3 = 11 and 3 * 4 + 6 = 18
+    assert row_cost(specs(0, [2, 3]), {0: 4}, pair_cost=0.5) == 9 + 0.5 * 39
+    # another prompt of 1 token with a response of 1: 2 tokens, pairs 1 + 1 + 1
+    assert row_cost(specs(0, [2, 3]) + specs(1, [1]), {0: 4, 1: 1}, pair_cost=1.0) == 11 + 42
+    assert row_cost([], {}) == 0
+
+
+def test_waves_of_similar_rows_written_out():
+    rows = [specs(0, [10]), specs(1, [50]), specs(2, [11]), specs(3, [48]), specs(4, [30])]
+    prompts = dict.fromkeys(range(5), 1)
+    # dearest first; the rank that got 50 takes the cheaper one of the next wave, and the last row goes to the rank with less
+    dealt = [[row and row[0].prompt_index for row in wave] for wave in balanced_waves(rows, 2, prompts)]
+    assert dealt == [[1, 3], [2, 4], [0, None]]
+    assert balanced_waves([], 2, {}) == []
+    assert balanced_waves(rows[:1], 3, prompts) == [[rows[0], None, None]]
+
+
+def test_a_long_response_is_dearer_than_short_ones_of_as_many_tokens():
+    prompts = {0: 100, 1: 100}
+    assert row_cost(specs(0, [4000]), prompts) > row_cost(specs(1, [40] * 100), prompts)
+
+
+def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():
+    generator = random.Random(1)
+    for _ in range(200):
+        ranks = generator.randint(1, 5)
+        prompts = {p: generator.randint(1, 500) for p in range(generator.randint(0, 20))}
+        rows = [specs(p, [generator.randint(1, 4000) for _ in range(generator.randint(1, 4))]) for p in prompts]
+        waves = balanced_waves(rows, ranks, prompts)
+        assert waves == balanced_waves(rows, ranks, prompts)
+        dealt = [row for wave in waves for row in wave if row is not None]
+        assert sorted(names(dealt)) == sorted(names(rows))
+        assert len(waves) == -(-len(rows) // ranks) and all(len(wave) == ranks for wave in waves)
+        assert all(None not in wave for wave in waves[:-1])
+        costs = [[0.0 if row is None else row_cost(row, prompts) for row in wave] for wave in waves]
+        totals = [sum(column) for column in zip(*costs, strict=True)]
+        assert max(totals, default=0) - min(totals, default=0) <= max((max(wave) - min(wave) for wave in costs), default=0) + 1e-6
+        in_turn = sorted((row_cost(row, prompts) for row in rows), reverse=True)
+        assert sum(max(wave) for wave in costs) == pytest.approx(sum(in_turn[::ranks]))  # no grouping has a smaller sum of maxima
+        shuffled = generator.sample(rows, len(rows))
+        arrived = [max(row_cost(row, prompts) for row in shuffled[start : start + ranks]) for start in range(0, len(rows), ranks)]
+        assert sum(max(wave) for wave in costs) <= sum(arrived) + 1e-6
 
 
 def completion(prompt, sample, tokens):

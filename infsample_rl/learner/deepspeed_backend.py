@@ -1,0 +1,246 @@
+"""DeepSpeed ZeRO 1, 2 and 3: the optimizer, gradients too, parameters too are sharded over the ranks.
+
+DeepSpeed keeps the gradients and decides nothing: with managed_gradient_accumulation=false every backward only adds to them, in
+float32 whatever the model's dtype, and one step a whole update ends them. Its loss scale, by which a step divides the gradients in
+float32, is set to 1 / factor for that step. Stages 2 and 3 reduce in every row, stage 3 gathers in every row and every forward, so all
+ranks run the same number of rows; stage 1 reduces in the step. Needs deepspeed >= 0.19.8.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor, nn
+
+from infsample_rl.config import LearnerConfig
+from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.learner.optimizer import build_optimizer, set_lr
+from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.packing import PackedRow
+
+BUCKET_ELEMENTS = 50_000_000  # gradients reduced at a time: 200 MB in float32
+OLDEST = "0.19.8"  # older ones ignore managed_gradient_accumulation=false
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedBackend:
+    """The calls of Backend, for a policy sharded by a DeepSpeed engine at learner.zero_stage."""
+
+    def __init__(self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
+        """`policy` is float32 when given, in `dtype` afterwards; the process group exists. ValueError for what DeepSpeed lacks here."""
+        if dtype == torch.float16:
+            raise ValueError("model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; learner.backend=fsdp has it")
+        deepspeed = _import_deepspeed(device)
+        self.policy, self.world_size = policy, world_size
+        self.stage, self.offloaded = learner.zero_stage, learner.offload_optimizer
+        self.names = dict(policy.lm.named_parameters())
+        self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
+        # The engine casts first and takes its masters from what is left: what that would round is kept for them.
+        exact = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if not torch.equal(value, value.to(dtype))}
+        optimizer = build_optimizer(self.trained.values(), learner)
+        self.optimizer = _cpu_adam(optimizer) if learner.offload_optimizer else optimizer
+        self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=engine_config(policy, learner, dtype))
+        self.zero: Any = self.engine.optimizer
+        self.optimizer_steps = 0
+        self._make_moments()
+        for name, value in exact.items():
+            self._set_state(self.trained[name], value, None)
+
+    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+        """As PackedPolicy.forward; at stage 3 a collective."""
+        return self.engine(row, temperature)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, this rank's part of the sum over ranks."""
+        self.engine.backward(loss * self.world_size)  # ZeRO averages over ranks
+
+    def reduce_with_next_backward(self) -> None:
+        """Nothing: learner.grad_sync=last_row is refused with DeepSpeed."""
+
+    def update(self, *, factor: float, max_norm: float, lr: float) -> float:
+        """Scale, clip, step; the norm before clipping, infinite where it is not a number."""
+        if self._keeps_own_gradients:  # the one of its optimizers without a loss scale
+            for gradients in self.zero.fp32_groups_gradients_flat:
+                gradients.mul_(factor)
+        else:
+            self.zero.loss_scale = 1.0 / factor
+        self.zero.clip_grad = max_norm
+        set_lr(self.optimizer, lr)
+        self.engine.step()
+        if not self._keeps_own_gradients:
+            self.zero.loss_scale = 1.0
+        norm = float(self.engine.get_global_grad_norm())
+        if math.isfinite(norm):
+            self.optimizer_steps += 1
+        self.discard()
+        return norm
+
+    @property
+    def _keeps_own_gradients(self) -> bool:
+        """Whether this is DeepSpeed's BF16_Optimizer, which it takes for stage 1 in bfloat16 without offload: whole float32 gradients."""
+        return type(self.zero).__name__ == "BF16_Optimizer"
+
+    def discard(self) -> None:
+        """Drop the gradients, as the step of a ZeRO optimizer does when they overflow."""
+        self.zero.zero_grad(set_to_none=True)
+        if self._keeps_own_gradients:
+            return
+        if self.stage < 3:
+            self.zero.micro_step_id = -1  # the next row is the first of an update
+            self.zero._release_preflattened_grad_buffers()
+            for group in range(len(self.zero.param_groups)):
+                self.zero.averaged_gradients[group] = self.zero.all_grad_tensors[group] = None
+        if self.offloaded:
+            self.zero.reset_cpu_buffers()
+
+    def _whole(self, parameter: nn.Parameter, *, writer: int | None = None) -> Any:
+        """Inside of it the parameter is whole on every rank; at stage 3 a collective, and what rank `writer` writes there is kept."""
+        if self.stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, full tensor in the model's dtype) of every parameter; at stage 3 gathered one at a time."""
+        for name, parameter in self.names.items():
+            with self._whole(parameter):
+                yield name, parameter.detach()
+
+    def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(name, full float32 state) of every trained parameter, gathered one at a time."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        for name, parameter in self.trained.items():
+            state = {"master": safe_get_full_fp32_param(parameter)}
+            if self.optimizer_steps > 0:
+                state |= {moment: safe_get_full_optimizer_state(parameter, moment) for moment in MOMENTS}
+            yield name, state
+
+    @torch.no_grad()
+    def load_training_states(self, saved: SavedState) -> None:
+        """Take this rank's shards of masters and moments from a checkpoint; every rank reads all of it."""
+        for shard in self._shards():
+            step = self.optimizer.state[shard]["step"]
+            self.optimizer.state[shard]["step"] = step * 0 + saved.optimizer_steps
+        for name, parameter in self.trained.items():
+            state = saved.read(name, parameter.ds_shape if self.stage == 3 else parameter.shape)
+            with self._whole(parameter, writer=0):
+                parameter.copy_(state["master"])
+            self._set_state(parameter, state["master"], None)
+            for moment in state.keys() & set(MOMENTS):
+                self._set_state(parameter, state[moment], moment)
+        self.optimizer_steps = saved.optimizer_steps
+
+    def _make_moments(self) -> None:
+        """Moments of zero for the flat shards of masters that the optimizer steps: DeepSpeed would link only the first group's to the parameters."""
+        for shard in self._shards():
+            step = 0 if self.offloaded else torch.zeros((), device=shard.device)
+            self.optimizer.state[shard] = {"step": step} | {moment: torch.zeros_like(shard) for moment in MOMENTS}
+        if self.stage < 3:
+            self.zero._lazy_init_hp_params_optimizer_state()
+
+    def _shards(self) -> list[Tensor]:
+        """This rank's part of the masters, one flat tensor or several for a group of parameters."""
+        if self.stage == 3:
+            return self.zero.fp32_partitioned_groups_flat
+        return [shard for group in self.optimizer.param_groups for shard in group["params"]]
+
+    @torch.no_grad()
+    def _set_state(self, parameter: nn.Parameter, value: Tensor, moment: str | None) -> None:
+        """Set this rank's part of a parameter's master, or of a moment, from the full float32 tensor."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if self.stage == 3:  # the shards are of equal length, the last one padded, which the calls for full tensors forget
+            length = parameter.ds_tensor.numel()
+            padded = nn.functional.pad(value.flatten(), (0, length * self.world_size - value.numel()))
+            value = padded[dist.get_rank() * length :][:length]
+            set_master, set_moment = safe_set_local_fp32_param, safe_set_local_optimizer_state
+        else:
+            set_master, set_moment = safe_set_full_fp32_param, safe_set_full_optimizer_state
+        if moment is None:
+            set_master(parameter, value)
+        else:
+            set_moment(parameter, value, moment)
+
+
+def engine_config(policy: PackedPolicy, learner: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's own configuration, as its JSON file would have it."""
+    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
+    zero: dict[str, Any] = {
+        "stage": learner.zero_stage,
+        "overlap_comm": False,  # only stage 2 could, with the update's end in our hands
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": 2 * BUCKET_ELEMENTS,
+    }
+    if learner.zero_stage == 3:
+        zero |= {
+            # Norms and biases stay whole: gathering each would cost a message for a few bytes.
+            "stage3_param_persistence_threshold": max((p.numel() for p in policy.parameters() if p.ndim < 2), default=0),
+            "stage3_prefetch_bucket_size": bucket,
+            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+        }
+    if learner.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": next(policy.parameters()).device.type == "cuda"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": learner.max_grad_norm,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True, "check_grad_overflow": True},
+        "zero_optimization": zero,
+    }
+
+
+def _import_deepspeed(device: torch.device) -> ModuleType:
+    """The package, in the state in which deepspeed.initialize joins the process group there is."""
+    # What it reads from the environment, and takes for granted that its launcher has set.
+    os.environ["DS_ACCELERATOR"] = device.type
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if device.type == "cuda" else 0)
+    try:
+        import deepspeed
+    except ImportError:
+        raise ValueError(f"learner.backend=deepspeed needs the package deepspeed >= {OLDEST}; install it or take learner.backend=fsdp") from None
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise ValueError(f"learner.backend=deepspeed needs deepspeed >= {OLDEST}, got {deepspeed.__version__}; update or take learner.backend=fsdp")
+    from deepspeed.utils import groups
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # One of torch 2.13's at every collective: DeepSpeed calls them by the names older versions have.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for shared memory between the ranks of one host
+    groups._release_process_group_references()  # those of an earlier learner in this process, whose ranks have parted
+    return deepspeed
+
+
+def _cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same AdamW with its step in DeepSpeed's C++, the only one ZeRO takes for masters in host memory."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
+    settings = optimizer.defaults
+    try:
+        return DeepSpeedCPUAdam(groups, lr=settings["lr"], betas=settings["betas"], eps=settings["eps"], adamw_mode=True)
+    except RuntimeError as error:
+        raise ValueError(
+            "learner.offload_optimizer=true with learner.backend=deepspeed compiles DeepSpeed's CPU Adam, which failed here "
+            f"({error.__cause__ or error}): install g++ and ninja, or take learner.backend=fsdp"
+        ) from error

@@ -1,0 +1,59 @@
+"""The learner's side of bringing weights to engines in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from torch import Tensor
+
+from infsample_rl.config import ClusterConfig
+from infsample_rl.rendezvous import host_store
+from infsample_rl.types import WeightManifest
+from infsample_rl.weight_sync.buckets import stream_buckets
+from infsample_rl.weight_sync.checksum import summed
+from infsample_rl.weight_sync.link import join_link
+from infsample_rl.weight_sync.manifest import Shape, plan_weights, shapes_of
+from infsample_rl.weight_sync.sync import WeightSyncReport, send_weights
+
+
+class WeightPublisher:
+    """Sends what `tensors` yields, (name, full tensor) one at a time, gathered on all ranks; rank 0 sends. Every call is a collective."""
+
+    def __init__(self, cluster: ClusterConfig, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
+        self._cluster, self._tensors, self._rank = cluster, tensors, rank
+        self._shapes: list[Shape] | None = None
+
+    def _manifest(self, version: int) -> WeightManifest:
+        """What is sent and where it lies in the stream of bytes; found out once."""
+        if self._shapes is None:
+            self._shapes = shapes_of(self._tensors())
+        return plan_weights(self._shapes, version)
+
+    def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray], dict[str, int]]:
+        """For an object store: manifest, buckets (each valid until the next is asked for) and checksums, complete when the buckets are.
+
+        Every rank must run the buckets to their end; those of other ranks than 0 are none.
+        """
+        manifest, tensors, sums = self._manifest(version), self._tensors(), dict[str, int]()
+        if self._rank != 0:
+            return manifest, (bucket for _ in tensors for bucket in ()), sums
+        return manifest, stream_buckets(summed(tensors, sums) if self._cluster.weight_checksum else tensors, manifest), sums
+
+    def host_link(self) -> int:
+        """Rank 0: the port at which the rollout workers meet it in join_link."""
+        self._store = host_store(self._cluster.collective_timeout_s)
+        return self._store.port
+
+    def join_link(self) -> None:
+        """Rank 0: the line to the rollout workers, which join at the same time."""
+        self._link = join_link(self._cluster, self._store, 0)
+
+    def send(self, version: int) -> WeightSyncReport | None:
+        """Rank 0 sends every rollout worker, which receives at the same time, what it samples with. Other ranks gather, and return None."""
+        manifest, tensors = self._manifest(version), self._tensors()
+        if self._rank == 0:
+            return send_weights(self._link, tensors, manifest, with_checksum=self._cluster.weight_checksum)
+        for _ in tensors:
+            pass
+        return None

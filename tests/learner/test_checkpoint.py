@@ -1,0 +1,151 @@
+"""Checkpoints: saved at any number of ranks, loaded at any other; whole or refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infsample_rl.config import LearnerConfig, ObjectiveConfig
+from infsample_rl.learner import checkpoint
+from infsample_rl.learner.checkpoint import SavedState, save_training_state
+
+OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
+LEARNER = LearnerConfig(lr=2e-3, lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+
+
+def update(tools, samples, counts, *, lockstep=True):
+    totals = tools.totals_of(samples)
+    return [*tools.waves(tools.deal(samples, counts), totals, lockstep=lockstep), ("step", (totals,))]
+
+
+@pytest.fixture(scope="module")
+def travels(tools, tied_policy, tmp_path_factory):
+    """A policy's journey: two updates on 1 rank, loaded and trained on at 2, at 3 and at 1 again. Results by number of ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    history, _ = tools.plain_updates(tied_policy, OBJECTIVE, LEARNER, count=5)
+    batches = [samples for samples, _, _ in history]
+    places = {ranks: str(folder / f"saved_at_{ranks}") for ranks in (1, 2, 3)}
+    one, two, three = (tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, ranks=ranks) for ranks in (1, 2, 3))
+    free = tools.make_config(tied_policy, learner=replace(LEARNER, grad_sync="last_row"), objective=OBJECTIVE, ranks=2)
+    saved = [("states", ()), ("save", (places[1],))]
+    found = {1: tools.run_here(one, [*update(tools, batches[0], (2,)), *update(tools, batches[1], (1,)), *saved])}
+    goes_on = [("states", ()), *update(tools, batches[2], (1, 1))]
+    scenarios = {
+        "goes on": tools.Scenario(two, [*goes_on, ("save", (places[2],)), ("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]),
+        "resumed": tools.Scenario(two, [("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]),
+        "last_row": tools.Scenario(free, [("states", ()), *update(tools, batches[3], (2, 1), lockstep=False), ("states", ())]),
+    }
+    scenarios["goes on"].checkpoint, scenarios["resumed"].checkpoint, scenarios["last_row"].checkpoint = places[1], places[2], places[2]
+    found[2] = tools.run_ranks(folder, scenarios, 2)[0]
+    scenario = tools.Scenario(three, [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())])
+    scenario.checkpoint = places[2]
+    found[3] = tools.run_ranks(folder, {"goes on": scenario}, 3)[0]["goes on"]
+    found["back at 1"] = tools.run_here(one, [("states", ()), *update(tools, batches[4], (1,)), ("states", ())], checkpoint=places[3])
+    return found, places, history
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, state in found.items():
+        assert state.keys() == expected[name].keys() == {"master", "exp_avg", "exp_avg_sq"}
+        for key, value in state.items():
+            assert torch.equal(value, expected[name][key]), (name, key)
+
+
+def test_masters_and_moments_are_the_same_wherever_they_are_loaded(travels):
+    found = travels[0]
+    assert_same(found[2]["goes on"][0], found[1][-2])  # 1 rank -> 2
+    saved_at_2 = next(result for result in found[2]["goes on"][1:] if result and "model.norm.weight" in result)
+    assert_same(found[2]["resumed"][0], saved_at_2)  # 2 -> 2
+    assert_same(found[2]["last_row"][0], saved_at_2)
+    assert_same(found[3][0], saved_at_2)  # 2 -> 3
+    assert_same(found["back at 1"][0], found[3][-1])  # 3 -> 1
+
+
+def test_the_next_update_is_bitwise_that_of_a_run_that_went_on(travels):
+    found = travels[0]
+    assert_same(found[2]["resumed"][-1], found[2]["goes on"][-1])
+    assert found[2]["resumed"][-2] == found[2]["goes on"][-2]
+
+
+def test_five_updates_on_1_1_2_3_and_1_ranks_are_those_of_plain_adamw(tools, travels, tied_policy):
+    found, _, history = travels
+    _, expected = tools.plain_updates(tied_policy, OBJECTIVE, LEARNER, count=5)
+    for name, state in found["back at 1"][-1].items():
+        torch.testing.assert_close(state["master"], expected[name], rtol=1e-4, atol=2e-5)
+    assert found["back at 1"][-2]["learner/loss"] == pytest.approx(history[-1][1], rel=1e-4)
+    for name, state in found[2]["last_row"][-1].items():
+        torch.testing.assert_close(state["master"], found[3][-1][name]["master"], rtol=1e-4, atol=2e-5)
+
+
+@pytest.fixture
+def saved(travels, tmp_path):
+    """A copy of a checkpoint of two ranks that a test may break."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(travels[1][2], folder)
+    return folder
+
+
+def refusal(folder):
+    with pytest.raises(ValueError) as caught:
+        SavedState(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_save_that_did_not_end_is_refused(saved):
+    (saved / "training_state" / "progress.json").unlink()
+    assert "has no training_state/progress.json: give a folder this learner saved to its end" in refusal(saved)
+
+
+def test_a_missing_file_is_refused(saved):
+    (saved / "training_state" / "rank_1_0.safetensors").unlink()
+    assert "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.q_proj.weight, exp_avg_sq of" in refusal(saved)
+
+
+def test_a_file_cut_off_in_the_middle_is_refused(saved):
+    path = saved / "training_state" / "rank_0_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"checkpoint file {path} cannot be read" in refusal(saved)
+
+
+def test_a_missing_parameter_is_refused(saved):
+    path = saved / "training_state" / "rank_0_0.safetensors"
+    tensors = load_file(path)
+    del tensors["model.embed_tokens.weight/exp_avg"]
+    save_file(tensors, path)
+    assert "training_state lacks exp_avg of model.embed_tokens.weight (1 tensors in all)" in refusal(saved)
+
+
+def test_a_state_of_another_model_is_refused(saved):
+    state = SavedState(saved)
+    assert (state.num_updates, state.optimizer_steps) == (3, 3)
+    with pytest.raises(ValueError, match="has no training state of lm_head.weight: it is of another model or of other LoRA settings"):
+        state.read("lm_head.weight")
+    with pytest.raises(ValueError, match=r"has model.norm.weight of shape \[32\], the policy of \[64\]"):
+        state.read("model.norm.weight", torch.Size([64]))
+
+
+def test_every_rank_writes_its_share(travels):
+    for ranks, place in travels[1].items():
+        names = sorted(path.name for path in (Path(place) / "training_state").iterdir())
+        files = [f"random_state_{rank}.pt" for rank in range(ranks)] + [f"rank_{rank}_0.safetensors" for rank in range(ranks)]
+        assert names == sorted(["progress.json", *files])
+
+
+def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
+    states = [(f"p{number}", {"master": torch.full((100,), float(number)), "exp_avg": torch.zeros(100)}) for number in range(5)]
+    save_training_state(tmp_path, iter(states), num_updates=4, optimizer_steps=3, rank=0, world_size=1)
+    sizes = {path.name: len(load_file(path)) for path in (tmp_path / "training_state").glob("*.safetensors")}
+    assert sizes == {"rank_0_0.safetensors": 4, "rank_0_1.safetensors": 4, "rank_0_2.safetensors": 2}  # 800 bytes a parameter
+    saved = SavedState(tmp_path)
+    for name, state in states:
+        read = saved.read(name)
+        assert read.keys() == state.keys() and all(torch.equal(read[key], state[key]) for key in state)
+    progress = json.loads((tmp_path / "training_state" / "progress.json").read_text())
+    assert progress["parameters"]["p3"] == ["exp_avg", "master"] and progress["ranks"] == 1

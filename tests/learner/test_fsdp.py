@@ -1,0 +1,246 @@
+"""FSDP2 on real ranks: reduced with the last row only, sharded over some of the ranks, in 16 bits, offloaded."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from infsample_rl.config import LearnerConfig, ObjectiveConfig
+from infsample_rl.learner.fsdp_backend import FsdpBackend
+from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments
+from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.packing import pack_samples
+from infsample_rl.types import LossTotals
+
+pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
+
+OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
+EVERY_ROW = LearnerConfig(lr=2e-3, max_grad_norm=0.5, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+LAST_ROW = replace(EVERY_ROW, grad_sync="last_row")
+NOTHING = LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)  # of an update without samples: its gradient is dropped
+PROVISIONAL = LossTotals(num_sequences=12, num_tokens=200, length_normalizer=16)
+
+
+def random_cases(tools, samples, count):
+    """(kept samples, rows of two ranks): some groups dropped or cut short by failed rewards, the others cut and dealt at random."""
+    generator = random.Random(5)
+    for _ in range(count):
+        dropped = generator.sample(range(3), generator.randint(0, 2))
+        kept = [sample for sample in samples if sample.prompt_index not in dropped and generator.random() < 0.8]
+        rows, ranks = tools.cut(kept, generator.randint(1, max(1, len(kept)))) if kept else [], [[], []]
+        for row in rows:
+            generator.choice(ranks).append(row)
+        yield kept, ranks
+
+
+def two_updates(tools, samples, *, lockstep):
+    """Two updates from the same samples, the second from ratios to the policy before the first."""
+    first, second = samples[:8], samples[8:]
+    calls = []
+    for number, (row, rank) in enumerate([(second[:2], 0), (second[2:], 1)]):
+        others = (None, -1) if lockstep else None
+        calls.append(("remember", [(row, 10 + number) if rank == own else others for own in (0, 1)]))
+    rows = [[(first[:3], 0), (first[3:5], 1)], [(first[5:], 2)]]
+    calls += numbered(rows, tools.totals_of(first), lockstep)
+    calls += [("step", {"totals": tools.totals_of(first), "is_last": False}), ("full_parameters", ())]
+    calls += numbered([[(second[:2], 10)], [(second[2:], 11)]], tools.totals_of(second), lockstep)
+    return [*calls, ("step", (tools.totals_of(second),)), ("parameters", ())]
+
+
+def numbered(rows_by_rank, totals, lockstep):
+    rounds = max(len(rows) for rows in rows_by_rank)
+    filler = [(None, totals, None)] if lockstep else [None]
+    padded = [[(row, totals, number) for row, number in rows] + filler * (rounds - len(rows)) for rows in rows_by_rank]
+    return [("accumulate", [calls[number] for calls in padded]) for number in range(rounds)]
+
+
+def free_ranks(tools, samples, folder):
+    """Rank 1 does not even start until rank 0 has run all its rows."""
+    totals, (rows, others) = tools.totals_of(samples), tools.deal(samples, (3, 1))
+    calls = [("accumulate", [(row, totals), None]) for row in rows]
+    calls += [("write_file", [(str(folder / "done"),), None]), ("wait_for_file", [None, (str(folder / "done"),)])]
+    return [*calls, ("accumulate", [None, (others[0], totals)]), ("step", (totals,)), ("parameters", ()), ("full_parameters", ())]
+
+
+@pytest.fixture(scope="module")
+def samples(tools, untied_policy):
+    return tools.make_samples(tools.load_plain(untied_policy))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tools, samples, untied_policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fsdp")
+    bf16 = tools.make_samples(tools.load_plain(untied_policy, torch.bfloat16))
+    totals = tools.totals_of(samples)
+    scenarios = {}
+    for name, learner in (("every_row", EVERY_ROW), ("last_row", LAST_ROW)):
+        lockstep = name == "every_row"
+        config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE, ranks=2)
+        calls = []
+        for _, ranks in random_cases(tools, samples, 6):
+            calls += [*tools.waves(ranks, PROVISIONAL, lockstep=lockstep), ("gradients", ()), ("step", (NOTHING,))] if any(ranks) else []
+        scenarios[f"{name}, random"] = tools.Scenario(config, calls)
+        scenarios[f"{name}, two updates"] = tools.Scenario(config, two_updates(tools, samples, lockstep=lockstep))
+        config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE, dtype="bfloat16", ranks=2)
+        calls = [*tools.waves(tools.deal(bf16, (3, 0)), totals, lockstep=lockstep), ("step", (totals,)), ("parameters", ()), ("full_parameters", ())]
+        scenarios[f"{name}, bf16"] = tools.Scenario(config, calls)
+    config = tools.make_config(untied_policy, learner=LAST_ROW, objective=OBJECTIVE, ranks=2)
+    for counts in ((7, 1), (3, 0)):
+        calls = [*tools.waves(tools.deal(samples, counts), totals, lockstep=False), ("gradients", ())]
+        scenarios[f"{counts}"] = tools.Scenario(config, calls)
+    scenarios["free"] = tools.Scenario(config, free_ranks(tools, samples, folder))
+    config = tools.make_config(untied_policy, learner=replace(EVERY_ROW, offload_optimizer=True), objective=OBJECTIVE, ranks=2)
+    calls = [*tools.waves(tools.deal(samples, (3, 1)), totals), ("step", (totals,)), ("parameters", ())]
+    scenarios["offload"] = tools.Scenario(config, calls)
+    return tools.run_ranks(folder, scenarios, 2)
+
+
+def assert_equal_gradients(found, expected, factor=1.0):
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient * factor, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("counts", [(7, 1), (3, 0)])
+def test_gradient_reduced_with_the_last_row_is_the_plain_one(tools, two_ranks, samples, untied_policy, counts):
+    _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
+    for rank in two_ranks:
+        assert_equal_gradients(rank[f"{counts}"][-1], expected)
+
+
+@pytest.mark.parametrize("grad_sync", ["every_row", "last_row"])
+def test_any_deal_of_any_rows_with_dropped_groups_gives_the_plain_gradient(tools, two_ranks, samples, untied_policy, grad_sync):
+    lm = tools.load_plain(untied_policy)
+    found = [result for result in two_ranks[1][f"{grad_sync}, random"] if result and "lm_head.weight" in result]
+    cases = [kept for kept, ranks in random_cases(tools, samples, 6) if any(ranks)]
+    assert len(found) == len(cases) >= 4
+    assert any(len(kept) < 12 for kept in cases)
+    for kept, gradients in zip(cases, found, strict=True):
+        assert_equal_gradients(gradients, tools.plain_gradients(lm, kept, OBJECTIVE)[1], factor=PROVISIONAL.num_sequences / len(kept))
+
+
+def test_ranks_run_their_rows_without_waiting_for_each_other(two_ranks, tools, samples, untied_policy):
+    parameters, published = two_ranks[0]["free"][-2:]  # that it ended is the point: with every_row rank 0 would wait for rank 1
+    totals = tools.totals_of(samples)
+    config = tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE)
+    expected = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[-1]
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-5)
+        assert torch.equal(value, published[name])
+
+
+@pytest.mark.parametrize("grad_sync", ["every_row", "last_row"])
+def test_two_updates_from_the_same_samples_equal_those_of_one_rank(two_ranks, tools, samples, untied_policy, grad_sync):
+    first, second = samples[:8], samples[8:]
+    totals = [tools.totals_of(part) for part in (first, second)]
+    calls = [("remember", (second, 1)), ("accumulate", (first, totals[0], 0)), ("step", {"totals": totals[0], "is_last": False})]
+    calls += [("accumulate", (second, totals[1], 1)), ("step", (totals[1],)), ("parameters", ())]
+    expected = tools.run_here(tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE), calls)
+    found = two_ranks[0][f"{grad_sync}, two updates"]
+    steps = [[result for result in results if result and "learner/loss" in result] for results in (found, expected)]
+    for own, other in zip(*steps, strict=True):
+        assert own == pytest.approx(other, rel=1e-3, abs=1e-6)
+    for name, value in found[-1].items():
+        torch.testing.assert_close(value, expected[-1][name], rtol=1e-4, atol=2e-5)
+
+
+def test_bf16_ranks_that_keep_their_gradients_add_them_in_float32(two_ranks):
+    (*_, step, masters, published), (*_, other_step, other_masters, _) = (two_ranks[0][f"{name}, bf16"] for name in ("last_row", "every_row"))
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    assert {value.dtype for value in published.values()} == {torch.bfloat16}
+    assert step == pytest.approx(other_step, rel=1e-2, abs=1e-6)
+    for name, value in masters.items():
+        assert torch.equal(value.bfloat16(), published[name])
+        torch.testing.assert_close(value, other_masters[name], rtol=1e-3, atol=1e-3)
+
+
+def test_an_offloaded_optimizer_steps_alike(two_ranks, tools, samples, untied_policy):
+    expected = two_ranks[0]["free"][-2]
+    for name, value in two_ranks[0]["offload"][-1].items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-5)
+
+
+def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, samples, untied_policy, tmp_path):
+    totals, deal = tools.totals_of(samples), tools.deal(samples, (2, 1, 0, 1))
+    scenarios = {}
+    for name, learner in (("every_row", EVERY_ROW), ("last_row", LAST_ROW)):
+        config = tools.make_config(untied_policy, learner=replace(learner, shard_ranks=2), objective=OBJECTIVE, ranks=4)
+        calls = tools.waves(deal, totals, lockstep=name == "every_row")
+        scenarios[name] = tools.Scenario(config, [*calls, ("gradients", ()), ("step", (totals,)), ("parameters", ())])
+    _, gradients = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
+    config = tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE)
+    parameters = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[-1]
+    for rank in tools.run_ranks(tmp_path, scenarios, 4):
+        for results in rank.values():
+            assert_equal_gradients(results[-3], gradients)
+            for key, value in results[-1].items():
+                torch.testing.assert_close(value, parameters[key], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("settings", [EVERY_ROW, pytest.param(LAST_ROW, marks=pytest.mark.slow)])
+def test_a_rank_that_dies_in_its_backward_pass_ends_the_others_with_an_error(tools, samples, untied_policy, tmp_path, settings):
+    config, totals = tools.make_config(untied_policy, learner=settings, objective=OBJECTIVE, ranks=2), tools.totals_of(samples)
+    calls = [("die_in_next_backward", [None, ()]), *tools.waves(tools.deal(samples, (1, 1)), totals), ("step", (totals,))]
+    ranks = tools.start_ranks(tmp_path, {"dies": tools.Scenario(config, calls)}, 2)
+    outputs = tools.end_ranks(ranks)
+    assert [rank.returncode for rank in ranks] == [1, -9], "\n".join(outputs)
+    assert "RuntimeError" in outputs[0]
+
+
+@pytest.fixture
+def one_rank_group():
+    """A process group of this process alone."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow  # torch.compile
+def test_8_bit_moments_of_shards_are_saved_as_float32_and_come_back(one_rank_group):
+    pytest.importorskip("torchao")
+    twins = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        twins.append((layer, build_optimizer(layer.parameters(), LearnerConfig(optimizer="adamw_8bit"))))
+    (layer, optimizer), (twin, later) = twins
+    layer(torch.ones(1, 64)).square().sum().backward()
+    optimizer.step()
+    saved = moments(optimizer, layer.weight)
+    gradient = layer.weight.grad.full_tensor()
+    torch.testing.assert_close(saved["exp_avg"].full_tensor(), 0.1 * gradient, rtol=0, atol=0.02 * 0.1 * gradient.abs().max().item())
+    load_moments(later, twin.weight, saved, 1)
+    for name, value in moments(later, twin.weight).items():
+        assert value.placements == saved[name].placements
+        torch.testing.assert_close(value.full_tensor(), saved[name].full_tensor(), rtol=0, atol=0.01 * saved[name].full_tensor().abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [EVERY_ROW, LAST_ROW])
+def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(tools, one_rank_group, samples, untied_policy, settings):
+    device, found = torch.device("cuda"), {}
+    for offload in (True, False):
+        policy = PackedPolicy(tools.load_plain(untied_policy).to(device), valid_vocab=60, chunk_tokens=7)
+        learner = replace(settings, offload_optimizer=offload)
+        backend = FsdpBackend(policy, learner, device=device, dtype=torch.float32, world_size=1)
+        for _ in range(2):
+            backend.backward(backend.forward(pack_samples(samples[:6], device).row, 0.7)[0].sum())
+            backend.reduce_with_next_backward()
+            backend.backward(backend.forward(pack_samples(samples[6:], device).row, 0.7)[0].sum())
+            norm = backend.update(factor=0.5, max_norm=1.0, lr=1e-3)
+        if offload:
+            assert {shard.to_local().device.type for shard in backend.shards.values()} == {"cpu"}
+        states = {name: {key: value.cpu() for key, value in state.items()} for name, state in backend.training_states()}
+        published = {name: tensor.clone() for name, tensor in backend.full_parameters()}
+        assert {tensor.device.type for tensor in published.values()} == {"cuda"}
+        found[offload] = norm, states
+    assert found[True][0] == pytest.approx(found[False][0], rel=1e-3)
+    for name, state in found[True][1].items():
+        torch.testing.assert_close(state["master"], found[False][1][name]["master"], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,242 @@
+"""reference.placement=learner: the same log-probabilities, losses and updates as with reference workers, computed where rows are trained."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.learner.reference_policy import ReferencePolicy, keep_in_host_memory
+from infsample_rl.model.frozen_policy import load_frozen_policy
+from infsample_rl.model.packing import pack_row, pack_samples
+from infsample_rl.placement import reference_text, worker_groups
+from infsample_rl.reference.worker import ReferenceWorker
+from infsample_rl.startup import setting_warnings
+from infsample_rl.types import Completion, Prompt
+
+pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
+
+# The samples of the second step are those of the first, which another policy drew.
+OBJECTIVE = ObjectiveConfig(kl_coef=0.5, loss="dapo", epochs=2, mini_batches=2, mismatch_stop_float32=100.0)
+LEARNER = LearnerConfig(lr=1e-2, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+LORA = replace(LEARNER, lora_rank=4, lora_alpha=64.0)
+HERE = ReferenceConfig(placement="learner")
+COPY, ADAPTERS_OFF = "copy", "adapters off"
+LEARNERS = {COPY: LEARNER, ADAPTERS_OFF: LORA}
+WAYS: dict[str, dict[str, object]] = {"fsdp": {}, "fsdp last_row": {"grad_sync": "last_row"}}
+if importlib.util.find_spec("deepspeed") is not None:
+    WAYS |= {"deepspeed 3": {"backend": "deepspeed", "zero_stage": 3}}
+
+
+@pytest.fixture(scope="module")
+def frozen(tools, tmp_path_factory):
+    """The folder of another policy than the one that is trained."""
+    folder = tools.save_tiny_policy(tmp_path_factory.mktemp("frozen"), tied=True)
+    lm = tools.load_plain(folder)
+    with torch.no_grad():
+        for parameter in lm.parameters():
+            parameter.mul_(1.1)
+    lm.save_pretrained(folder)
+    return folder
+
+
+def with_reference(config, samples):
+    """The samples with what a reference worker says of them."""
+    worker = ReferenceWorker(config)
+    found = []
+    for sample in samples:
+        prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
+        completion = Completion(
+            **{"prompt_index": 0, "sample_index": 0, "token_ids": sample.response_ids, "logprobs": sample.engine_logprobs},
+            **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
+        )
+        found.append(replace(sample, reference_logprobs=worker.logprobs(prompt, [completion]).logprobs[0]))
+    return found
+
+
+def config_of(tools, path, frozen, kind, *, settings=None, ranks=1):
+    """A run whose reference is on the learner: a copy of another policy, or the policy without its adapters."""
+    config = tools.make_config(path, learner=replace(LEARNERS[kind], **(settings or {})), objective=OBJECTIVE, ranks=ranks)
+    return replace(config, reference=replace(HERE, path=frozen if kind == COPY else None))
+
+
+def on_workers(config):
+    """The same run with reference workers."""
+    return replace(config, reference=ReferenceConfig(path=config.reference.path))
+
+
+def two_epochs(tools, samples, deals, *, lockstep):
+    """A step of four updates: two epochs over two mini-batches, dealt to ranks; rows of the second are remembered first."""
+    half = len(samples) // 2
+    parts, calls, number = [samples[:half], samples[half:]], [], 0
+    plans = []
+    for part, counts in zip(parts, deals, strict=True):
+        waves = tools.waves(tools.deal(part, counts), tools.totals_of(part), lockstep=lockstep)
+        numbered = []
+        for _, arguments in waves:
+            ids = [number + rank if own is not None and own[0] else None for rank, own in enumerate(arguments)]
+            number += len(arguments)
+            numbered.append([own if own is None else (*own, row_id) for own, row_id in zip(arguments, ids, strict=True)])
+        plans.append(numbered)
+    for wave in plans[1]:
+        calls.append(("remember", [own and (own[0], own[2]) for own in wave]))
+    for epoch in range(2):
+        for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            calls += [("accumulate", wave) for wave in plan]
+            calls.append(("step", {"totals": tools.totals_of(part), "is_last": epoch == 1 and index == 1}))
+    return calls
+
+
+@pytest.fixture(scope="module")
+def samples(tools, tied_policy):
+    return tools.make_samples(tools.load_plain(tied_policy), prompts=4, with_reference=False)
+
+
+@pytest.fixture(scope="module")
+def expected(tools, tied_policy, frozen, samples):
+    """What two steps give at one rank with reference workers."""
+    results = {}
+    for kind in LEARNERS:
+        config = on_workers(config_of(tools, tied_policy, frozen, kind))
+        step = two_epochs(tools, with_reference(config, samples), [(1,), (2,)], lockstep=True)
+        results[kind] = tools.run_here(config, [*step, *step, ("parameters", ())])
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tools, tied_policy, frozen, samples, tmp_path_factory):
+    scenarios = {}
+    for kind in LEARNERS:
+        for way, settings in WAYS.items():
+            step = two_epochs(tools, samples, [(3, 1), (0, 2)], lockstep=way != "fsdp last_row")
+            config = config_of(tools, tied_policy, frozen, kind, settings=settings, ranks=2)
+            scenarios[kind, way] = tools.Scenario(config, [*step, *step, ("parameters", ())])
+    return tools.run_ranks(tmp_path_factory.mktemp("reference_ranks"), scenarios, 2)
+
+
+def steps_of(results):
+    return [result for result in results if isinstance(result, dict) and "learner/loss" in result]
+
+
+def check_equal(own, workers):
+    """Losses, gradient norms and KL of eight updates, and the weights after them."""
+    assert len(steps_of(own)) == 8
+    for step, expected in zip(steps_of(own), steps_of(workers), strict=True):
+        for name in ("learner/loss", "learner/grad_norm", "learner/kl"):
+            assert step[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert steps_of(own)[-1]["learner/kl"] > 1e-3
+    for name, value in own[-1].items():
+        torch.testing.assert_close(value, workers[-1][name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_updates_on_two_ranks_are_those_with_reference_workers(two_ranks, expected, kind, way):
+    for rank in two_ranks:
+        check_equal(rank[kind, way], expected[kind])
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_updates_at_one_rank_are_those_with_reference_workers(tools, tied_policy, frozen, samples, expected, kind):
+    step = two_epochs(tools, samples, [(3,), (1,)], lockstep=True)
+    check_equal(tools.run_here(config_of(tools, tied_policy, frozen, kind), [*step, *step, ("parameters", ())]), expected[kind])
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_logprobs_are_those_of_a_reference_worker(tools, tied_policy, frozen, samples, kind):
+    config = config_of(tools, tied_policy, frozen, kind)
+    worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
+    worker.setup("127.0.0.1", 0, None)
+    totals = tools.totals_of(samples)
+    worker.accumulate(samples, totals)  # the policy moves, the reference does not
+    worker.step(totals)
+    row = pack_samples(samples, "cpu").row
+    expected = np.concatenate([sample.reference_logprobs for sample in with_reference(on_workers(config), samples)])
+    own = worker.reference.logprobs(row, None)
+    np.testing.assert_allclose(own.numpy(), expected, atol=1e-5)
+    assert not own.requires_grad
+    assert (worker.policy(row, tools.TEMPERATURE)[0] - own).abs().max() > 0.01
+
+
+def test_no_reference_is_loaded_without_a_kl_in_the_loss(tools, tied_policy):
+    for objective in (ObjectiveConfig(kl="none"), ObjectiveConfig(kl_coef=0.0)):
+        config = replace(tools.make_config(tied_policy, learner=LEARNER, objective=objective), reference=replace(HERE, path="nowhere"))
+        worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
+        worker.setup("127.0.0.1", 0, None)
+        assert worker.reference is None
+
+
+def test_rows_are_seen_once_a_step_and_those_never_seen_are_an_error():
+    seen = []
+
+    def forward(row, temperature):
+        seen.append(temperature)
+        return torch.full((2,), -float(len(seen))), torch.zeros(2)
+
+    row = pack_row([(np.array([5], np.int32), [np.array([1, 2], np.int32)])], "cpu")
+    reference = ReferencePolicy(forward, 0.7)
+    assert reference.logprobs(row, 0).tolist() == [-1, -1]
+    assert reference.logprobs(row, 1).tolist() == [-2, -2]
+    reference.end_update(is_last=False)
+    assert reference.logprobs(row, 1).tolist() == [-2, -2] and reference.logprobs(row, 0).tolist() == [-1, -1]
+    assert reference.logprobs(row, None).tolist() == [0, 0]  # a row of weight zero: nobody else computes now
+    with pytest.raises(RuntimeError, match="row 2 has no reference log-probabilities"):
+        reference.logprobs(row, 2)
+    reference.end_update(is_last=True)
+    assert reference.logprobs(row, 0).tolist() == [-3, -3] and seen == [0.7] * 3
+
+
+def check_offload(tools, path, device, samples):
+    """Log-probabilities stay, and of the layers' weights at most one layer's is outside host memory at a time."""
+    config = tools.make_config(path)
+    row = pack_samples(samples, device).row
+    plain, offloaded = load_frozen_policy(config, device), load_frozen_policy(config, "cpu")
+    keep_in_host_memory(offloaded, torch.device(device))
+    held = {parameter: parameter.data_ptr() for parameter in offloaded.parameters()}
+    moved = []
+    for layer in offloaded.decoder_layers():
+        layer.mlp.register_forward_hook(lambda *_: moved.append([parameter.data_ptr() != held[parameter] for parameter in offloaded.parameters()]))
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(offloaded(row, 0.7)[0], plain(row, 0.7)[0])
+    one_layer, rest = len(list(offloaded.decoder_layers()[0].parameters())), len(held) - 2 * len(list(offloaded.decoder_layers()[0].parameters()))
+    assert [sum(parameters) for parameters in moved] == [one_layer + rest] * 4
+    assert all(parameter.data_ptr() == address and parameter.device.type == "cpu" for parameter, address in held.items())
+
+
+def test_an_offloaded_reference_brings_one_layer_at_a_time(tools, tied_policy, untied_policy, samples):
+    check_offload(tools, tied_policy, "cpu", samples)
+    check_offload(tools, untied_policy, "cpu", samples)
+
+
+@pytest.mark.gpu
+def test_an_offloaded_reference_keeps_its_weights_in_host_memory(tools, tied_policy, samples):
+    check_offload(tools, tied_policy, "cuda", samples)
+
+
+def test_a_reference_of_a_smaller_vocabulary_is_refused(tools, tied_policy, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(tied_policy)
+    lm.resize_token_embeddings(50)
+    lm.save_pretrained(tmp_path)
+    config = replace(tools.make_config(tied_policy), reference=replace(HERE, path=str(tmp_path)))
+    with pytest.raises(ValueError, match="has a vocabulary of 50 ids, the policy's tokenizer has 60"):
+        tools.run_here(config, [])
+
+
+def test_a_run_with_the_reference_on_its_learner_has_no_reference_worker(tools, tied_policy):
+    config = replace(tools.make_config(tied_policy), cluster=ClusterConfig(learner_ranks=2, reference_workers=3))
+    assert [group.role for group in worker_groups(config)] == ["rollout", "reward", "learner", "reference"]
+    assert reference_text(config) == "the policy as the run starts, in 3 reference workers"
+    config = replace(config, reference=ReferenceConfig(placement="learner", path="other", offload=True))
+    assert [group.role for group in worker_groups(config)] == ["rollout", "reward", "learner"]
+    assert reference_text(config) == "other, on the learner ranks: sharded over them, beside the policy"
+    assert "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case" in setting_warnings(config)
+    config = replace(config, reference=HERE, learner=LORA)
+    assert reference_text(config) == "on the learner ranks: the policy without its adapters"
+    assert reference_text(replace(config, objective=ObjectiveConfig(kl="none"))) == "none: no KL term is used"
