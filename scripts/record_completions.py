@@ -2,9 +2,10 @@
 
 python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +experiment=gsm8k_smollm2 data.source=FILE model.dtype=float32 ...
 
-Everything but out, seconds and dataset is a setting of the training command. Prompts are taken in the seeded order of training, in chunks of
-prompts_per_step that are always finished, so that a limit in seconds does not favour prompts with short responses. A file that is
-there is gone on with. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
+Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command. Prompts are taken in
+the seeded order of training, in chunks of prompts_per_step that are always finished, so that a limit in seconds does not favour prompts with
+short responses. A file that is there is gone on with; what a stop left of half a line is cut off. tokens=all adds "token_ids", every response
+in full, for infsample_rl.bench.group_size_gradients. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SAMPLING_SEED = 20260  # of the noise; another one than training's, so that no r
 
 def main() -> int:
     """Record until the time is up."""
-    own = {"out": "", "seconds": "600", "dataset": "", "threads": str(len(os.sched_getaffinity(0)))}
+    own = {"out": "", "seconds": "600", "dataset": "", "tokens": "first", "seed": str(SAMPLING_SEED), "threads": str(len(os.sched_getaffinity(0)))}
     settings = []
     for argument in sys.argv[1:]:
         name, _, value = argument.partition("=")
@@ -40,42 +41,56 @@ def main() -> int:
             own[name] = value
         else:
             settings.append(argument)
-    if not own["out"] or not own["dataset"]:
+    if not own["out"] or not own["dataset"] or own["tokens"] not in ("first", "all"):
         print(__doc__, file=sys.stderr)
         return 2
     torch.set_num_threads(int(own["threads"]))
     try:
         config = load_config(settings)
-        record(config, Path(own["out"]), own["dataset"], float(own["seconds"]))
+        whole = own["tokens"] == "all"
+        record(config, Path(own["out"]), own["dataset"], float(own["seconds"]), seed=int(own["seed"]), all_tokens=whole)
     except ValueError as error:
         print(f"record_completions: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def record(config: Config, out: Path, dataset: str, seconds: float) -> None:
-    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done."""
-    started = time.monotonic()
+def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int, all_tokens: bool) -> None:
+    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done. `seed`: of the sampling noise."""
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     prompts = build_train_prompts(config, tokenizer, model.config.max_position_embeddings)
     engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
     rewards = RewardWorker(config)
     out.parent.mkdir(parents=True, exist_ok=True)
-    chunk, done, tokens = 0, len(out.read_text().splitlines()) if out.exists() else 0, 0
+    chunk, done, tokens = 0, whole_lines(out), 0
+    started = time.monotonic()  # not before: loading may take longer than a short limit
     while time.monotonic() - started < seconds:
         batch = prompts.next_batch()
         chunk += 1
         if chunk * len(batch) <= done:
             continue
-        groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], SAMPLING_SEED, step=chunk)
+        groups = engine.generate([prompt.token_ids.tolist() for prompt in batch], seed, step=chunk)
         with out.open("a") as file:
             for prompt, completions in zip(batch, groups, strict=True):
                 line = recording(config, dataset, prompt, completions, rewards.score(prompt, completions).rewards)
+                if all_tokens:
+                    line["token_ids"] = [completion.token_ids.tolist() for completion in completions]
                 file.write(json.dumps(line) + "\n")
                 tokens += sum(line["lengths"])
         took = time.monotonic() - started
         print(f"{chunk * len(batch)} prompts, {tokens} tokens, {took:.0f} s, {tokens / took:.0f} tokens/s", file=sys.stderr, flush=True)
     rewards.close()
+
+
+def whole_lines(out: Path) -> int:
+    """How many lines a recording holds; what a stop left of one more is cut off, and 0 without the file."""
+    if not out.exists():
+        return 0
+    raw = out.read_bytes()
+    kept = raw[: raw.rfind(b"\n") + 1]
+    if len(kept) < len(raw):
+        out.write_bytes(kept)
+    return kept.count(b"\n")
 
 
 def recording(config: Config, dataset: str, prompt: Prompt, completions: list[Completion], scores: list[float | None]) -> dict[str, Any]:

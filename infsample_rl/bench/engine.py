@@ -21,7 +21,7 @@ from infsample_rl.bench.rival_settings import Measurement, rival_measurements
 from infsample_rl.bench.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from infsample_rl.bench.vllm_process import measure_vllm
 from infsample_rl.bench.workload import Workload
-from infsample_rl.config import SCHEDULES, RolloutConfig
+from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 

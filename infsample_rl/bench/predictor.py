@@ -45,7 +45,8 @@ from infsample_rl.bench.predictor_report import draw_predictor, print_tables
 from infsample_rl.bench.predictor_steps import Memory, compare, cost
 from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.bench.workload import TINY_POLICY
-from infsample_rl.config import PREDICTED_SCHEDULES, ModelConfig
+from infsample_rl.config import ModelConfig
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.length_prediction.accuracy import Interval, PromptAccuracy, bootstrap, prompt_accuracy, summarize
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, check_window, load_encoder

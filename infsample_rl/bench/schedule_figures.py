@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench.schedule_workload import MEMORY_BOUND, SimulateOptions, Workload, simulate_call
-from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.optimum import token_bound
 from infsample_rl.rollout.simulator import Simulation
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from infsample_rl.bench.schedule_workload import SimulateOptions, Workload, budget_of, calls_of, simulate_call
-from infsample_rl.config import PREDICTED_SCHEDULES
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound, token_optimum
 
 # what an optimum has not
