@@ -28,7 +28,7 @@ lint: $(READY)
 
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/bench $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/weight_sync tests/bench $(ARGS)
 
 # The paper's tables and its memory figure, docs/paper_tables.md and docs/memory.png.
 tables: $(READY)

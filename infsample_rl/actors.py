@@ -5,7 +5,7 @@ Workers are plain classes that know nothing of Ray; they are imported where they
 
 from __future__ import annotations
 
-import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,39 +24,50 @@ from infsample_rl.types import (
     RewardResult,
     RolloutWork,
     SampleSpec,
+    TrainingSample,
     WeightManifest,
 )
+from infsample_rl.weight_sync.sync import WeightSyncReport
 
 
-@ray.remote(concurrency_groups={"control": 1})
-class RolloutActor:
+class RolloutCalls:
     """A rollout worker; progress() answers while stream() runs."""
 
     def __init__(self, config: Config, index: int):
         from infsample_rl.rollout.worker import RolloutWorker
 
-        self.worker = RolloutWorker(config, index)
+        self.rollout = RolloutWorker(config, index)
 
     def stream(self, work: list[RolloutWork], step: int, evaluation: bool) -> Iterator[MicroGroupHeader | list[Completion]]:
         """Header, micro-group, header, micro-group, ..."""
-        yield from self.worker.stream(work, step=step, evaluation=evaluation)
+        yield from self.rollout.stream(work, step=step, evaluation=evaluation)
 
-    def load_weights(self, manifest: WeightManifest, buckets: list[ray.ObjectRef], probe: PublishedProbe | None) -> int:
-        """Copy published weights in, and the length probe where the run has one; returns their version."""
-        return self.worker.load_weights(manifest, ray.get(buckets), probe)
+    def load_weights(
+        self, manifest: WeightManifest, buckets: list[ray.ObjectRef], probe: PublishedProbe | None, sums: dict[str, int]
+    ) -> WeightSyncReport:
+        """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
+        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe, sums=sums)
+
+    def join_weight_link(self, host: str, port: int) -> None:
+        """The line to learner rank 0; every member must be asked."""
+        self.rollout.join_weight_link(host, port)
+
+    def receive_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Take what learner rank 0 sends at the same time."""
+        return self.rollout.receive_weights(version, probe)
 
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time."""
-        return self.worker.learn()
+        return self.rollout.learn()
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream."""
-        return self.worker.stats()
+        return self.rollout.stats()
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
         """Running steps since the start: grows while the worker is alive and decoding."""
-        return self.worker.progress()
+        return self.rollout.progress()
 
 
 @ray.remote
@@ -96,46 +107,114 @@ class ReferenceActor:
         return True
 
 
-@ray.remote
-class LearnerActor:
+class LearnerCalls:
     """One learner rank."""
 
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int):
         from infsample_rl.learner.worker import LearnerWorker
 
-        self.worker = LearnerWorker(config, rank, world_size, total_steps)
+        self.learner = LearnerWorker(config, rank, world_size, total_steps)
 
-    def address(self) -> tuple[str, int]:
-        """Host and a free port for the process group, asked of rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def host_store(self) -> tuple[str, int]:
+        """Where the other ranks meet rank 0."""
+        return ray.util.get_node_ip_address(), self.learner.host_store()
 
     def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
         """Join the process group, load and shard the policy."""
-        return self.worker.setup(host, port, checkpoint)
+        return self.learner.setup(host, port, checkpoint)
 
-    def accumulate(self, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], totals: LossTotals, *payloads: Any) -> dict[str, float]:
+    def accumulate(
+        self, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], totals: LossTotals, row_id: int | None, *payloads: Any
+    ) -> dict[str, float]:
         """One wave: forward and backward of one packed row, of weight zero when this rank has none."""
-        from infsample_rl.learner.row_plan import assemble
+        started = time.time()
+        report = self.learner.accumulate(_samples(row, prompt_ids, payloads), totals, row_id)
+        return report | {"started_at": started, "ended_at": time.time()}
 
-        micro_groups = [payload for payload in payloads if isinstance(payload, list)]
-        references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
-        samples = None if row is None else assemble(row, prompt_ids, micro_groups, references)
-        return self.worker.accumulate(samples, totals)
+    def remember(self, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], row_id: int | None, *payloads: Any) -> dict[str, float]:
+        """One wave: log-probabilities of a row before the step's first update."""
+        started = time.time()
+        self.learner.remember(_samples(row, prompt_ids, payloads), row_id)
+        return {"started_at": started, "ended_at": time.time()}
 
-    def step(self, totals: LossTotals) -> dict[str, float]:
+    def step(self, totals: LossTotals, is_last: bool) -> dict[str, float]:
         """Clip, step the optimizer, report."""
-        return self.worker.step(totals)
+        return self.learner.step(totals, is_last=is_last)
 
-    def publish(self, version: int) -> tuple[WeightManifest, list[ray.ObjectRef]] | None:
-        """Weights as references to flat buckets, from rank 0; every rank must be asked."""
-        exported = self.worker.export_weights(version)
-        if exported is None:
-            return None
-        manifest, buckets = exported
-        return manifest, [ray.put(bucket) for bucket in buckets]
+    def publish(self, version: int) -> tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]:
+        """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must be asked."""
+        manifest, buckets, sums = self.learner.publisher.export(version)
+        return manifest, [ray.put(bucket) for bucket in buckets], sums
+
+    def host_weight_link(self) -> tuple[str, int]:
+        """Where the rollout workers meet rank 0."""
+        return ray.util.get_node_ip_address(), self.learner.publisher.host_link()
+
+    def join_weight_link(self) -> None:
+        """Rank 0's line to the rollout workers; every member must be asked."""
+        self.learner.publisher.join_link()
+
+    def send_weights(self, version: int) -> WeightSyncReport | None:
+        """Weights to rollout workers that receive at the same time; every rank must be asked."""
+        return self.learner.publisher.send(version)
 
     def save(self, folder: str) -> None:
         """Write the checkpoint; every rank must be asked."""
-        self.worker.save(folder)
+        self.learner.save(folder)
+
+
+class ColocatedCalls(RolloutCalls, LearnerCalls):
+    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running steps."""
+
+    def __init__(self, config: Config, rank: int, world_size: int, total_steps: int):
+        from infsample_rl.colocated import ColocatedWorker, TurnLock
+
+        self.both = ColocatedWorker(config, rank, world_size, total_steps)
+        self.learner = self.both.learner
+        self.turn = TurnLock()
+        self.pause_every = config.cluster.decode_steps_per_turn
+
+    def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
+        """Join the process group, load and shard the policy, build the engine."""
+        found = self.both.setup(host, port, checkpoint)
+        self.rollout = self.both.rollout
+        return found
+
+    def stream(self, work: list[RolloutWork], step: int, evaluation: bool) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """Header, micro-group, header, micro-group, ...; learner rows run in the pauses."""
+        items = self.rollout.stream(work, step=step, evaluation=evaluation, pause_every=self.pause_every)
+        while True:
+            with self.turn:
+                item = next(items, None)
+            if item is None:
+                return
+            if item:
+                yield item
+
+    def accumulate(self, *arguments: Any) -> dict[str, float]:
+        """As LearnerCalls.accumulate, between running steps."""
+        with self.turn:
+            return super().accumulate(*arguments)
+
+    def remember(self, *arguments: Any) -> dict[str, float]:
+        """As LearnerCalls.remember, between running steps."""
+        with self.turn:
+            return super().remember(*arguments)
+
+    def publish_here(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Let the engine sample with the learner's weights. Every rank must be asked."""
+        return self.both.publish(version, probe)
+
+
+def _samples(row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], payloads: tuple[Any, ...]) -> list[TrainingSample] | None:
+    from infsample_rl.learner.row_plan import assemble
+
+    micro_groups = [payload for payload in payloads if isinstance(payload, list)]
+    references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
+    return None if row is None else assemble(row, prompt_ids, micro_groups, references)
+
+
+RolloutActor = ray.remote(concurrency_groups={"control": 1})(RolloutCalls)
+LearnerActor = ray.remote(LearnerCalls)
+# Learner calls of a process that also samples run beside its stream, in their order.
+ColocatedActor = ray.remote(concurrency_groups={"control": 1, "learner": 1})(ColocatedCalls)

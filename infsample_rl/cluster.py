@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
 
-from infsample_rl.actors import LearnerActor, ReferenceActor, RewardActor, RolloutActor
+from infsample_rl.actors import ColocatedActor, LearnerActor, ReferenceActor, RewardActor, RolloutActor
+from infsample_rl.arrivals import Arrival, MicroGroupArrival, ReferenceArrival, RewardArrival, RowArrival
 from infsample_rl.config import Config
+from infsample_rl.model.loading import load_model_config
 from infsample_rl.placement import check_gpus, total_cpus, total_gpus, worker_groups
 from infsample_rl.types import (
     Completion,
     LossTotals,
-    MicroGroupHeader,
     ProbeReport,
     Prompt,
     PublishedProbe,
-    RewardResult,
     RolloutWork,
     SampleSpec,
 )
+from infsample_rl.weight_sync.manifest import plan_weights, shapes_of_architecture
+from infsample_rl.weight_sync.sync import WeightSyncReport
+from infsample_rl.weight_sync.transport import check_object_store, choose_transport
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
-
-
-@dataclass(frozen=True, slots=True)
-class MicroGroupArrival:
-    """A micro-group has ended decoding."""
-
-    key: int
-    header: MicroGroupHeader
-
-
-@dataclass(frozen=True, slots=True)
-class RewardArrival:
-    """A micro-group has been scored."""
-
-    key: int
-    result: RewardResult
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceArrival:
-    """A micro-group has its reference log-probabilities."""
-
-    key: int
-    kl_sums: list[float]
-
-
-Arrival = MicroGroupArrival | RewardArrival | ReferenceArrival
 
 
 class Cluster:
@@ -63,6 +41,7 @@ class Cluster:
 
     def __init__(self, config: Config, *, total_steps: int, note: Callable[[str], None]):
         self._config = config
+        self._transport = choose_transport(config.cluster)
         self._total_steps = total_steps
         self._note = note
         self._streams: dict[Any, int] = {}  # generator of a rollout worker -> its index
@@ -83,18 +62,26 @@ class Cluster:
         def spawn(actor: Any, role: str, *arguments: Any) -> Any:
             return actor.options(num_cpus=groups[role].cpus, num_gpus=groups[role].gpus).remote(*arguments)
 
-        self.rollout = [spawn(RolloutActor, "rollout", config, index) for index in range(cluster.rollout_workers)]
+        ranks = groups["learner"].count
+        if cluster.colocate:
+            self.rollout = self.learner = [spawn(ColocatedActor, "learner", config, rank, ranks, self._total_steps) for rank in range(ranks)]
+        else:
+            self.rollout = [spawn(RolloutActor, "rollout", config, index) for index in range(cluster.rollout_workers)]
+            self.learner = [spawn(LearnerActor, "learner", config, rank, ranks, self._total_steps) for rank in range(ranks)]
         self.reward = [spawn(RewardActor, "reward", config) for _ in range(groups["reward"].count)]
         count = groups["reference"].count if "reference" in groups else 0
         self.reference = [spawn(ReferenceActor, "reference", config) for _ in range(count)]
-        ranks = groups["learner"].count
-        self.learner = [spawn(LearnerActor, "learner", config, rank, ranks, self._total_steps) for rank in range(ranks)]
-        waited = [worker.progress.remote() for worker in self.rollout] + [worker.ready.remote() for worker in self.reward + self.reference]
+        waited = [] if cluster.colocate else [worker.progress.remote() for worker in self.rollout]
+        waited += [worker.ready.remote() for worker in self.reward + self.reference]
         self._gather(waited, "workers to start", cluster.start_timeout_s)
-        host, port = self._gather([self.learner[0].address.remote()], "learner rank 0", cluster.start_timeout_s)[0]
+        host, port = self._gather([self.learner[0].host_store.remote()], "learner rank 0", cluster.start_timeout_s)[0]
         setups = [rank.setup.remote(host, port, checkpoint) for rank in self.learner]
         learner = self._gather(setups, "learner ranks to load the policy", cluster.start_timeout_s)[0]
         self._note("learner: " + ", ".join(f"{name} {value}" for name, value in learner.items()))
+        if self._transport in ("broadcast", "cuda_ipc"):
+            host, port = self._gather([self.learner[0].host_weight_link.remote()], "learner rank 0", cluster.start_timeout_s)[0]
+            joined = [self.learner[0].join_weight_link.remote(), *(worker.join_weight_link.remote(host, port) for worker in self.rollout)]
+            self._gather(joined, "learner and rollout workers to connect", cluster.start_timeout_s)
 
     def _init_ray(self) -> None:
         config = self._config
@@ -112,6 +99,12 @@ class Cluster:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has just installed its own, which ends the process without a word
         if total_gpus(config) > 0:
             check_gpus(config, ray.cluster_resources().get("GPU", 0))
+        if self._transport == "object_store":
+            shapes = shapes_of_architecture(
+                load_model_config(config.model), getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
+            )
+            smallest = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
+            check_object_store(plan_weights(shapes, 0).num_bytes, int(smallest))
 
     # One step: everything that is in flight, and what of it has arrived.
 
@@ -136,20 +129,42 @@ class Cluster:
         self._in_flight[floats] = ("reference", key)
         self._references[key] = payload
 
-    def accumulate(self, wave: list[list[SampleSpec] | None], keys: list[list[int]], prompts: list[Prompt], totals: LossTotals) -> None:
-        """Send one wave to all learner ranks: `wave[rank]` is that rank's row, `keys[rank]` the micro-groups it is made of."""
-        for rank, (row, row_keys) in enumerate(zip(wave, keys, strict=True)):
-            prompt_ids = {spec.prompt_index: prompts[spec.prompt_index].token_ids for spec in row or []}
-            payloads = [self._micro_groups[key] for key in row_keys] + [self._references[key] for key in row_keys if key in self._references]
-            self._in_flight[self.learner[rank].accumulate.remote(row, prompt_ids, totals, *payloads)] = ("learner", rank)
+    def accumulate(
+        self,
+        rank: int,
+        row: list[SampleSpec] | None,
+        prompt_ids: dict[int, np.ndarray],
+        keys: list[int],
+        totals: LossTotals,
+        *,
+        row_id: int | None = None,
+    ) -> None:
+        """Send a learner rank its row of a wave, None for one of weight zero; `keys`: the micro-groups the row is made of."""
+        call = self._learner_call(rank, "accumulate")
+        self._in_flight[call.remote(row, prompt_ids, totals, row_id, *self._payloads(keys))] = ("learner", rank)
 
-    def arrivals(self) -> Iterator[Arrival]:
-        """What arrives, as it arrives, until nothing is in flight. More may be sent meanwhile.
+    def remember(
+        self, rank: int, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], keys: list[int], *, row_id: int | None
+    ) -> None:
+        """Let a learner rank keep a row's log-probabilities for later updates of the step; arguments as in accumulate."""
+        call = self._learner_call(rank, "remember")
+        self._in_flight[call.remote(row, prompt_ids, row_id, *self._payloads(keys))] = ("learner", rank)
+
+    def _payloads(self, keys: list[int]) -> list[ray.ObjectRef]:
+        return [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
+
+    def _learner_call(self, rank: int, name: str) -> Any:
+        """A learner rank's method; where it shares its process with a stream, in a thread beside that."""
+        method = getattr(self.learner[rank], name)
+        return method.options(concurrency_group="learner") if self._config.cluster.colocate else method
+
+    def arrivals(self, *, until_learner_is_idle: bool = False) -> Iterator[Arrival]:
+        """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile.
 
         Raises RuntimeError when a worker fails, or when nothing moves for cluster.progress_timeout_s.
         """
         last_progress, heartbeat, turn = time.monotonic(), -1, 0
-        while self._streams or self._in_flight:
+        while (self._streams or self._in_flight) and not (until_learner_is_idle and self._learner_is_idle()):
             streams, turn = list(self._streams), turn + 1
             first = turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
             waitables = streams[first:] + streams[:first] + list(self._in_flight)
@@ -181,11 +196,13 @@ class Cluster:
         self._micro_groups[key] = item
         return MicroGroupArrival(key, header)
 
-    def _open_result(self, ref: ray.ObjectRef) -> Arrival | None:
+    def _learner_is_idle(self) -> bool:
+        return all(kind != "learner" for kind, _ in self._in_flight.values())
+
+    def _open_result(self, ref: ray.ObjectRef) -> Arrival:
         kind, key = self._in_flight.pop(ref)
         if kind == "learner":
-            self._open(ref, f"learner rank {key}")
-            return None
+            return RowArrival(key, self._open(ref, f"learner rank {key}"))
         value = self._open(ref, f"{kind} worker")
         return RewardArrival(key, value) if kind == "reward" else ReferenceArrival(key, value)
 
@@ -193,16 +210,17 @@ class Cluster:
         """Open a micro-group, for the samples that are shown to the user."""
         return ray.get(self._micro_groups[key])
 
-    def end_step(self) -> None:
-        """Forget the step's micro-groups, so that the object store frees them."""
-        self._micro_groups.clear()
-        self._references.clear()
+    def forget(self, keys: list[int]) -> None:
+        """Forget a step's micro-groups, so that the object store frees them."""
+        for key in keys:
+            self._micro_groups.pop(key, None)
+            self._references.pop(key, None)
 
     # Calls on all workers of a role.
 
-    def optimizer_step(self, totals: LossTotals) -> dict[str, float]:
-        """Step the optimizer on every rank; the metrics are equal on all, rank 0's are returned."""
-        return self._learner("optimizer step", lambda rank: rank.step.remote(totals))[0]
+    def optimizer_step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float]:
+        """Step the optimizer on every rank, for the last time in this step or not; the metrics are equal on all, rank 0's are returned."""
+        return self._learner("optimizer step", lambda rank: rank.step.remote(totals, is_last))[0]
 
     def start_learning_lengths(self) -> None:
         """Let the rollout workers whose streams have just ended report what the length probe saw, while others work."""
@@ -212,14 +230,22 @@ class Cluster:
         """The reports, in the order of the workers."""
         return self._gather(self._probe_reports, "length probe reports", self._config.cluster.progress_timeout_s)
 
-    def publish_weights(self, version: int, probe: PublishedProbe | None) -> int:
-        """Bring every rollout worker to the learner's weights, and to the run's length probe; returns the weights' bytes."""
-        manifest, buckets = self._learner("publishing weights", lambda rank: rank.publish.remote(version))[0]
-        loaded = [worker.load_weights.remote(manifest, buckets, probe) for worker in self.rollout]
-        for index, got in enumerate(self._gather(loaded, "rollout workers to load weights", self._config.cluster.progress_timeout_s)):
-            if got != version:
-                raise RuntimeError(f"rollout worker {index} holds weights version {got}, version {version} was published")
-        return manifest.num_bytes
+    def publish_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Bring every engine to the learner's weights, and to the run's length probe."""
+        started, what, limit = time.monotonic(), f"weights version {version} to reach the engines", self._config.cluster.progress_timeout_s
+        if self._transport == "local":
+            reports = self._learner(what, lambda rank: rank.publish_here.remote(version, probe))
+        elif self._transport == "object_store":
+            manifest, buckets, sums = self._learner("publishing weights", lambda rank: rank.publish.remote(version))[0]
+            reports = self._gather([worker.load_weights.remote(manifest, buckets, probe, sums) for worker in self.rollout], what, limit)
+            # Nobody else holds the buckets: with `buckets`, at return, the object store frees them.
+        else:
+            received = [worker.receive_weights.remote(version, probe) for worker in self.rollout]
+            reports = self._gather([*received, *(rank.send_weights.remote(version) for rank in self.learner)], what, limit)
+        wrong = [report.version for report in reports if report is not None and report.version != version]
+        if wrong:
+            raise RuntimeError(f"rollout workers hold weights version {wrong[0]}, version {version} was published")
+        return dataclasses.replace(reports[0], seconds=time.monotonic() - started)
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""

@@ -1,4 +1,6 @@
-"""Every setting, once: its type, default, bound and meaning. Standard library only.
+"""Every setting, once: its type, default, bound and meaning; sampling's are in config_rollout.py, the update's in config_learner.py.
+
+Standard library only.
 
 `configs/` holds YAML that deviates from these defaults; `infsample_rl.config_loading` composes both.
 A value out of bounds raises ValueError with the setting's name, the value and the bound.
@@ -9,15 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infsample_rl.config_fields import check_bounds, parse_bytes, setting
+from infsample_rl.config_fields import check_bounds, setting
+from infsample_rl.config_learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.config_rollout import RolloutConfig
 
-SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
-PREDICTORS = ("none", "bert", "probe")
-PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
-PAPER_PREFIX_TOKENS = 16  # k of the paper
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
 DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "fp8", "int8")
 
 
 @dataclass(kw_only=True)
@@ -36,6 +35,7 @@ class RunConfig:
     eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last step", low=0)
     eval_prompts: int = setting(100, "held-out problems per evaluation; 0: no evaluation", low=0)
     eval_samples: int = setting(1, "samples per held-out problem (k of mean@k)", low=1)
+    max_staleness: int = setting(0, "updates that sampling may be behind; 1: a step's samples are drawn during the update before", low=0, high=1)
     eval_temperature: float | None = setting(None, "temperature of evaluations; none: rollout.temperature; 0: greedy", low=0, high=10)
 
     def __post_init__(self) -> None:
@@ -99,161 +99,6 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class RolloutConfig:
-    """Sampling: G completions of every prompt through a fixed KV pool."""
-
-    group_size: int = setting(8, "G, completions of every prompt", low=1)
-    slots: int = setting(4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1)
-    schedule: str = setting("token_budget", "which sample decodes next (README: schedules)", choices=SCHEDULES)
-    predictor: str = setting("probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS)
-    predictor_path: str | None = setting(None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning")
-    predict_every: int = setting(32, "running steps from one prediction of the probe for all rows to the next", low=1)
-    prefix_tokens: int | None = setting(
-        None, "k, tokens of every sample decoded before fptas, sjf, infinite and lpt start; none: 16 with a predictor", low=0
-    )
-    epsilon: float = setting(0.1, "rounding of fptas and infinite (Algorithm 2)", above=0)
-    max_new_tokens: int = setting(256, "longest response in tokens", low=1)
-    temperature: float = setting(1.0, "0 is exact argmax", low=0, high=10)
-    top_p: float = setting(1.0, "nucleus mass kept; 1: all", above=0, high=1)
-    top_k: int = setting(0, "most probable tokens kept; 0: all", low=0)
-    min_p: float = setting(0.0, "tokens below min_p x the largest probability are dropped", low=0, high=1)
-    stop_token_ids: list[int] = setting([], "stop ids beside those of the generation config and the tokenizer")
-    stop_strings: list[str] = setting([], "texts that end a sample at the token that completes one; rewards get the text before it")
-    bad_token_ids: list[int] = setting([], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference")
-    prompts_at_once: int = setting(2, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1)
-    page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
-    kv_budget_tokens: int | None = setting(
-        None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1
-    )
-    kv_budget_bytes: str | None = setting(None, "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights")
-    kv_dtype: str = setting("auto", "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head", choices=KV_DTYPES)
-    max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
-    preemption: str = setting("auto", "KV of a preempted sample: computed again, or parked in host memory", choices=("auto", "recompute", "park"))
-    micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
-    max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses", low=1)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.kv_budget_bytes, int):
-            self.kv_budget_bytes = str(self.kv_budget_bytes)
-        check_bounds("rollout", self)
-        if "" in self.stop_strings:
-            raise ValueError(f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out")
-        if any("\N{REPLACEMENT CHARACTER}" in string for string in self.stop_strings):
-            raise ValueError(f"rollout.stop_strings must not hold U+FFFD, which incomplete characters decode to, got {self.stop_strings}")
-        if any(token < 0 for token in self.bad_token_ids):
-            raise ValueError(f"rollout.bad_token_ids must be >= 0, got {self.bad_token_ids}")
-        if self.kv_budget_bytes is not None:
-            if self.kv_budget_tokens is not None:
-                raise ValueError(f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or rollout.kv_budget_bytes={self.kv_budget_bytes}, not both")
-            if self.kv_budget_bytes != "auto":
-                parse_bytes(self.kv_budget_bytes)
-        if self.max_rows is not None and self.schedule != "token_budget":
-            raise ValueError(f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots instead")
-        if self.schedule == "dynamic_slot" and self.group_size < self.slots:
-            raise ValueError(f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}")
-        self._check_predictor()
-
-    def _check_predictor(self) -> None:
-        if self.predictor == "bert" and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(f"rollout.predictor=bert is not read by rollout.schedule={self.schedule}: take predictor=probe or schedule=infinite")
-        if self.prefix_tokens is None:
-            return
-        if self.predictor == "none" and self.prefix_tokens > 0:
-            raise ValueError(f"rollout.prefix_tokens must be 0 with predictor=none, got {self.prefix_tokens}")
-        if self.prefix_tokens > 0 and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(
-                f"rollout.prefix_tokens must be 0 with schedule={self.schedule}, which waits for no prediction, got {self.prefix_tokens}; "
-                "leave it out"
-            )
-        if self.prefix_tokens >= self.max_new_tokens:
-            raise ValueError(f"rollout.prefix_tokens must be < max_new_tokens = {self.max_new_tokens}, got {self.prefix_tokens}")
-        if self.predictor == "bert" and self.prefix_tokens < 1:
-            raise ValueError(f"rollout.prefix_tokens must be >= 1 with predictor=bert, got {self.prefix_tokens}; the paper takes 16")
-        if self.predictor == "probe" and self.schedule in PREDICTED_SCHEDULES and self.prefix_tokens < 2:
-            raise ValueError(
-                f"rollout.prefix_tokens must be >= 2 with predictor=probe and schedule={self.schedule}, got {self.prefix_tokens}: "
-                "the state before the first token is the same for all samples; leave it out"
-            )
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """k: tokens every sample decodes before a schedule that waits for predicted lengths starts; 0: there is no such phase."""
-        if self.prefix_tokens is not None:
-            return self.prefix_tokens
-        if self.schedule not in PREDICTED_SCHEDULES or self.predictor == "none":
-            return 0
-        fewest = 2 if self.predictor == "probe" else 1  # the state before the first token is the same for all samples
-        return min(PAPER_PREFIX_TOKENS, self.max_new_tokens - 1) if self.max_new_tokens > fewest else 0
-
-    @property
-    def probes(self) -> bool:
-        """Whether the probe is asked: by a schedule that reads predictions."""
-        return self.predictor == "probe" and (self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES)
-
-    @property
-    def num_slots(self) -> int:
-        """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for `full_group`."""
-        return self.group_size if self.schedule == "full_group" else min(self.slots, self.group_size * self.prompts_at_once)
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether the KV budget is given by itself, not as slots."""
-        return self.kv_budget_tokens is not None or self.kv_budget_bytes is not None
-
-    @property
-    def most_rows(self) -> int:
-        """Most rows that decode at a time."""
-        return min(self.max_rows or 256, self.group_size * self.prompts_at_once) if self.schedule == "token_budget" else self.num_slots
-
-    @property
-    def micro_group(self) -> int:
-        """Samples streamed together."""
-        return self.micro_group_size or min(self.slots, self.group_size)
-
-
-@dataclass(kw_only=True)
-class ObjectiveConfig:
-    """The GRPO objective; the paper's equations 2-4 by default."""
-
-    advantage: str = setting("std", "std: (r - mean) / (std + 1e-6); mean_only (section 3.4); rloo", choices=("std", "mean_only", "rloo"))
-    loss: str = setting("grpo", "loss and its normalisation", choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo"))
-    clip_low: float = setting(0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1)
-    clip_high: float = setting(0.2, "ratio is clipped above at 1 + clip_high", low=0)
-    kl: str = setting("k3", "KL estimator in the loss", choices=("none", "k1", "k2", "k3"))
-    kl_coef: float = setting(0.001, "weight of the KL in the loss", low=0)
-    kl_in_reward: bool = setting(False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)")
-    kl_reward_coef: float = setting(0.0, "beta of the KL in the reward", low=0)
-    importance: str = setting(
-        "none", "truncated importance weights for the difference of engine and learner", choices=("none", "token_tis", "sequence_tis")
-    )
-    importance_cap: float = setting(2.0, "cap of the importance weights", above=0)
-    mismatch_stop: float = setting(
-        0.05, "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability", above=0
-    )
-    mismatch_stop_float32: float = setting(1e-4, "in fp32 with kv_dtype=auto the run stops above this |engine - learner| of any token", above=0)
-    shuffle_advantages: bool = setting(False, "control run: shuffle the advantages within every group, so nothing can be learnt")
-
-    def __post_init__(self) -> None:
-        check_bounds("objective", self)
-        if self.kl_in_reward and self.kl_reward_coef == 0:
-            raise ValueError("objective.kl_reward_coef must be > 0 with kl_in_reward=true, got 0.0")
-        if not self.kl_in_reward and self.kl_reward_coef > 0:
-            raise ValueError(
-                f"objective.kl_reward_coef={self.kl_reward_coef} is not read with kl_in_reward=false: set kl_in_reward=true or kl_reward_coef=0"
-            )
-
-    @property
-    def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
-        return self.kl != "none" and self.kl_coef > 0
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities are read at all; if not, no reference model is loaded."""
-        return self.kl_in_loss or self.kl_in_reward
-
-
-@dataclass(kw_only=True)
 class RewardFunctionConfig:
     """One reward function of the weighted sum."""
 
@@ -285,62 +130,39 @@ class RewardConfig:
 
 
 @dataclass(kw_only=True)
-class ReferenceConfig:
-    """The frozen policy of the KL terms; loaded only when one is used."""
-
-    path: str | None = setting(None, "folder or hub name; none: model.path")
-    max_tokens_per_micro_batch: int = setting(16384, "tokens of one packed row", low=16)
-
-    def __post_init__(self) -> None:
-        check_bounds("reference", self)
-
-
-@dataclass(kw_only=True)
-class LearnerConfig:
-    """The update."""
-
-    backend: str = setting("fsdp", "how parameters are sharded: fsdp is FSDP2", choices=("fsdp",))
-    lr: float = setting(1e-6, "AdamW learning rate", above=0)
-    lr_schedule: str = setting("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
-    min_lr_ratio: float = setting(0.0, "lr at the end of linear and cosine, as a share of lr", low=0, high=1)
-    warmup_steps: int = setting(0, "steps of linear warm-up from 0", low=0)
-    weight_decay: float = setting(0.0, "AdamW weight decay, of matrices only", low=0)
-    beta1: float = setting(0.9, "AdamW beta 1", low=0, high=0.999999)
-    beta2: float = setting(0.999, "AdamW beta 2", low=0, high=0.999999)
-    adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
-    max_grad_norm: float = setting(1.0, "gradient norm is clipped at this", above=0)
-    max_tokens_per_micro_batch: int = setting(16384, "tokens of one packed learner row, over all its responses", low=16)
-    logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", low=1)
-    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass")
-    on_nonfinite: str = setting("stop", "a NaN or infinite loss or gradient: stop the run, or skip the update", choices=("stop", "skip"))
-
-    def __post_init__(self) -> None:
-        check_bounds("learner", self)
-
-
-@dataclass(kw_only=True)
 class ClusterConfig:
     """Processes and what each takes."""
 
     address: str | None = setting(None, "address of a running Ray cluster (auto: the one here); none: a new local one")
+    colocate: bool = setting(False, "rollout and learner in one process for each learner rank; at one rank they share the weights")
+    decode_steps_per_turn: int = setting(8, "running steps between two learner rows, in a process that does both", low=1)
     rollout_workers: int = setting(1, "rollout workers", low=1)
     rollout_gpus: float = setting(0.0, "GPUs of one rollout worker", low=0, high=1)
     learner_ranks: int = setting(1, "learner ranks the policy is sharded over", low=1)
-    learner_gpus: float = setting(0.0, "GPUs of one learner rank: 0 or 1", low=0, high=1)
+    learner_gpus: float = setting(0.0, "GPUs of one learner rank: 0 or 1, at one rank also a part of one", low=0, high=1)
     reference_workers: int = setting(1, "reference workers, started only when a KL term is used", low=1)
     reference_gpus: float = setting(0.0, "GPUs of one reference worker", low=0, high=1)
     reward_workers: int = setting(1, "reward workers", low=1)
     reward_gpus: float = setting(0.0, "GPUs of one reward worker, for reward models", low=0, high=1)
     cpus_per_worker: float = setting(1.0, "CPUs Ray reserves for every worker", low=0)
     threads_per_worker: int = setting(1, "CPU threads of torch in every worker", low=1)
+    weight_sync: str = setting(
+        "auto",
+        "how weights reach the engines; auto: in place when colocated, broadcast among GPUs, else through Ray's object store",
+        choices=("auto", "object_store", "broadcast", "cuda_ipc"),
+    )
+    weight_checksum: bool = setting(False, "prove after every transfer that engines and learner hold the same weights")
     start_timeout_s: float = setting(300.0, "seconds the workers may take to start", above=0)
     progress_timeout_s: float = setting(600.0, "seconds without any progress of a step before the run stops", above=0)
     collective_timeout_s: float = setting(300.0, "seconds a collective of the learner ranks may take", above=0)
 
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
-        if self.learner_gpus not in (0, 1):
-            raise ValueError(f"cluster.learner_gpus must be 0 or 1, got {self.learner_gpus:g}: ranks cannot share a GPU; the nearest that works is 1")
+        if self.learner_gpus not in (0, 1) and self.learner_ranks > 1:
+            raise ValueError(
+                f"cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got {self.learner_gpus:g}: ranks cannot share a GPU; "
+                "the nearest that works is 1"
+            )
 
 
 @dataclass(kw_only=True)
@@ -395,20 +217,78 @@ class Config:
                 f"learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens = {longest}, "
                 f"got {self.learner.max_tokens_per_micro_batch}; the nearest that works is {longest}"
             )
-        if self.objective.needs_reference and longest > self.reference.max_tokens_per_micro_batch:
+        if self.objective.needs_reference and self.reference.placement == "workers" and longest > self.reference.max_tokens_per_micro_batch:
             raise ValueError(
                 f"reference.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens = {longest}, "
                 f"got {self.reference.max_tokens_per_micro_batch}; the nearest that works is {longest}"
             )
         if self.run.steps is not None and self.learner.warmup_steps > self.run.steps:
             raise ValueError(f"learner.warmup_steps must be <= run.steps = {self.run.steps}, got {self.learner.warmup_steps}")
-        if self.rollout.kv_dtype != "auto" and self.objective.importance == "none":
+        if self.rollout.kv_dtype != "auto" and self.objective.importance in ("auto", "none"):
             raise ValueError(
-                f"rollout.kv_dtype must be auto with objective.importance=none, got {self.rollout.kv_dtype}: samples come from rounded KV, "
-                "not from the policy that is trained; take objective.importance=token_tis"
+                f"rollout.kv_dtype must be auto with objective.importance={self.objective.importance}, got {self.rollout.kv_dtype}: samples come "
+                "from rounded KV, not from the policy that is trained; take objective.importance=token_tis"
             )
+        self._check_objective()
+        self._check_learner()
         if self.run.deterministic:
             self._check_deterministic()
+
+    def _check_objective(self) -> None:
+        objective = self.objective
+        if objective.mini_batches > self.data.prompts_per_step:
+            raise ValueError(f"objective.mini_batches must be <= data.prompts_per_step = {self.data.prompts_per_step}, got {objective.mini_batches}")
+        if objective.overlong_buffer_tokens > self.rollout.max_new_tokens:
+            raise ValueError(
+                f"objective.overlong_buffer_tokens must be <= rollout.max_new_tokens = {self.rollout.max_new_tokens}, "
+                f"got {objective.overlong_buffer_tokens}"
+            )
+        if self.run.max_staleness > 0 and objective.importance == "none":
+            raise ValueError(
+                "objective.importance must not be none with run.max_staleness=1: samples come from the policy of the step before; take token_tis"
+            )
+        if self.run.max_staleness > 0 and objective.dynamic_sampling:
+            raise ValueError("objective.dynamic_sampling must be false with run.max_staleness=1: further prompts would wait for the next weights")
+        if objective.kl_in_reward and self.reference.placement == "learner":
+            raise ValueError(
+                "reference.placement must be workers with objective.kl_in_reward=true: rewards need the reference before the learner has the samples"
+            )
+
+    def _check_learner(self) -> None:
+        learner, ranks = self.learner, self.cluster.learner_ranks
+        if learner.shard_ranks is not None and (ranks % learner.shard_ranks != 0 or learner.backend != "fsdp"):
+            raise ValueError(
+                f"learner.shard_ranks must divide cluster.learner_ranks = {ranks}, with learner.backend=fsdp, got {learner.shard_ranks} "
+                f"with {learner.backend}"
+            )
+        if learner.backend == "deepspeed" and learner.grad_sync == "last_row":
+            raise ValueError("learner.grad_sync must be every_row with learner.backend=deepspeed, got last_row: ZeRO reduces with every row")
+        if learner.backend == "deepspeed" and self.model.dtype == "float16":
+            raise ValueError("model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; learner.backend=fsdp has it")
+        if learner.backend == "deepspeed" and learner.optimizer == "adamw_8bit":
+            raise ValueError("learner.optimizer must be adamw with learner.backend=deepspeed, got adamw_8bit; learner.backend=fsdp has it")
+        if learner.offload_optimizer and learner.optimizer == "adamw_8bit":
+            raise ValueError("learner.optimizer must be adamw with learner.offload_optimizer=true, got adamw_8bit")
+        if self.reference.offload and self.reference.placement != "learner":
+            raise ValueError("reference.offload=true needs reference.placement=learner: a reference worker has no other use for its memory")
+        if learner.lora_rank > 0 and self.reference.placement == "learner" and self.reference.path is not None:
+            raise ValueError(
+                f"reference.path must be none with learner.lora_rank > 0 and reference.placement=learner, got {self.reference.path}: "
+                "the reference is the policy without its adapters"
+            )
+        if self.cluster.colocate and self.cluster.rollout_workers != ranks:
+            raise ValueError(
+                f"cluster.rollout_workers must equal cluster.learner_ranks = {ranks} with cluster.colocate=true, got {self.cluster.rollout_workers}"
+            )
+        if self.cluster.colocate and self.cluster.rollout_gpus != self.cluster.learner_gpus:
+            raise ValueError(
+                f"cluster.rollout_gpus must equal cluster.learner_gpus = {self.cluster.learner_gpus:g} with cluster.colocate=true, "
+                f"got {self.cluster.rollout_gpus:g}: they are one process"
+            )
+        if self.cluster.colocate and self.run.max_staleness > 0:
+            raise ValueError("cluster.colocate must be false with run.max_staleness=1: weights would change while they sample")
+        if self.cluster.colocate and self.cluster.weight_sync != "auto":
+            raise ValueError(f"cluster.weight_sync must be auto with cluster.colocate=true, got {self.cluster.weight_sync}: nothing has to travel")
 
     def _check_deterministic(self) -> None:
         gpus = {name: getattr(self.cluster, name) for name in ("rollout_gpus", "learner_gpus", "reference_gpus", "reward_gpus")}
@@ -433,12 +313,25 @@ class Config:
         return self.rollout.probes and not self.run.deterministic
 
     @property
+    def importance(self) -> str:
+        """objective.importance with auto resolved: none, token_tis or sequence_tis."""
+        if self.objective.importance != "auto":
+            return self.objective.importance
+        return "token_tis" if self.run.max_staleness > 0 else "none"
+
+    @property
     def mismatch_is_rounding(self) -> bool:
         """Whether engine and learner differ by float32 rounding alone, so that objective.mismatch_stop_float32 bounds every token.
 
-        If not, in 16 bits or with rollout.kv_dtype=fp8 or int8, objective.mismatch_stop bounds the mean.
+        Not in 16 bits or with rollout.kv_dtype=fp8 or int8, where objective.mismatch_stop bounds the mean; with run.max_staleness=1
+        they are different policies, and neither holds.
         """
-        return self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"
+        return self.run.max_staleness == 0 and self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"
+
+    @property
+    def mismatch_is_bounded_in_mean(self) -> bool:
+        """Whether objective.mismatch_stop bounds the mean difference of engine and learner."""
+        return self.run.max_staleness == 0 and not self.mismatch_is_rounding
 
     @property
     def samples_per_step(self) -> int:

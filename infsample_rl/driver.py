@@ -7,20 +7,40 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infsample_rl import keeping
-from infsample_rl.cluster import Arrival, Cluster, MicroGroupArrival, ReferenceArrival, RewardArrival
+from infsample_rl.arrivals import Arrival, MicroGroupArrival, ReferenceArrival, RewardArrival, RowArrival
+from infsample_rl.cluster import Cluster
 from infsample_rl.config import Config
-from infsample_rl.groups import StepGroups, deal, trainable_specs
+from infsample_rl.groups import StepGroups, deal
 from infsample_rl.metrics import RunLogger
 from infsample_rl.startup import Start
-from infsample_rl.step_metrics import completion_records, evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics
+from infsample_rl.step_metrics import (
+    Metrics,
+    RolloutStats,
+    completion_records,
+    evaluation_metrics,
+    rollout_metrics,
+    sample_metrics,
+    timing_metrics,
+    update_metrics,
+)
 from infsample_rl.summary import write_summary
 from infsample_rl.types import Prompt
 from infsample_rl.waves import Waves
 
 FAILURES_SHOWN = 3  # failed reward calls of a step that are shown at once; the others are counted
+
+Completions = list[dict[str, Any]]
+
+
+class UpdateReport(NamedTuple):
+    """What the learner said of a step's updates, when its last row was done, and when the last update was."""
+
+    metrics: list[dict[str, float]]
+    backward_done: float
+    ended: float
 
 
 class Driver:
@@ -67,32 +87,69 @@ class Driver:
             self.cluster.stop()
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
-    def train_step(self) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+    def train_step(self) -> tuple[Metrics, Completions]:
         """One GRPO step: sample every group, score it, learn from complete groups while others decode, update, publish."""
         started = time.time()
-        prompts = self.prompts.next_batch()
-        groups = StepGroups(
-            prompts, self.config, group_size=self.config.rollout.group_size, step=self.step, with_reference=bool(self.cluster.reference)
-        )
-        waves = Waves(self.config, self.cluster, prompts)
-        self._start_rollout(prompts, self.config.rollout.group_size, evaluation=False)
-        for arrival in self.cluster.arrivals():
-            self._enter(arrival, groups)
-            for group in groups.take_complete():
-                waves.add(group, trainable_specs(group, self.config))
-            if groups.all_complete():
-                waves.finish()
-        backward_done = time.time()
-        if self.probe is not None:
-            self.cluster.start_learning_lengths()
-        update = self.cluster.optimizer_step(groups.totals())
-        updated = time.time()
+        groups, waves = self._new_groups(), Waves(self.config, self.cluster)
+        rounds = self._sample(groups, waves)
+        return self._end_step(groups, rounds, self._update(groups, waves), started=started)
+
+    def _new_groups(self) -> StepGroups:
+        prompts, size = self.prompts.next_batch(), self.config.rollout.group_size
+        return StepGroups(prompts, self.config, group_size=size, step=self.step, with_reference=bool(self.cluster.reference))
+
+    def _sample(self, groups: StepGroups, waves: Waves) -> list[RolloutStats]:
+        """Sample and score the step's groups, handing complete ones to the learner; rollout statistics of every round of sampling.
+
+        With objective.dynamic_sampling groups without signal are replaced by new prompts, as many as are missing, in a bounded number of
+        rounds (DAPO, arXiv 2503.14476, section 3.2). A round decodes to its end: stopping it early would favour short responses.
+        """
+        objective, wanted = self.config.objective, self.config.data.prompts_per_step
+        prompts, rounds = groups.prompts, []
+        while prompts:
+            self._start_rollout(prompts, self.config.rollout.group_size, batch=self.step)
+            is_last = not objective.dynamic_sampling or len(rounds) + 1 == objective.dynamic_sampling_rounds
+            for arrival in self.cluster.arrivals():
+                self._enter(arrival, groups)
+                for group in groups.take_complete():
+                    if groups.trains(group):
+                        waves.add(group)
+                if groups.all_complete() and (is_last or len(groups.trained()) == wanted):
+                    waves.finish()
+            rounds.append(self.cluster.rollout_stats())
+            missing = 0 if is_last else wanted - len(groups.trained())
+            prompts = self.prompts.next_batch(missing, len(groups.groups))
+            groups.extend(prompts)
+        if len(groups.trained()) < wanted:
+            self.log.warn(f"step {self.step + 1}: {len(groups.trained())} of {wanted} groups have a signal after {len(rounds)} rounds of sampling")
+        return rounds
+
+    def _update(self, groups: StepGroups, waves: Waves, following: StepGroups | None = None) -> UpdateReport:
+        """Step the optimizer as often as the objective asks, once all rows of an update are in; `following`: groups that are sampled meanwhile."""
+        if self.step - groups.step > self.config.run.max_staleness:
+            allowed = self.config.run.max_staleness
+            raise RuntimeError(f"samples of weights version {groups.step} are to train version {self.step}: run.max_staleness={allowed}")
+        report, backward_done = [], time.time()
+        for totals, is_last in waves.updates():
+            for arrival in self.cluster.arrivals(until_learner_is_idle=True):
+                self._enter(arrival, following or groups, rows_of=groups)
+            backward_done = time.time()
+            if self.probe is not None and not report and following is None:
+                self.cluster.start_learning_lengths()
+            report.append(self.cluster.optimizer_step(totals, is_last=is_last))
+        return UpdateReport(report, backward_done, time.time())
+
+    def _end_step(
+        self, groups: StepGroups, rounds: list[RolloutStats], update: UpdateReport, *, started: float, following: StepGroups | None = None
+    ) -> tuple[Metrics, Completions]:
+        """Publish the new weights; the step's metrics and some of its completions. `following`: groups that were sampled meanwhile."""
         self.step += 1
         predictor = self._learn_lengths()
-        num_bytes = self.cluster.publish_weights(self.step, self.probe and self.probe.published())
+        synced = self.cluster.publish_weights(self.step, self.probe and self.probe.published())
         self._count_failures(groups)
-        metrics = sample_metrics(groups) | update | rollout_metrics(self.cluster.rollout_stats()) | predictor | {"weight_sync/bytes": num_bytes}
-        metrics |= timing_metrics(groups, waves.first_sent_at, started=started, backward_done=backward_done, updated=updated)
+        metrics = sample_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
+        metrics |= timing_metrics(groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended)
+        metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
         completions = completion_records(
             groups,
             self.cluster.completions,
@@ -101,24 +158,24 @@ class Driver:
             limit=self.config.logging.completions_per_step,
             stop_strings=self.config.rollout.stop_strings,
         )
-        self.cluster.end_step()
+        self.cluster.forget(groups.micro_groups)
         return metrics, completions
 
     def evaluate(self) -> dict[str, float | None]:
         """Sample and score the held-out problems with the current weights."""
         started, samples = time.time(), self.config.run.eval_samples
         groups = StepGroups(self.eval_prompts, self.config, group_size=samples, step=self.step, with_reference=False)
-        self._start_rollout(self.eval_prompts, samples, evaluation=True)
+        self._start_rollout(self.eval_prompts, samples, batch=self.step, evaluation=True)
         for arrival in self.cluster.arrivals():
             self._enter(arrival, groups)
         self._count_failures(groups)
-        self.cluster.end_step()
+        self.cluster.forget(groups.micro_groups)
         return evaluation_metrics(groups, samples) | {"timing/eval": time.time() - started}
 
     def save(self) -> None:
         """Keep everything a resumed run needs."""
         started = time.time()
-        state = {"step": self.step, "data": self.prompts.state()}
+        state = self._state()
 
         def save_parts(folder: str) -> None:
             self.cluster.save(folder)
@@ -127,6 +184,9 @@ class Driver:
 
         self.checkpoint = keeping.write_checkpoint(self.run_dir, state, save_parts, keep=self.config.run.keep_checkpoints)
         self.log.note(f"checkpoint {self.checkpoint} written in {time.time() - started:.1f} s")
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, "data": self.prompts.state()}
 
     def _learn_lengths(self) -> dict[str, float | None]:
         """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has ended."""
@@ -138,17 +198,20 @@ class Driver:
             self.log.note(f"after step {self.step}: {switched}")
         return metrics | {"rollout/replay_steps_saved": self.probe.steps_saved}
 
-    def _start_rollout(self, prompts: list[Prompt], samples: int, *, evaluation: bool) -> None:
+    def _start_rollout(self, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
+        """`batch`: number of the step that these samples will train, which their noise is made from."""
         whole_prompts = self.config.rollout.schedule == "dynamic_slot" and not evaluation
         dealt = deal(prompts, samples, len(self.cluster.rollout), whole_prompts=whole_prompts)
-        self.cluster.start_rollout(dealt, step=self.step, evaluation=evaluation)
+        self.cluster.start_rollout(dealt, step=batch, evaluation=evaluation)
 
-    def _enter(self, arrival: Arrival, groups: StepGroups) -> None:
-        """Put what has arrived into the step's book; a micro-group goes on to reward and reference at once."""
+    def _enter(self, arrival: Arrival, groups: StepGroups, rows_of: StepGroups | None = None) -> None:
+        """Put what has arrived into the step's book (learner rows into that of `rows_of`); a micro-group goes on to reward and reference at once."""
         match arrival:
+            case RowArrival(rank, report):
+                (rows_of or groups).row_times.append((rank, report["started_at"], report["ended_at"]))
             case MicroGroupArrival(key, header):
-                if header.policy_version != self.step:
-                    raise RuntimeError(f"a micro-group was sampled by weights version {header.policy_version}, this step trains version {self.step}")
+                if header.policy_version != groups.step:
+                    raise RuntimeError(f"a micro-group was sampled by weights version {header.policy_version}, not by version {groups.step}")
                 prompt = groups.add_micro_group(key, header).prompt
                 self.cluster.score(key, prompt)
                 if groups.with_reference:

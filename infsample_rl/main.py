@@ -55,11 +55,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config) -> int:  # type: ignore[no-untyped-def]
     """Check the inputs, then run; every failure is one line and an exit code."""
+    from infsample_rl.async_driver import AsyncDriver
     from infsample_rl.driver import Driver
     from infsample_rl.startup import prepare
 
     try:
-        Driver(config, prepare(config)).run()
+        driver = AsyncDriver if config.run.max_staleness > 0 else Driver
+        driver(config, prepare(config)).run()
     except KeyboardInterrupt:
         print(f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr)
         return 130

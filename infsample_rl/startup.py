@@ -13,20 +13,24 @@ import yaml
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from infsample_rl import keeping
-from infsample_rl.config import PREDICTED_SCHEDULES, Config
+from infsample_rl.config import Config
 from infsample_rl.config_loading import cache_folder
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES
+from infsample_rl.config_unread import unread_settings
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
 from infsample_rl.model.loading import load_model_config, load_tokenizer, stop_ids_of
+from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
-from infsample_rl.placement import check_gpus, total_gpus, worker_groups
+from infsample_rl.placement import check_gpus, reference_text, total_gpus, worker_groups
 from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.rollout.kv_budget import num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.types import Prompt
+from infsample_rl.weight_sync.transport import choose_transport
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,11 +54,13 @@ def prepare(config: Config) -> Start:
     run_dir = Path(config.run.dir or ".")
     checkpoint = keeping.find_checkpoint(run_dir, config.run.resume)
     check_reward_functions(config.reward)
+    choose_transport(config.cluster)
     if config.cluster.address is None:
         check_gpus(config, torch.cuda.device_count())
     _check_folders(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
     check_packable(architecture)
+    trained = check_lora(config, architecture, checkpoint)
     if len(tokenizer) > architecture.vocab_size:
         raise ValueError(f"the tokenizer of model.path={config.model.path} has {len(tokenizer)} ids, the model only {architecture.vocab_size}")
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
@@ -86,7 +92,7 @@ def prepare(config: Config) -> Start:
         total_steps=total_steps,
         step=step,
         checkpoint=checkpoint,
-        table=derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows),
+        table=[*derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows), ("trained", trained)],
         warnings=[
             *warnings,
             *(f"{path} is of a step that is done again: moved to checkpoints/superseded" for path in superseded),
@@ -110,7 +116,7 @@ def setting_warnings(config: Config) -> list[str]:
         warnings.append(
             "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a trained length predictor"
         )
-    unread = _unread_settings(config)
+    unread = unread_settings(config)
     if unread:
         warnings.append(f"set, but nothing reads it here: {', '.join(unread)}")
     if config.model.dtype == "float16":
@@ -120,6 +126,8 @@ def setting_warnings(config: Config) -> list[str]:
             f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; learner/logprob_diff_* shows what "
             f"that does to log-probabilities; its mean, not every token, is bounded, by objective.mismatch_stop={config.objective.mismatch_stop:g}"
         )
+    if config.reference.offload and config.cluster.learner_gpus == 0:
+        warnings.append("reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case")
     if config.objective.shuffle_advantages:
         warnings.append("objective.shuffle_advantages=true: a control run, the policy cannot learn from the rewards")
     return warnings
@@ -156,11 +164,13 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
     epochs = total_steps * data.prompts_per_step / num_rows
     return [
         ("model", f"{config.model.path} ({config.model.dtype})"),
+        ("reference", reference_text(config)),
         ("data", f"{data.source}, {num_rows:,} prompts"),
         ("steps", f"{total_steps} ({epochs:.2g} epochs)" + (f", going on after step {step}" if step else "")),
         ("prompts per step", str(data.prompts_per_step)),
         ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
-        ("updates per step", "1"),
+        ("updates per step", _updates_text(config)),
+        ("learner", _learner_text(config)),
         ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
@@ -210,22 +220,22 @@ def _pool_text(config: Config, per_token: int) -> str:
     return text
 
 
-def _unread_settings(config: Config) -> list[str]:
-    """Settings that differ from their default while another setting turns off what would read them."""
-    sources = (config.data.source, config.data.held_out or "")
-    idle: list[tuple[bool, Any, str, tuple[str, ...]]] = [
-        (config.rollout.predictor != "bert", config.rollout, "rollout", ("predictor_path",)),
-        (not config.uses_probe, config.rollout, "rollout", ("predict_every",)),
-        (config.model.dtype == "float32", config.model, "model", ("lm_head_fp32",)),
-        (not config.objective.needs_reference, config.reference, "reference", ("path", "max_tokens_per_micro_batch")),
-        (not any(source.startswith("reasoning_gym:") for source in sources), config.data, "data", ("size", "generator_seed", "generator_kwargs")),
-        (not any(function.name.startswith("model:") for function in config.reward.functions), config.cluster, "cluster", ("reward_gpus",)),
-    ]
-    found = []
-    for is_idle, section, name, keys in idle:
-        defaults = {spec.name: spec.default if spec.default is not dataclasses.MISSING else {} for spec in dataclasses.fields(section)}
-        found += [f"{name}.{key}" for key in keys if is_idle and getattr(section, key) != defaults[key]]
-    return found
+def _updates_text(config: Config) -> str:
+    objective = config.objective
+    if objective.updates_per_step == 1:
+        return "1" + ("" if config.learner.overlap else ", after the last sample (learner.overlap=false)")
+    return f"{objective.updates_per_step} = {objective.epochs} epochs x {objective.mini_batches} mini-batches, after the last sample"
+
+
+def _learner_text(config: Config) -> str:
+    learner, ranks = config.learner, config.cluster.learner_ranks
+    if learner.backend == "deepspeed":
+        sharded = f"DeepSpeed ZeRO {learner.zero_stage} over {ranks} ranks"
+    elif ranks == 1:
+        sharded = "1 rank, not sharded"
+    else:
+        sharded = f"FSDP2 over {learner.shard_ranks or ranks} of {ranks} ranks"
+    return f"{sharded}; weights to the engines: {choose_transport(config.cluster)}"
 
 
 def _evaluation_text(config: Config) -> str:

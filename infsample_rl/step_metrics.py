@@ -14,6 +14,7 @@ from infsample_rl.model.response_text import response_text
 from infsample_rl.types import Completion
 
 Metrics = dict[str, float | None]
+RolloutStats = list[dict[str, float]]  # of every rollout worker that had work in a round of sampling
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:
@@ -57,36 +58,53 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
     }
 
 
-def rollout_metrics(stats: list[dict[str, float]]) -> Metrics:
-    """Workers decode side by side: steps and peaks are the largest worker's, counts add, utilisation is weighted by steps."""
-    steps = [worker["running_steps"] for worker in stats]
-    busy = sum(worker["row_utilisation"] * worker["running_steps"] for worker in stats)
+def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
+    """Workers decode side by side: a round's steps and peaks are its largest worker's, rounds and counts add, utilisation is weighted by steps."""
+    workers = [worker for stats in rounds for worker in stats]
+    steps = sum(worker["running_steps"] for worker in workers)
+    busy = sum(worker["row_utilisation"] * worker["running_steps"] for worker in workers)
     return {
-        "rollout/running_steps": max(steps),
-        "rollout/peak_kv_bytes": max(worker["peak_kv_bytes"] for worker in stats),
-        "rollout/kv_pool_bytes": max(worker["kv_pool_bytes"] for worker in stats),
-        "rollout/row_utilisation": busy / sum(steps) if sum(steps) else None,
-        "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in stats),
-        "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in stats),
-        "rollout/preemptions": sum(worker["preemptions"] for worker in stats),
-        "rollout/predict_seconds": max(worker["predict_seconds"] for worker in stats),
+        "rollout/running_steps": sum(max(worker["running_steps"] for worker in stats) for stats in rounds),
+        "rollout/rounds": len(rounds),
+        "rollout/peak_kv_bytes": max(worker["peak_kv_bytes"] for worker in workers),
+        "rollout/kv_pool_bytes": max(worker["kv_pool_bytes"] for worker in workers),
+        "rollout/row_utilisation": busy / steps if steps else None,
+        "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in workers),
+        "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in workers),
+        "rollout/preemptions": sum(worker["preemptions"] for worker in workers),
+        "rollout/predict_seconds": max(worker["predict_seconds"] for worker in workers),
     }
 
 
-def timing_metrics(groups: StepGroups, first_wave_at: float | None, *, started: float, backward_done: float, updated: float) -> Metrics:
-    """Seconds of a step's phases; call it when the new weights are published."""
-    decoded = max(group.last_sample_at for group in groups.groups)
+def update_metrics(updates: list[dict[str, float]]) -> Metrics:
+    """Means over a step's updates; skipped ones are counted, the learning rate is the last one's."""
+    means = {name: statistics.fmean(update[name] for update in updates) for name in updates[0]}
+    skipped = sum(update["learner/skipped_updates"] for update in updates)
+    return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
+
+
+def timing_metrics(groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float) -> Metrics:
+    """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these were
+    trained, the same ones on policy.
+    """
+    decoded, beside = _last_sample_at(groups), _last_sample_at(sampled_beside)
     tokens = sum(sample.length for group in groups.groups for sample in group.samples)
+    ranks = {rank for rank, _, _ in groups.row_times}
+    overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in groups.row_times)
     return {
         "timing/step": time.time() - started,
-        "timing/rollout": decoded - started,
-        "timing/backward_after_rollout": backward_done - decoded,
+        "timing/rollout": decoded - groups.started_at,
+        "timing/backward_after_rollout": max(0.0, backward_done - beside),
         "timing/update": updated - backward_done,
-        "timing/weight_sync": time.time() - updated,
-        "timing/overlap": max(0.0, decoded - first_wave_at) if first_wave_at else 0.0,  # the learner had work while sampling ran
+        "timing/overlap": overlapped / len(ranks) if ranks else 0.0,  # a rank's rows while others decoded
+        "timing/backward_lead": max((beside - begin for _, begin, _ in groups.row_times), default=0.0),  # > 0: trained while others decoded
         "timing/reward_lead": max(group.last_sample_at - group.first_reward_at for group in groups.groups),  # > 0: scored while its group decoded
-        "timing/tokens_per_s": tokens / (decoded - started),
+        "timing/tokens_per_s": tokens / (decoded - groups.started_at),
     }
+
+
+def _last_sample_at(groups: StepGroups) -> float:
+    return max(group.last_sample_at for group in groups.groups)
 
 
 def completion_records(

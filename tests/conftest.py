@@ -72,3 +72,35 @@ def sums_file(tmp_path_factory) -> Path:
     rows = [{"question": f"{a} + {b} = ?", "answer": str(a + b)} for a, b in [(1, 2), (3, 4), (2, 2), (5, 1), (0, 7), (6, 3), (8, 1), (4, 4)]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs a command's main in this process with arguments it must refuse; the one line it said, its exit code being 2."""
+
+    def run(main, *arguments):
+        monkeypatch.setattr("sys.argv", ["command", *arguments])
+        try:
+            status = main()
+        except SystemExit as ended:
+            status = ended.code
+        printed = capsys.readouterr()
+        lines = [line for line in printed.err.strip().splitlines() if not line.startswith("Loading weights")]  # a progress bar
+        assert status == 2 and len(lines) == 1, (status, printed)
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pack_buckets():
+    """(name, tensor) pairs, version -> manifest and all buckets at once, as a learner would put them into the object store."""
+    from infsample_rl.weight_sync.buckets import stream_buckets
+    from infsample_rl.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+
+    def pack(named_tensors, version, bucket_bytes=BUCKET_BYTES):
+        tensors = list(named_tensors)
+        manifest = plan_weights(shapes_of(tensors), version, bucket_bytes)
+        return manifest, [bucket.copy() for bucket in stream_buckets(tensors, manifest, bucket_bytes)]
+
+    return pack

@@ -15,6 +15,7 @@ from infsample_rl.main import main
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.startup import derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
 
+SETTINGS = ("config.py", "config_learner.py", "config_rollout.py")
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = ["arithmetic_smollm2", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "gsm8k_smollm2", "kk_qwen3_1.7b", "kk_qwen3_8b", "kk_tiny"]
 
@@ -100,7 +101,7 @@ WRONG = [
     (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160"),
     (["learner.beta1=1"], "learner.beta1 must be <= 0.999999, got 1"),
     (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions.weight must be finite, got nan"),
-    (["cluster.learner_gpus=0.5"], "cluster.learner_gpus must be 0 or 1, got 0.5"),
+    (["cluster.learner_gpus=0.5", "cluster.learner_ranks=2"], "cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got 0.5"),
     (["rollout.stop_token_ids=[96]"], "rollout.stop_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
     (["rollout.bad_token_ids=[3,96]"], "rollout.bad_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
     (["rollout.bad_token_ids=[-1]"], "rollout.bad_token_ids must be >= 0, got [-1]"),
@@ -112,11 +113,24 @@ WRONG = [
     (["rollout=paper", "rollout.predictor_path=/no", "learner.max_tokens_per_micro_batch=4096"], "rollout.predictor_path=/no is not a folder"),
     (["run.dir=/dev/null/run"], "run.dir=/dev/null/run cannot be written"),
     (["rollout.kv_dtype=int4"], "rollout.kv_dtype must be one of auto, fp8, int8, got 'int4'; did you mean int8?"),
-    (["rollout.kv_dtype=int8"], "rollout.kv_dtype must be auto with objective.importance=none, got int8"),
+    (["rollout.kv_dtype=int8"], "rollout.kv_dtype must be auto with objective.importance=auto, got int8"),
     (
         ["rollout.kv_dtype=fp8", "objective.importance=token_tis", "run.deterministic=true"],
         "rollout.kv_dtype must be auto with run.deterministic=true, got fp8",
     ),
+    (["objective.mini_batches=99"], "objective.mini_batches must be <= data.prompts_per_step"),
+    (["objective.overlong_buffer_tokens=9999"], "objective.overlong_buffer_tokens must be <= rollout.max_new_tokens"),
+    (["run.max_staleness=1", "objective.importance=none"], "objective.importance must not be none with run.max_staleness=1"),
+    (["run.max_staleness=1", "objective.dynamic_sampling=true"], "objective.dynamic_sampling must be false with run.max_staleness=1"),
+    (["run.max_staleness=1", "cluster.colocate=true"], "cluster.colocate must be false with run.max_staleness=1"),
+    (["cluster.colocate=true", "cluster.rollout_workers=3"], "cluster.rollout_workers must equal cluster.learner_ranks = 2 with cluster.colocate"),
+    (["cluster.weight_sync=cuda_ipc"], "cluster.learner_gpus must be > 0 with cluster.weight_sync=cuda_ipc, got 0"),
+    (["learner.shard_ranks=3"], "learner.shard_ranks must divide cluster.learner_ranks = 2, with learner.backend=fsdp, got 3"),
+    (["learner.backend=deepspeed", "model.dtype=float16"], "model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16"),
+    (["learner.backend=deepspeed", "learner.grad_sync=last_row"], "learner.grad_sync must be every_row with learner.backend=deepspeed"),
+    (["learner.backend=deepspeed", "learner.optimizer=adamw_8bit"], "learner.optimizer must be adamw with learner.backend=deepspeed"),
+    (["objective.kl_in_reward=true", "objective.kl_reward_coef=0.1", "reference.placement=learner"], "reference.placement must be workers with"),
+    (["reference.offload=true"], "reference.offload=true needs reference.placement=learner"),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["--config-dir", "/no/such/folder"], "--config-dir /no/such/folder is not a folder"),
 ]
@@ -171,6 +185,9 @@ def test_what_is_told_of_sampling_before_a_run():
     assert sampling_warnings(config, tokenizer, GenerationConfig()) == ["rollout.bad_token_ids forbids the stop ids [3]: samples end at [7]"]
     assert sampling_warnings(load_config([]), tokenizer, generation) == []
     assert setting_warnings(load_config(["model.lm_head_fp32=true"])) == ["set, but nothing reads it here: model.lm_head_fp32"]
+    unused = ["learner.zero_stage=3", "learner.lora_alpha=8", "objective.dynamic_sampling_rounds=2", "cluster.decode_steps_per_turn=2"]
+    names = "objective.dynamic_sampling_rounds, learner.zero_stage, learner.lora_alpha, cluster.decode_steps_per_turn"
+    assert setting_warnings(load_config(unused)) == [f"set, but nothing reads it here: {names}"]
     assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
 
 
@@ -247,8 +264,8 @@ def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypat
 
 
 def test_every_setting_is_read_somewhere():
-    sources = [path.read_text() for path in (ROOT / "infsample_rl").rglob("*.py") if path.name not in ("config.py", "config_loading.py")]
-    own = (ROOT / "infsample_rl" / "config.py").read_text().split("def __post_init__", 1)[1]
+    sources = [path.read_text() for path in (ROOT / "infsample_rl").rglob("*.py") if path.name not in (*SETTINGS, "config_loading.py")]
+    own = "".join((ROOT / "infsample_rl" / name).read_text().split("def __post_init__", 1)[1] for name in SETTINGS)
     text = "\n".join(sources)
     unread = [
         f"{section}.{spec.name}"

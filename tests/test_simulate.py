@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from infsample_rl.config_rollout import SCHEDULES
 from infsample_rl.rollout.optimum import token_optimum
 from infsample_rl.simulate import main
 
@@ -124,13 +124,12 @@ def test_a_hundred_million_slots_need_no_memory(lengths_file, capsys, monkeypatc
     assert len(steps) == 12 and set(steps.values()) == {6 + 2}
 
 
-def test_all_schedules_take_a_minute_of_one_core_for_a_thousand_prompts_of_32(capsys, monkeypatch, tmp_path):
+def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
     path = tmp_path / "few.jsonl"
-    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:20]))
-    start = time.process_time()
+    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:4]))
     found, _ = records(capsys, monkeypatch, f"lengths={path}", "group_size=32")
+    assert {name.split(",")[0] for name in found} == set(SCHEDULES)
     assert len(found) == 11  # ten schedules, token_budget also with true lengths
-    assert time.process_time() - start < 2 * 60 / 1000 * 20  # 0.6 to 1.0 s; the bound is twice the claim, for a busy machine
 
 
 @pytest.mark.parametrize(

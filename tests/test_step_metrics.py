@@ -8,7 +8,7 @@ import pytest
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.step_metrics import completion_records, evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics
+from infsample_rl.step_metrics import completion_records, evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics, update_metrics
 from infsample_rl.types import Completion, MicroGroupHeader, Prompt, RewardResult
 
 
@@ -58,13 +58,40 @@ def test_rollout_figures_of_workers_side_by_side():
         {"running_steps": 10.0, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero},
         {"running_steps": 30.0, "row_utilisation": 0.5, "peak_kv_bytes": 48.0, **zero},
     ]
-    metrics = rollout_metrics(stats)
+    metrics = rollout_metrics([stats])
     assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (30, 48, 0.625)
     assert metrics["rollout/recomputed_tokens"] == 2 and metrics["rollout/predict_seconds"] == 0.25  # side by side: the longest
 
 
-def test_timing_of_overlap_and_reward_lead():
-    metrics = timing_metrics(book(), 10.4, started=5.0, backward_done=12.0, updated=12.5)
+def test_rounds_of_sampling_come_one_after_the_other():
+    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
+    first = [{"running_steps": steps, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero} for steps in (10.0, 30.0)]
+    second = [{"running_steps": 20.0, "row_utilisation": 0.25, "peak_kv_bytes": 48.0, **zero}]
+    metrics = rollout_metrics([first, second])
+    assert (metrics["rollout/running_steps"], metrics["rollout/rounds"], metrics["rollout/peak_kv_bytes"]) == (50, 2, 48)
+    assert metrics["rollout/row_utilisation"] == 0.75 and metrics["rollout/recomputed_tokens"] == 3
+
+
+def test_a_steps_updates_are_averaged_and_skipped_ones_counted():
+    updates = [{"learner/loss": loss, "learner/lr": lr, "learner/skipped_updates": 1.0} for loss, lr in ((1.0, 0.1), (2.0, 0.2))]
+    assert update_metrics(updates) == {"learner/loss": 1.5, "learner/lr": 0.2, "learner/skipped_updates": 2.0, "learner/updates": 2}
+
+
+def test_timing_of_overlap_and_leads():
+    groups = book()  # the last sample ends at 11
+    groups.started_at = 5.0
+    groups.row_times = [(0, 10.4, 10.6), (1, 10.4, 10.9), (0, 10.8, 11.5), (1, 11.0, 11.5)]
+    metrics = timing_metrics(groups, groups, started=5.0, backward_done=12.0, updated=12.5)
     assert metrics["timing/rollout"] == 6.0 and metrics["timing/backward_after_rollout"] == 1.0 and metrics["timing/update"] == 0.5
-    assert metrics["timing/overlap"] == pytest.approx(0.6) and metrics["timing/reward_lead"] == 2.0
+    assert metrics["timing/overlap"] == pytest.approx((0.2 + 0.5 + 0.2) / 2)  # of two ranks
+    assert metrics["timing/backward_lead"] == pytest.approx(0.6) and metrics["timing/reward_lead"] == 2.0
     assert metrics["timing/tokens_per_s"] == pytest.approx(20 / 6)
+
+
+def test_timing_of_a_step_whose_samples_were_drawn_before():
+    groups, following = book(), book()
+    groups.started_at, groups.row_times = 5.0, [(0, 12.0, 13.0)]
+    for group in following.groups:
+        group.last_sample_at += 1.5  # the last at 12.5
+    metrics = timing_metrics(groups, following, started=11.5, backward_done=13.0, updated=14.0)
+    assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (6.0, 0.5, 0.5)

@@ -49,11 +49,11 @@ class PromptStream:
         """The text of the source's first prompt, for the log."""
         return self.prompts[0].text
 
-    def next_batch(self) -> list[Prompt]:
-        """The next step's prompts, prompt_index 0 .. prompts_per_step - 1; a prompt comes twice only when the epoch ends within."""
-        items = range(self.position, self.position + self.prompts_per_step)
+    def next_batch(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
+        """The next `count` prompts (default: a step's), prompt_index from `first_index` on; one comes twice only when the epoch ends within."""
+        items = range(self.position, self.position + (self.prompts_per_step if count is None else count))
         self.position = items.stop
-        return [dataclasses.replace(self._item(k), prompt_index=index) for index, k in enumerate(items)]
+        return [dataclasses.replace(self._item(k), prompt_index=first_index + index) for index, k in enumerate(items)]
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Steps that deal every prompt `epochs` times: ceil(epochs x rows / prompts_per_step)."""

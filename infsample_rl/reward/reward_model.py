@@ -63,7 +63,9 @@ class RewardModel:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, **where)
             dtype = getattr(torch, settings.dtype)
-            model, loading = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, output_loading_info=True, **where)
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                path, dtype=dtype, output_loading_info=True, adapter_kwargs={"local_files_only": where["local_files_only"]}, **where
+            )
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:160]
             raise ValueError(f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded ({reason})") from None

@@ -10,7 +10,7 @@ from functools import partial
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infsample_rl.config import PREDICTED_SCHEDULES, RolloutConfig
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
 from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
@@ -118,11 +118,13 @@ class SamplingEngine:
         sample_indices: list[list[int]] | None = None,
         evaluation: bool = False,
         temperature: float | None = None,
+        pause_every: int | None = None,
     ) -> Iterator[list[Completion]]:
         """Micro-groups of one prompt each, as soon as their samples have ended. Closing the iterator frees all KV.
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
         (default all G). `evaluation` takes other noise, and always token_budget. `temperature` None: the settings'; 0: exact argmax.
+        `pause_every`: an empty list comes out after so many running steps, for a caller that has other work to do in between.
         """
         prompt_indices = list(range(len(prompt_ids))) if prompt_indices is None else list(prompt_indices)
         if sample_indices is None:
@@ -143,7 +145,7 @@ class SamplingEngine:
         ]
         self._loop = self._new_loop(groups, config, self._new_sampler(temperature))
         self.stats = self._loop.stats
-        return self._run(self._loop)
+        return self._run(self._loop, pause_every)
 
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not while a stream runs."""
@@ -152,9 +154,9 @@ class SamplingEngine:
         self.stats.predict_seconds += self.watch.seconds_spent - before
         return report
 
-    def _run(self, loop: DecodeLoop) -> Iterator[list[Completion]]:
+    def _run(self, loop: DecodeLoop, pause_every: int | None) -> Iterator[list[Completion]]:
         try:
-            is_done = loop.is_done
+            is_done, paused_at = loop.is_done, 0
             while not is_done:
                 if self._loop is not loop:
                     raise RuntimeError("this stream was ended by a later call of the same engine")
@@ -165,6 +167,9 @@ class SamplingEngine:
                 self.heartbeat += loop.stats.running_steps - steps_before
                 is_done = loop.is_done
                 yield from micro_groups
+                if pause_every is not None and loop.stats.running_steps - paused_at >= pause_every and not is_done:
+                    paused_at = loop.stats.running_steps
+                    yield []
         finally:
             loop.free()
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from numbers import Real
 
-from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES, SCHEDULES
 
 BUDGETED = ("fptas", "infinite")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
-from infsample_rl.config import SCHEDULES
+from infsample_rl.config_rollout import SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule import check_predictions
 

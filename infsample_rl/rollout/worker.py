@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.lora import ReceivedAdapters
+from infsample_rl.rendezvous import open_store
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutWork, WeightManifest
-from infsample_rl.weight_sync.buckets import load_buckets
+from infsample_rl.weight_sync.link import join_link
+from infsample_rl.weight_sync.sync import WeightSyncReport, load_published, receive_weights
 
 
 class RolloutWorker:
     """Samples the work it is dealt and streams micro-groups; weights are replaced in place between streams."""
 
-    def __init__(self, config: Config, worker_index: int) -> None:
-        """Loads model and tokenizer: on a GPU when the settings give workers one and there is one, else on the CPU."""
+    def __init__(self, config: Config, worker_index: int, model: PreTrainedModel | None = None) -> None:
+        """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on the CPU."""
         torch.set_num_threads(config.cluster.threads_per_worker)
         self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
-        self.model = load_model(config.model, self.device)
+        self.model = load_model(config.model, self.device) if model is None else model
+        # Before the engine is built: the model holds the base weights, which adapters are merged into.
+        merges = config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
+        self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
         self.engine = SamplingEngine(
             self.model,
             load_tokenizer(config.model),
@@ -33,8 +41,10 @@ class RolloutWorker:
             shared_probe=True,
         )
 
-    def stream(self, work: list[RolloutWork], *, step: int, evaluation: bool = False) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """A header, then its micro-group, for every micro-group as soon as its samples have ended."""
+    def stream(
+        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, pause_every: int | None = None
+    ) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """A header, then its micro-group, for every micro-group as soon as its samples have ended; empty lists for pauses (engine.stream)."""
         temperature = self.config.run.eval_temperature if evaluation else None
         micro_groups = self.engine.stream(
             [item.prompt_ids.tolist() for item in work],
@@ -44,21 +54,46 @@ class RolloutWorker:
             sample_indices=[item.sample_indices for item in work],
             evaluation=evaluation,
             temperature=temperature,
+            pause_every=pause_every,
         )
         for micro_group in micro_groups:
-            yield _header(micro_group, self.engine.last_step_at)
+            if micro_group:
+                yield _header(micro_group, self.engine.last_step_at)
             yield micro_group
 
-    def load_weights(self, manifest: WeightManifest, buckets: list[np.ndarray], probe: PublishedProbe | None = None) -> int:
-        """Copy published weights into the model, in place, and return their version. Not while a stream runs.
+    def load_weights(
+        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None, *, sums: dict[str, int] | None = None
+    ) -> WeightSyncReport:
+        """Copy what the object store holds into the model, in place. Not while a stream runs.
 
-        `probe`: the run's length probe, where it has one.
+        `probe`: the run's length probe, where it has one. `sums`: the learner's checksums, where they are wanted.
         """
-        load_buckets(self.model, manifest, buckets)
+        report = load_published(self._target(), manifest, buckets, sums=sums, worker=f"rollout worker {self.worker_index}")
+        self.begin_version(report.version, probe)
+        return report
+
+    def join_weight_link(self, host: str, port: int) -> None:
+        """The line to learner rank 0, which joins at the same time."""
+        cluster = self.config.cluster
+        self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), self.worker_index + 1)
+
+    def receive_weights(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
+        """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a stream runs."""
+        report = receive_weights(self.link, self._target(), version)
+        self.begin_version(version, probe)
+        return report
+
+    def _target(self) -> nn.Module:
+        """What takes the published parameters."""
+        return self.model if self.adapters is None else self.adapters.received
+
+    def begin_version(self, version: int, probe: PublishedProbe | None = None) -> None:
+        """Sample as policy `version` from now on: its weights have arrived."""
+        if self.adapters is not None:
+            self.adapters.merge()
         if probe is not None:
             self.engine.watch.load(probe)
-        self.engine.policy_version = manifest.version
-        return manifest.version
+        self.engine.policy_version = version
 
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not while a stream runs."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infsample_rl.config import SCHEDULES
+from infsample_rl.config_rollout import SCHEDULES
 from infsample_rl.rollout import simulator
 from infsample_rl.rollout.fast_forward import CountedPool, repeat_steps
 from infsample_rl.rollout.kv_pool import KVPool

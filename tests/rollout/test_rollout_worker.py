@@ -7,7 +7,6 @@ import torch
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
-from infsample_rl.weight_sync.buckets import pack_buckets
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +63,13 @@ def test_evaluation_takes_its_own_temperature(config):
     assert completions[2, 0] == completions[2, 1] == completions[2, 2]  # eval_temperature = 0: all the same
 
 
-def test_loaded_weights_change_the_samples_and_stamp_their_version(config):
+def test_loaded_weights_change_the_samples_and_stamp_their_version(config, pack_buckets):
     worker = RolloutWorker(config, 0)
     before = collect(worker.stream(WORK, step=1))[0]
     named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
     address = worker.model.lm_head.weight.data_ptr()
     doubled = [(name, tensor * 2 if name == "lm_head.weight" else tensor) for name, tensor in named]
-    assert worker.load_weights(*pack_buckets(doubled, version=5)) == 5
+    assert worker.load_weights(*pack_buckets(doubled, version=5)).version == 5
     after, headers, groups = collect(worker.stream(WORK, step=1))
     assert after != before
     assert {header.policy_version for header in headers} == {5} == {c.policy_version for group in groups for c in group}
@@ -79,7 +78,7 @@ def test_loaded_weights_change_the_samples_and_stamp_their_version(config):
     assert worker.model.lm_head.weight.data_ptr() == address
 
 
-def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config):
+def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config, pack_buckets):
     worker = RolloutWorker(config, 0)
     worker.engine.watch._every = 2  # responses have 16 tokens at most
     collect(worker.stream(WORK, step=0))

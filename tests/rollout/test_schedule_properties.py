@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infsample_rl.config import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.config_rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.schedule import fptas_groups, make_schedule
 from infsample_rl.rollout.simulator import simulate
 

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from infsample_rl.config import SCHEDULES, RolloutConfig
+from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts
 

@@ -47,7 +47,8 @@ def load_encoder(folder: str, setting: str) -> tuple[PreTrainedModel, PreTrained
     local = cached_only(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=local)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32, local_files_only=local)
+        where = {"local_files_only": local, "adapter_kwargs": {"local_files_only": local}}  # as in model/loading.py
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32, **where)
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a head of another shape
         reason = " ".join(str(error).split())[:160]
         kind = "here" if Path(folder).exists() else "of that name (a local folder does not exist)"

@@ -1,0 +1,42 @@
+"""What comes back to the driver while a step runs, as cluster.py hands it over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infsample_rl.types import MicroGroupHeader, RewardResult
+
+
+@dataclass(frozen=True, slots=True)
+class MicroGroupArrival:
+    """A micro-group has ended decoding."""
+
+    key: int
+    header: MicroGroupHeader
+
+
+@dataclass(frozen=True, slots=True)
+class RewardArrival:
+    """A micro-group has been scored."""
+
+    key: int
+    result: RewardResult
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceArrival:
+    """A micro-group has its reference log-probabilities."""
+
+    key: int
+    kl_sums: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class RowArrival:
+    """A learner rank has done its row of a wave."""
+
+    rank: int
+    report: dict[str, float]
+
+
+Arrival = MicroGroupArrival | RewardArrival | ReferenceArrival | RowArrival
