@@ -1,10 +1,22 @@
-"""Which processes a run has and what each takes: pure arithmetic, carried out by cluster.py."""
+"""Which processes a run has, what each takes, and which nodes would take them: pure arithmetic, carried out by ray_session.py.
+
+Ray decides where a worker goes; the plan made here says beforehand whether that can work at all, and what is missing if not.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infsample_rl.config import Config
+
+SMALLEST_CPUS = 0.001  # of a worker that asks for nothing: Ray reserves no empty bundle
+_COUNTS = {"rollout": "rollout_workers", "learner": "learner_ranks", "reference": "reference_workers", "reward": "reward_workers"}
+_TITLES = {"rollout": "rollout worker", "learner": "learner rank", "reference": "reference worker", "reward": "reward worker"}
+
+Worker = tuple[str, int]  # role and index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,29 +28,231 @@ class WorkerGroup:
     cpus: float
     gpus: float
 
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves for one of them: {"CPU": 1.0, "GPU": 1.0}"""
+        bundle = {"CPU": self.cpus, "GPU": self.gpus}
+        return {name: amount for name, amount in bundle.items() if amount > 0} or {"CPU": SMALLEST_CPUS}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Workers that are reserved together, all or none, by one of Ray's strategies. Example: name="learner", strategy="PACK"."""
+
+    name: str
+    strategy: str
+    workers: list[Worker]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A machine: what is free on it, and what it has in all. Example: Node(name="10.0.0.7", cpus=8, gpus=0.5, all_cpus=16, all_gpus=2)"""
+
+    name: str
+    cpus: float
+    gpus: float
+    all_cpus: float
+    all_gpus: float
+
+    def holds(self, group: WorkerGroup) -> bool:
+        """Whether one more worker of the group fits. A GPU is whole or parts of one: 0.5 + 0.5 free may be one half on each of two."""
+        whole = int(self.gpus + 1e-6)
+        gpus = whole >= group.gpus or (group.gpus < 1 and self.gpus - whole >= group.gpus - 1e-6)
+        return gpus and self.cpus >= group.cpus - 1e-6
+
+    def less(self, group: WorkerGroup) -> Node:
+        """The node when one worker of the group has been put on it."""
+        return dataclasses.replace(self, cpus=round(self.cpus - group.cpus, 4), gpus=round(self.gpus - group.gpus, 4))
+
+    def empty(self) -> Node:
+        """The node without anybody's work on it."""
+        return dataclasses.replace(self, cpus=self.all_cpus, gpus=self.all_gpus)
+
 
 def worker_groups(config: Config) -> list[WorkerGroup]:
     """The processes of a run beside the driver: rollout is in the learner's when colocated, the reference's exist for a KL term only."""
     cluster = config.cluster
+
+    def group(role: str, count: int, cpus: float | None, gpus: float) -> WorkerGroup:
+        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker if cpus is None else cpus, gpus=gpus)
+
     groups = [
-        WorkerGroup(role="reward", count=cluster.reward_workers, cpus=cluster.cpus_per_worker, gpus=cluster.reward_gpus),
-        WorkerGroup(role="learner", count=cluster.learner_ranks, cpus=cluster.cpus_per_worker, gpus=cluster.learner_gpus),
+        group("reward", cluster.reward_workers, cluster.reward_cpus, cluster.reward_gpus),
+        group("learner", cluster.learner_ranks, cluster.learner_cpus, cluster.learner_gpus),
     ]
     if not cluster.colocate:
-        groups.insert(0, WorkerGroup(role="rollout", count=cluster.rollout_workers, cpus=cluster.cpus_per_worker, gpus=cluster.rollout_gpus))
+        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_cpus, cluster.rollout_gpus))
     if config.objective.needs_reference and config.reference.placement == "workers":
-        groups.append(WorkerGroup(role="reference", count=cluster.reference_workers, cpus=cluster.cpus_per_worker, gpus=cluster.reference_gpus))
+        groups.append(group("reference", cluster.reference_workers, cluster.reference_cpus, cluster.reference_gpus))
     return groups
+
+
+def reservations(config: Config) -> list[Reservation]:
+    """What Ray is asked to reserve, in that order: learner ranks packed on few nodes, since they meet in every row, the others spread over many.
+
+    With cluster.weight_sync=cuda_ipc learner and engines share a GPU, so they are one reservation on one node.
+    """
+    counts = {group.role: group.count for group in worker_groups(config)}
+    shares_gpu = config.cluster.weight_sync == "cuda_ipc" and not config.cluster.colocate
+    together = ["learner", "rollout"] if shares_gpu else ["learner"]
+    first = Reservation(
+        name="learner",
+        strategy="STRICT_PACK" if shares_gpu else "PACK",
+        workers=[(role, index) for role in together for index in range(counts[role])],
+    )
+    others = [role for role in ("reference", "rollout", "reward") if role in counts and role not in together]
+    return [first, *(Reservation(name=role, strategy="SPREAD", workers=[(role, index) for index in range(counts[role])]) for role in others)]
 
 
 def total_cpus(config: Config) -> float:
     """CPUs the workers reserve together."""
-    return sum(group.count * group.cpus for group in worker_groups(config))
+    return sum(group.count * group.bundle.get("CPU", 0) for group in worker_groups(config))
+
+
+def most_cpus(config: Config) -> float:
+    """CPUs the workers reserve together once there are cluster.max_workers rollout workers."""
+    growth = 0 if config.cluster.colocate else config.cluster.most_rollout_workers - config.cluster.rollout_workers
+    return total_cpus(config) + growth * sum(group.bundle.get("CPU", 0) for group in worker_groups(config) if group.role == "rollout")
 
 
 def total_gpus(config: Config) -> float:
     """GPUs the workers reserve together."""
     return sum(group.count * group.gpus for group in worker_groups(config))
+
+
+def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
+    """Worker -> index of the node that would take it, as Ray's strategies would place them; a worker without a place is left out."""
+    groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), {}
+    for reservation in reservations(config):
+        placed = _spread(reservation, groups, free) if reservation.strategy == "SPREAD" else _packed(reservation, groups, free)
+        for (role, _), place in placed.items():
+            free[place] = free[place].less(groups[role])
+        places |= placed
+    return places
+
+
+def _packed(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequence[Node]) -> dict[Worker, int]:
+    """Fill the node that holds most of the workers, then the next; with STRICT_PACK only one."""
+    left, taken, places = list(reservation.workers), set(), {}
+    while left:
+        on_node = {index: _fill(node, left, groups) for index, node in enumerate(free) if index not in taken}
+        best = max(on_node, key=lambda index: (len(on_node[index]), -free[index].gpus), default=None)
+        if best is None or not on_node[best]:
+            break
+        taken.add(best)
+        places |= dict.fromkeys(on_node[best], best)
+        left = [worker for worker in left if worker not in places]
+        if reservation.strategy == "STRICT_PACK":
+            break
+    return places
+
+
+def _fill(node: Node, workers: list[Worker], groups: dict[str, WorkerGroup]) -> list[Worker]:
+    held = []
+    for worker in workers:
+        if node.holds(groups[worker[0]]):
+            node = node.less(groups[worker[0]])
+            held.append(worker)
+    return held
+
+
+def _spread(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequence[Node]) -> dict[Worker, int]:
+    """Each worker to the node with the fewest of them, among equals to the one with most left."""
+    free, places = list(free), {}
+    for worker in reservation.workers:
+        group, load = groups[worker[0]], Counter(places.values())
+        fitting = [index for index, node in enumerate(free) if node.holds(group)]
+        if fitting:
+            place = min(fitting, key=lambda index: (load[index], -free[index].gpus if group.gpus else 0, -free[index].cpus))
+            free[place] = free[place].less(group)
+            places[worker] = place
+    return places
+
+
+def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
+    """Why a run cannot be placed on these nodes, in one line: what it wants, what is there, what is missing, what to set; none if it can."""
+    groups = worker_groups(config)
+    places = Counter(role for role, _ in plan(config, nodes))
+    missing = [group for group in groups if places[group.role] < group.count]
+    if not missing:
+        return None
+    wanted = " + ".join(_group_text(group, group.count) for group in groups)
+    absent = ", ".join(_group_text(group, group.count - places[group.role]) for group in missing)
+    fewer = _fewer(config, nodes, places)
+    without = [f"cluster.{group.role}_gpus=0" for group in groups if group.gpus > 0]
+    ways = []
+    if _fits(config, [node.empty() for node in nodes]):
+        ways.append("it fits once other work on these nodes has ended")
+    if fewer:
+        ways.append(f"what fits: {fewer}")
+    if total_gpus(config) > sum(node.gpus for node in nodes):
+        ways.append(f"without a GPU: {' '.join(without)}")
+    if not ways:
+        sizes = [f"cluster.{group.role}_cpus" if group.gpus == 0 else f"cluster.{group.role}_gpus, cluster.{group.role}_cpus" for group in missing]
+        ways.append(f"what one takes is set by {', '.join(sizes)} (cluster.cpus_per_worker={config.cluster.cpus_per_worker:g})")
+    have = _amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+    return (
+        f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} free{nodes_text(nodes)}; "
+        f"no place for {absent}; {'; '.join(ways)}"
+    )
+
+
+def _fits(config: Config, nodes: Sequence[Node]) -> bool:
+    return len(plan(config, nodes)) == sum(group.count for group in worker_groups(config))
+
+
+def _fewer(config: Config, nodes: Sequence[Node], places: Counter[str]) -> str | None:
+    """The setting of one role, of rollout workers where possible, with which the whole run fits."""
+    names = {"learner": ("learner_ranks", "rollout_workers")} if config.cluster.colocate else {}
+    for role in _COUNTS:
+        for count in range(min(places[role], getattr(config.cluster, _COUNTS[role]) - 1), 0, -1):
+            counts = dict.fromkeys(names.get(role, (_COUNTS[role],)), count)
+            try:
+                smaller = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **counts))
+            except ValueError:  # other settings do not go with that many
+                continue
+            if _fits(smaller, nodes):
+                return " ".join(f"cluster.{name}={count}" for name in counts)
+    return None
+
+
+def nodes_text(nodes: Sequence[Node]) -> str:
+    """ " (10.0.0.1: 4 of 16 CPUs, 2 of 8 GPUs; 3 nodes like 10.0.0.2: ...)" """
+    alike: dict[str, list[str]] = {}
+    for node in nodes:
+        text = f"{node.cpus:g} of {node.all_cpus:g} CPUs" + (f", {node.gpus:g} of {node.all_gpus:g} GPUs" if node.all_gpus else "")
+        alike.setdefault(text, []).append(node.name)
+    parts = [f"{names[0] if len(names) == 1 else f'{len(names)} nodes like {names[0]}'}: {text}" for text, names in alike.items()]
+    return f" ({'; '.join(parts)})" if parts else ""
+
+
+def layout_table(config: Config, nodes: Sequence[Node], places: dict[Worker, int]) -> str:
+    """Lines of node, what this run takes of its CPUs and GPUs, and who sits there; nodes alike share a line."""
+    groups, alike = {group.role: group for group in worker_groups(config)}, {}
+    for index, node in enumerate(nodes):
+        counts = Counter(role for (role, _), place in places.items() if place == index)
+        cpus, gpus = (sum(count * getattr(groups[role], what) for role, count in counts.items()) for what in ("cpus", "gpus"))
+        taken = (f"{cpus:g} of {node.all_cpus:g}", f"{gpus:g} of {node.all_gpus:g}")
+        who = ", ".join(_count_text(role, counts[role]) for role in _COUNTS if counts[role]) or "-"
+        alike.setdefault((*taken, who), []).append(node.name)
+    rows = [("node", "CPUs", "GPUs", "workers")]
+    rows += [(names[0] if len(names) == 1 else f"{len(names)} nodes like {names[0]}", *row) for row, names in alike.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "placement\n" + "\n".join("  " + "  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(3)), row[3]]) for row in rows)
+
+
+def _group_text(group: WorkerGroup, count: int) -> str:
+    each = " each" if count > 1 else ""
+    return f"{_count_text(group.role, count)} ({_amounts(group.cpus, group.gpus)}{each})"
+
+
+def _count_text(role: str, count: int) -> str:
+    return f"{count} {_TITLES[role]}{'s' if count > 1 else ''}"
+
+
+def _amounts(cpus: float, gpus: float) -> str:
+    text = f"{cpus:g} CPU{'' if cpus == 1 else 's'}"
+    return text + (f" and {gpus:g} GPU{'' if gpus == 1 else 's'}" if gpus else "")
 
 
 def reference_text(config: Config) -> str:
@@ -54,12 +268,3 @@ def reference_text(config: Config) -> str:
     is_sharded = cluster.learner_ranks > 1 and config.learner.grad_sync == "every_row"
     place = "in host memory between uses" if reference.offload and cluster.learner_gpus > 0 else "beside the policy"
     return f"{path}, on the learner ranks: {'sharded over them' if is_sharded else 'whole on each'}, {place}"
-
-
-def check_gpus(config: Config, available: float) -> None:
-    """Raise ValueError when the workers ask for more GPUs than there are, naming each wish and what to set."""
-    wanted = total_gpus(config)
-    if wanted > available:
-        wishes = [f"cluster.{group.role}_gpus={group.gpus:g} x {group.count}" for group in worker_groups(config) if group.gpus > 0]
-        zeros = " ".join(f"cluster.{group.role}_gpus=0" for group in worker_groups(config) if group.gpus > 0)
-        raise ValueError(f"{' + '.join(wishes)} = {wanted:g} GPUs, but there are {available:g}; without a GPU: {zeros}")

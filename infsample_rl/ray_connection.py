@@ -1,0 +1,130 @@
+"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import ray
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.services import canonicalize_bootstrap_address
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from infsample_rl.config import Config
+from infsample_rl.placement import most_cpus
+from infsample_rl.secret_env import without_secrets
+
+PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
+RETRY_S = 2.0
+HOW_TO_AUTHENTICATE = (
+    "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and RAY_AUTH_MODE=token with "
+    "RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
+)
+
+
+def connect(config: Config, note: Callable[[str], None]) -> None:
+    """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody in.
+
+    The handler of SIGTERM stays the caller's; Ray would put its own in its place, which ends the process without a word.
+    """
+    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    arguments: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment(config)}, "log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if config.cluster.address is None:
+            _start_local(config, arguments, note)
+        else:
+            _join(config, arguments, note)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Environment variables of every worker. Dashboards show them: no secret may be among them (secret_env.py)."""
+    threads = str(config.cluster.threads_per_worker)
+    package = str(Path(__file__).resolve().parent.parent)
+    python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
+    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path}
+
+
+def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home folder."""
+    cluster = config.cluster
+    dashboard = {"include_dashboard": cluster.dashboard} | ({"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {})
+    # CPUs are reservations, not cores: a local cluster gets as many as the workers ask for.
+    num_cpus = max(os.cpu_count() or 1, int(most_cpus(config)) + 1)
+    with without_secrets():
+        try:
+            context = ray.init(address="local", num_cpus=num_cpus, **dashboard, **arguments)
+        except Exception as error:  # Ray raises a bare Exception when its processes are not up in time
+            raise RuntimeError(f"Ray could not be started here: {error}") from error
+    if cluster.dashboard:
+        note(f"Ray's dashboard: http://{context.dashboard_url}")
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        note("Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it")
+
+
+def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
+    address = _find(config, note)
+    if _uses_tls():
+        pass  # a client certificate takes the token's place
+    elif _probe(address) is None:
+        if not config.cluster.allow_unauthenticated:
+            raise ValueError(
+                f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for no token, so whoever reaches its ports can run "
+                f"code on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
+            )
+        note(f"warning: the Ray cluster at {address} asks for no token (cluster.allow_unauthenticated=true)")
+    elif not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+        raise ValueError(
+            f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for a token, and this process has none; set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
+        )
+    try:
+        ray.init(address=address, **arguments)
+    except ray.exceptions.AuthenticationError as error:
+        raise ValueError(
+            f"cluster.address={config.cluster.address}: the Ray cluster at {address} refuses this process's token; "
+            f"RAY_AUTH_TOKEN_PATH must name the file of the cluster's own ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _find(config: Config, note: Callable[[str], None]) -> str:
+    """host:port of the cluster's control service, once it answers; waited for as long as for nodes."""
+    started, limit = time.monotonic(), config.cluster.wait_for_nodes_s
+    while True:
+        try:
+            address = canonicalize_bootstrap_address(config.cluster.address)
+            if address is not None and _answers(address):
+                return address
+            problem = f"nothing answers at {address}"
+        except (ConnectionError, OSError) as error:
+            problem = str(error).splitlines()[0]
+        waited = time.monotonic() - started
+        if waited >= limit:
+            raise ValueError(f"cluster.address={config.cluster.address}: {problem}; start Ray there, or leave cluster.address out")
+        note(f"waiting for the Ray cluster at {config.cluster.address}: {problem}; {waited:.0f} of {limit:g} s")
+        time.sleep(min(RETRY_S, limit - waited))
+
+
+def _answers(address: str) -> bool:
+    return _uses_tls() or _probe(address) not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def _uses_tls() -> bool:
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
+def _probe(address: str) -> grpc.StatusCode | None:
+    """Ask the cluster's control service for its id without a token: none when it answers, else gRPC's reason."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            return error.code()
+    return None
