@@ -1,37 +1,42 @@
-"""The process reward functions run in: reads calls from a pipe, writes the values to another, ends with its parent.
+"""The process reward functions run in: reads calls from a pipe, writes the values to another, and is held to reward.isolation.
 
-It is started by `process_pool.FunctionProcess` and imports nothing heavy: no torch, ray or transformers. Requests are
-pickled; replies are lines of JSON, so that the parent unpickles nothing a user's function could have made.
+It is forked by `keeper` for `process_pool.FunctionProcess` and imports nothing heavy: no torch, ray or transformers. Requests
+are pickled; replies are lines of JSON, so that the worker unpickles nothing a user's function could have made.
 
-    parent                                   this process
+    reward worker                            this process
     [functions]                        ->
-                                       <-    {"per_sample": [...]} or {"error": "..."}
+                                       <-    {"pid": ..., "per_sample": [...]} or {"error": "..."}
     (function, prompt, calls)          ->
                                        <-    {} (read: the time limit of the first call starts)
                                        <-    {"values": [...], "problems": [...]}, once a call
+                                       <-    {"died": "exit code 3"}, from the keeper, when all is over
 """
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import json
 import os
 import pickle
-import signal
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function, load_function
+from infsample_rl.reward.isolation import Isolation, isolate, without_values
 from infsample_rl.reward.user_function import describe_error
 
-_PR_SET_PDEATHSIG = 1
+_NO_MEMORY = ("annot allocate memory", "an't allocate memory")  # as the C library says it, and torch
 
 
-def main(parent: int) -> None:
-    """Serve the process `parent` until its end of the pipe closes."""
-    _die_with(parent)
+def main(isolation: Isolation) -> None:
+    """Serve the process at the other end of stdin and stdout until it closes them."""
     requests, replies = _own_pipes()
+    try:
+        isolate(isolation)
+    except ValueError as error:
+        _reply(replies, {"error": str(error)})
+        os._exit(1)
     functions = _load(requests, replies)
     while True:
         try:
@@ -41,15 +46,7 @@ def main(parent: int) -> None:
         _reply(replies, {})
         index, prompt, calls = pickle.loads(request)
         for samples in calls:
-            _reply(replies, _score(functions[index], prompt, samples))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even while it hangs in C code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
+            _reply(replies, _score(functions[index], prompt, samples, isolation))
 
 
 def _own_pipes() -> tuple[Connection, int]:
@@ -79,15 +76,31 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
     except ImportError as error:  # a rule's own library
         _reply(replies, {"error": f"reward.functions: {describe_error(error, None)}"})
         os._exit(1)
-    _reply(replies, {"per_sample": [function.per_sample for function in functions]})
+    _reply(replies, {"pid": os.getpid(), "per_sample": [function.per_sample for function in functions]})
     return functions
 
 
-def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[str, Any]], isolation: Isolation) -> dict[str, Any]:
     """The reply to one call; whatever the function raises becomes the problem of its samples."""
     try:
         values = call_function(function, pickle.loads(pickled_prompt), samples)
         checked = [as_reward(value) for value in values]
     except BaseException as error:  # this process is the sandbox: sys.exit() in a function must not end it either
-        checked = [(None, f"raised {describe_error(error, function.path)}")] * len(samples)
+        problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
+        checked = [(None, without_values(problem, isolation))] * len(samples)
     return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked]}
+
+
+def _limit_behind(error: BaseException, isolation: Isolation) -> str:
+    """The setting that most likely made a function fail: "; reward.memory_limit=4GB", or ""."""
+    link: BaseException | None = error
+    while link is not None:
+        cause = getattr(link, "reason", None)  # urllib's URLError keeps what was raised there
+        if isolation.limits_memory and (isinstance(link, MemoryError) or any(words in str(link) for words in _NO_MEMORY)):
+            return f"; reward.memory_limit={isolation.memory_limit}"
+        if isolation.limits_memory and isinstance(link, OSError) and link.errno == errno.EFBIG:
+            return f"; no file may be larger than reward.memory_limit={isolation.memory_limit}"
+        if isolation.level == "sandbox" and (isinstance(link, PermissionError) or isinstance(cause, PermissionError)):
+            return "; reward.isolation=sandbox has no network, and only the files of reward.read_paths and write_paths"
+        link = link.__cause__ or link.__context__
+    return ""

@@ -2,14 +2,15 @@
 
 Every process belongs to one thread of the pool: that thread starts it, talks to it, kills it. A call that outlives its
 limit costs its process, which is started anew for the calls that remain; start-up time is never part of a limit.
+Between the two stands a keeper (`keeper.py`), which ends a function process together with all that it started.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -21,10 +22,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.isolation import environment_of, isolation_of
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
-_POLL_S = 0.5  # how often a silent process is checked for being alive
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.function_process import main; main(int(sys.argv[2]))"
+_END_LIMIT_S = 20.0  # for a keeper to end all there is
+_MOST_UNREAD = 1 << 24  # bytes of one reply; values and problems of thousands of samples are less
+_FORGED = "the function wrote into the pipe of the replies"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; main(sys.argv[2])"
 
 
 class FunctionTimedOut(Exception):
@@ -44,18 +48,20 @@ class CallValues:
 
 
 class FunctionProcess:
-    """One child process with all rule and user functions loaded. Not thread-safe."""
+    """One child process with all rule and user functions loaded, and its keeper. Not thread-safe."""
 
-    def __init__(self, functions: list[RewardFunctionConfig]):
-        """Start it; ValueError in one line when a function cannot be loaded."""
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
-        # its own session: a kill reaches what a function started, and Ctrl-C is left to the parent
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
+        """Start it; ValueError in one line when a function cannot be loaded or reward.isolation cannot be had."""
+        isolation = isolation_of(reward, functions)
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
+        environment = environment_of(isolation, os.environ)
+        # its own session: Ctrl-C is left to the parent
+        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment)
         self._killed = False
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests = Connection(os.dup(self._process.stdin.fileno()), readable=False)
-        self._process.stdin.close()
-        self._replies, self._unread = self._process.stdout, b""
+        assert self._keeper.stdin is not None and self._keeper.stdout is not None
+        self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
+        self._keeper.stdin.close()
+        self._replies, self._unread = self._keeper.stdout, b""
         try:
             self._send(pickle.dumps(functions))
             started = self._receive(START_LIMIT_S)
@@ -67,44 +73,44 @@ class FunctionProcess:
         if "error" in started:
             self.kill()
             raise ValueError(started["error"])
+        self.pid: int = started["pid"]
         self.per_sample: list[bool] = started["per_sample"]  # of every function: one sample a call, else all in one
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def call(self, request: bytes, num_calls: int, timeout_s: float) -> Iterator[CallValues]:
-        """Send (function, pickled prompt, calls) and yield the values of each call; `timeout_s` holds for every one of them.
+    def call(self, request: bytes, sizes: list[int], timeout_s: float) -> Iterator[CallValues]:
+        """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples; `timeout_s` holds for every one.
 
         Raises FunctionTimedOut or FunctionProcessDied; the process is gone then.
         """
         try:
             self._send(request)
             self._receive(START_LIMIT_S)
-            for _ in range(num_calls):
+            for size in sizes:
                 reply = self._receive(timeout_s)
+                if not _are_values(reply, size):
+                    self.kill()
+                    raise FunctionProcessDied(_FORGED)
                 yield CallValues(values=reply["values"], problems=reply["problems"])
         except FunctionTimedOut:
             self.kill()
             raise
 
     def interrupt(self) -> None:
-        """End it from another thread: the one that waits for it sees it die."""
-        self._process.kill()
+        """Have its keeper end it, from another thread: the one that waits for it sees it die."""
+        self._keeper.terminate()
 
     def kill(self) -> None:
         """End it and whatever it started, at once."""
         if self._killed:
             return
         self._killed = True
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # it had ended
-        self._process.wait()
         self._requests.close()
         self._replies.close()
+        self._keeper.terminate()
+        try:
+            self._keeper.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:  # stopped, or its machine is: the function process ends with it
+            self._keeper.kill()
+            self._keeper.wait()
 
     def _send(self, message: bytes) -> None:
         try:
@@ -115,32 +121,46 @@ class FunctionProcess:
     def _receive(self, limit_s: float) -> dict[str, Any]:
         """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply at all."""
         deadline = time.monotonic() + limit_s
-        while b"\n" not in self._unread:
-            if wait([self._replies], max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+        while True:
+            line, ended, rest = self._unread.partition(b"\n")
+            if ended:
+                self._unread = rest
+                if line:
+                    return self._open(line)
+                continue
+            if len(self._unread) > _MOST_UNREAD:
+                self.kill()
+                raise FunctionProcessDied(_FORGED)
+            if wait([self._replies], max(0.0, deadline - time.monotonic())):
                 read = os.read(self._replies.fileno(), 1 << 16)
                 if not read:
-                    raise FunctionProcessDied(self._how_it_died())
+                    self.kill()
+                    raise FunctionProcessDied("its keeper was killed")
                 self._unread += read
-            elif self._process.poll() is not None:  # a process that a function forked may hold the pipe open
-                raise FunctionProcessDied(self._how_it_died())
-            if time.monotonic() >= deadline and b"\n" not in self._unread:
+            elif time.monotonic() >= deadline:
                 raise FunctionTimedOut
-        line, _, self._unread = self._unread.partition(b"\n")
+
+    def _open(self, line: bytes) -> dict[str, Any]:
+        """A reply; FunctionProcessDied where it is none, or says that all is over."""
         try:
-            return json.loads(line)
+            reply = json.loads(line)
         except ValueError:
-            self.kill()
-            raise FunctionProcessDied("the function wrote into the pipe of the replies") from None
+            reply = None
+        if isinstance(reply, dict) and "died" not in reply:
+            return reply
+        self.kill()
+        raise FunctionProcessDied(_FORGED if reply is None or not isinstance(reply, dict) else str(reply["died"]))
 
     def _how_it_died(self) -> str:
+        """What the keeper says, which is the last thing in the pipe."""
         try:
-            code = self._process.wait(timeout=_POLL_S)
-        except subprocess.TimeoutExpired:  # it closed its pipes but lives on
-            code = None
-        self.kill()
-        if code is None:
+            while True:
+                self._receive(_END_LIMIT_S)
+        except FunctionProcessDied as error:
+            return str(error)
+        except FunctionTimedOut:
+            self.kill()
             return "it closed its pipe"
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 class ProcessPool:
@@ -148,14 +168,13 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._functions, self._timeout_s, self._retries = functions, reward.timeout_s, reward.retries
+        self._reward, self._functions, self._timeout_s, self._retries = reward, functions, reward.timeout_s, reward.retries
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._running: set[FunctionProcess] = set()
         self._closed = False
         self.num_timeouts = self.num_deaths = 0
-        # the kernel ends a function process with the thread that started it: these threads last until close()
         self._threads = ThreadPoolExecutor(self.num_processes, thread_name_prefix="reward-functions")
         barrier = threading.Barrier(self.num_processes)  # makes each of them start its own process
         started = [self._threads.submit(self._start, barrier) for _ in range(self.num_processes)]
@@ -193,7 +212,7 @@ class ProcessPool:
     def _process(self) -> FunctionProcess:
         """This thread's process, started if there is none."""
         if self._of_thread.__dict__.get("process") is None:
-            process = FunctionProcess(self._functions)
+            process = FunctionProcess(self._reward, self._functions)
             with self._lock:
                 if self._closed:
                     process.kill()
@@ -213,7 +232,8 @@ class ProcessPool:
         while len(done) < len(calls):
             rest = calls[len(done) :]
             try:
-                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), len(rest), self._timeout_s):
+                sizes = [len(samples) for samples in rest]
+                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s):
                     done.append(values)
                     deaths = 0
             except FunctionTimedOut:
@@ -239,6 +259,14 @@ class ProcessPool:
 
 def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
     return CallValues(values=[None] * len(samples), problems=[problem] * len(samples))
+
+
+def _are_values(reply: dict[str, Any], size: int) -> bool:
+    """Whether a reply is the values and problems of a call of `size` samples."""
+    values, problems = reply.get("values"), reply.get("problems")
+    if not (isinstance(values, list) and isinstance(problems, list) and len(values) == len(problems) == size):
+        return False
+    return all(value is None or isinstance(value, (int, float)) for value in values) and all(isinstance(problem, str) for problem in problems)
 
 
 def _names(functions: list[RewardFunctionConfig]) -> str:

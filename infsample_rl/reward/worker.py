@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
+from infsample_rl.phases import phase
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, ProcessPool
 from infsample_rl.types import Completion, Prompt, RewardResult
@@ -57,11 +58,16 @@ class RewardWorker:
         """Processes that died in a call since the start."""
         return self._pool.num_deaths if self._pool else 0
 
+    def statistics(self) -> dict[str, float]:
+        """Sums since the start, by metric name."""
+        return {"reward_timeouts": self.num_timeouts, "reward_deaths": self.num_deaths}
+
     @property
     def pids(self) -> list[int]:
         """Process ids of the running function processes."""
         return self._pool.pids if self._pool else []
 
+    @phase("reward")
     def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
         """Rewards of completions of one prompt, in their order."""
         token_ids = [completion.token_ids.tolist() for completion in completions]

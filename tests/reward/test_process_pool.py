@@ -100,7 +100,8 @@ def test_processes_work_side_by_side(user_file, tmp_path):
 
 def test_start_is_fast_and_imports_nothing_heavy(user_file, tmp_path):
     started = time.monotonic()
-    process = FunctionProcess([RewardFunctionConfig(name="gsm8k"), RewardFunctionConfig(name="kk")])
+    functions = [RewardFunctionConfig(name="gsm8k"), RewardFunctionConfig(name="kk")]
+    process = FunctionProcess(RewardConfig(functions=functions), functions)
     assert time.monotonic() - started < 2
     resident_kib = int(Path(f"/proc/{process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
     assert resident_kib < 60_000  # torch alone is above 150,000

@@ -1,0 +1,52 @@
+"""Keys do not belong into settings, which the run folder, W&B and checkpoints keep: found and refused before anything is written. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_KEY_NAME = re.compile(
+    r"^token$|(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|passphrase|credentials?|(api|auth|access|hf|wandb)_?token)$", re.I
+)
+_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE|CREDENTIALS?)$")
+_LOGIN_IN_URL = re.compile(r":/{1,2}[^/@:\s]*:[^/@\s]+@")  # one slash where a path was made of it
+SHORTEST = 8  # a shorter value of a variable could stand anywhere by chance
+
+
+def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
+    """ValueError for a setting that is a key by its name, or holds the value of a variable that is one, or a URL with a password.
+
+    The message names the setting, never its value.
+    """
+    secrets = {value: name for name, value in environment.items() if _SECRET_VARIABLE.search(name) and len(value) >= SHORTEST}
+    for name, value in _leaves("", dataclasses.asdict(config)):
+        key = name.rpartition(".")[2]
+        if not isinstance(value, str) or not value:
+            continue
+        held = next((variable for secret, variable in secrets.items() if secret in value), None)
+        if held is not None:
+            raise ValueError(f"{name} holds the value of {held}: settings are written down and logged{_instead(name)}")
+        if _KEY_NAME.search(key):
+            raise ValueError(f"{name} is a key by its name: settings are written down and logged{_instead(name)}")
+        if _LOGIN_IN_URL.search(value):
+            raise ValueError(f"{name} holds a URL with a password: settings are written down and logged{_instead(name)}")
+
+
+def _instead(name: str) -> str:
+    if name.startswith("reward."):
+        return "; set an environment variable, name it in reward.environment=[NAME], and read it in the function"
+    return "; take it out, and let the library read it from its own environment variable"
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """("reward.functions[0].kwargs.x", value) of every value in nested dicts and lists."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from _leaves(f"{name}[{index}]", inner)
+    else:
+        yield name, value

@@ -1,0 +1,139 @@
+"""What a reward process may do, by reward.isolation: its environment, its memory, its files. Standard library only.
+
+    none     a process of its own, ended with all it started; its output is bounded
+    limits   and: memory and the size of a file bounded, an environment without keys, no reach into other processes
+    sandbox  and: no network, and only the files it needs; refused where the system cannot hold it to that
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import site
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from infsample_rl.config_reward import ISOLATIONS, RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandbox
+
+# What programs and libraries need of an environment; nothing here holds a key.
+PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
+    *("PYTHONHOME", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "INFSAMPLE_RL_CACHE"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+_READABLE = (
+    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group"),
+    *("/etc/nsswitch.conf", "/etc/os-release", "/dev/zero", "/dev/random", "/dev/urandom", "/proc/self", "/proc/cpuinfo", "/proc/meminfo"),
+    *("/proc/stat", "/sys/devices/system"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """What one reward process is held to; goes to it as JSON."""
+
+    level: str
+    memory_limit: str  # as it was set, for messages
+    memory_bytes: int
+    environment: list[str]  # names that were asked for: their values are left out of messages and output
+    read: list[str]
+    write: list[str]
+
+    @property
+    def limits_memory(self) -> bool:
+        """Whether memory is bounded."""
+        return self.level != "none"
+
+
+def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) -> Isolation:
+    """What the reward settings say; ValueError in one line for what is not there or cannot be done here."""
+    if reward.isolation != "none" and not sys.platform.startswith("linux"):
+        raise ValueError(f"reward.isolation={reward.isolation} needs Linux, this is {sys.platform}; set reward.isolation=none")
+    missing = [name for name in reward.environment if name not in os.environ]
+    if missing and reward.isolation != "none":
+        raise ValueError(f"reward.environment names {missing[0]}, which is not set")
+    read, write = [], []
+    if reward.isolation == "sandbox":
+        for setting, paths in (("reward.read_paths", reward.read_paths), ("reward.write_paths", reward.write_paths)):
+            absent = [path for path in paths if not os.path.exists(path)]
+            if absent:
+                raise ValueError(f"{setting}: there is no {absent[0]}")
+        read = [*_READABLE, *_python_folders(), *_function_folders(functions), *reward.read_paths]
+        write = ["/dev/null", *reward.write_paths]
+    return Isolation(
+        level=reward.isolation,
+        memory_limit=reward.memory_limit,
+        memory_bytes=reward.memory_bytes,
+        environment=list(reward.environment),
+        read=read,
+        write=write,
+    )
+
+
+def environment_of(isolation: Isolation, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment a reward process starts with: with `none` all of it, else PASSED_ON and what was asked for."""
+    if isolation.level == "none":
+        return dict(environment)
+    kept = {name: environment[name] for name in (*PASSED_ON, *isolation.environment) if name in environment}
+    return {"OMP_NUM_THREADS": "1"} | kept  # a thread's stack counts as memory
+
+
+def isolate(isolation: Isolation) -> None:
+    """Hold the calling process, which has one thread, and all it starts to its limits. ValueError when the system cannot."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if isolation.level == "none":
+        return
+    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):  # private memory; what is shared counts in the keeper's sum
+        hard = resource.getrlimit(limit)[1]
+        bytes_ = isolation.memory_bytes if hard == resource.RLIM_INFINITY else min(hard, isolation.memory_bytes)
+        resource.setrlimit(limit, (bytes_, bytes_))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where the machine runs out of memory, this goes before a worker does
+    try:
+        if isolation.level == "sandbox":
+            sandbox(isolation.read, isolation.write)
+        else:
+            keep_out_of_other_processes()
+    except (ValueError, OSError) as error:
+        weaker = ISOLATIONS[ISOLATIONS.index(isolation.level) - 1]
+        raise ValueError(f"reward.isolation={isolation.level} cannot be had: it {error}; reward.isolation={weaker} asks for less") from None
+
+
+def without_values(text: str, isolation: Isolation) -> str:
+    """`text` with the values of reward.environment replaced by their names."""
+    for name in isolation.environment:
+        value = os.environ.get(name, "")
+        if len(value) >= 4:
+            text = text.replace(value, f"<{name}>")
+    return text
+
+
+def _python_folders() -> set[str]:
+    """Where this interpreter and everything on its path is; never a folder that holds the user's home."""
+    package = str(Path(__file__).resolve().parents[1])
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent), *site.getsitepackages(), *sys.path}
+    return {package, *(folder for folder in folders if folder and not _holds_home(folder))}
+
+
+def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
+    """The folders of the users' files, which may import what stands beside them."""
+    folders = []
+    for function in functions:
+        path = function.name.rpartition(":")[0]
+        if path.endswith(".py"):
+            folder = str(Path(path).resolve().parent)
+            if _holds_home(folder):
+                raise ValueError(f"reward.isolation=sandbox lets {path} read its own folder, but {folder} holds your home; move it into a folder")
+            folders.append(folder)
+    return folders
+
+
+def _holds_home(folder: str) -> bool:
+    home = Path(os.path.expanduser("~")).resolve()
+    resolved = Path(folder).resolve()
+    return resolved == home or resolved in home.parents

@@ -1,0 +1,202 @@
+"""Keeps one reward process: a small parent that never runs a function, counts memory, bounds output, and ends all that was started.
+
+    reward worker --pipe--> keeper --fork--> function process --> whatever a function starts
+
+Every orphan below the keeper becomes its child (PR_SET_CHILD_SUBREAPER), so nothing that a function started, whatever session
+it is in and whatever signals it ignores, outlives the keeper's last act: killing its children until there are none.
+It acts when the function process ends, when SIGTERM tells it to, and when the worker's end of the pipe is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from infsample_rl.reward.isolation import Isolation, without_values
+from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, SUBREAPER, prctl
+
+LOOK_EVERY_MS = 200  # at memory
+OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0  # of a function process's stdout and stderr that are passed on in a minute
+SWEEP_LIMIT_S = 10.0
+_LINUX = sys.platform.startswith("linux")
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def main(settings: str) -> None:
+    """Fork the function process and keep it; `settings` is an Isolation as JSON. Reads nothing: stdin and stdout are the function process's pipes."""
+    isolation = Isolation(**json.loads(settings))
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)  # the wake-up is what counts
+    if _LINUX:
+        prctl(SUBREAPER, 1)
+    folder = tempfile.mkdtemp(prefix="infsample_rl_reward_") if isolation.level == "sandbox" else None
+    output, written = os.pipe()
+    keeper, child = os.getpid(), os.fork()
+    if child == 0:
+        for descriptor in (woken, wake, output):
+            os.close(descriptor)
+        _become_function_process(isolation, keeper, folder, written)
+    os.close(written)
+    died = _Keeper(isolation, child, woken, output).keep()
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    _tell(died)
+
+
+def _become_function_process(isolation: Isolation, keeper: int, folder: str | None, written: int) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()
+    if _LINUX:
+        prctl(DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != keeper:  # it ended before the line above
+        os._exit(1)
+    os.dup2(written, 2)
+    os.close(written)
+    if folder is not None:
+        os.environ |= {"TMPDIR": folder, "HOME": folder}
+        tempfile.tempdir = None
+        isolation.write.append(folder)
+    from infsample_rl.reward.function_process import main as serve  # only here: the keeper stays small
+
+    serve(isolation)
+
+
+class _Keeper:
+    def __init__(self, isolation: Isolation, child: int, woken: int, output: int):
+        self._isolation, self._child, self._woken, self._output = isolation, child, woken, output
+        self._window_ends, self._passed_on, self._left_out = 0.0, 0, 0
+
+    def keep(self) -> str:
+        """Wait until the function process has to end, end it and all it started; how it died."""
+        poll = select.poll()
+        poll.register(0, 0)  # only whether the worker's end is gone
+        poll.register(self._woken, select.POLLIN)
+        poll.register(self._output, select.POLLIN)
+        died = ""
+        while not died:
+            events = dict(poll.poll(LOOK_EVERY_MS))
+            if self._output in events and not self._pass_on():
+                poll.unregister(self._output)
+            told = self._woken in events and signal.SIGTERM in os.read(self._woken, 1 << 12)  # one byte for each signal: its number
+            died = self._reap()
+            if not died and (told or 0 in events):
+                died = "ended by the worker"
+            if not died and self._isolation.limits_memory:
+                died = self._above_memory()
+        _end_everything(self._child)
+        while select.select([self._output], [], [], 0)[0] and self._pass_on():
+            pass
+        self._say_what_was_left_out()
+        return died
+
+    def _reap(self) -> str:
+        """Bury what has ended, orphans too; how the function process died, "" while it lives."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)  # there always is a child: the function process
+            if pid == self._child:
+                return _how(os.waitstatus_to_exitcode(status))
+            if pid == 0:
+                return ""
+
+    def _pass_on(self) -> bool:
+        """Read some of the output and write it to stderr, as far as this minute's share goes; whether there can be more."""
+        read = os.read(self._output, 1 << 16)
+        if time.monotonic() > self._window_ends:
+            self._say_what_was_left_out()
+            self._window_ends, self._passed_on = time.monotonic() + OUTPUT_WINDOW_S, 0
+        room = OUTPUT_BYTES - self._passed_on
+        shown, self._left_out = read[:room], self._left_out + max(0, len(read) - room)
+        self._passed_on += len(shown)
+        if shown:
+            _write(without_values(shown.decode(errors="replace"), self._isolation))
+        return bool(read)
+
+    def _say_what_was_left_out(self) -> None:
+        if self._left_out:
+            _write(f"\n[{self._left_out:,} bytes that a reward function printed are left out: {OUTPUT_BYTES:,} are shown in a minute]\n")
+        self._left_out = 0
+
+    def _above_memory(self) -> str:
+        """What to say when the process and all it started hold more than they may, else ""."""
+        limit, tree = self._isolation.memory_bytes, [self._child, *descendants(self._child)]
+        if sum(map(_resident, tree)) <= limit:
+            return ""
+        used = sum(map(_proportional, tree))  # what processes share counts once; slower to read
+        return f"{used / 1e9:.2f} GB in {len(tree)} processes, above reward.memory_limit={self._isolation.memory_limit}" if used > limit else ""
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of everything below `pid` (Linux)."""
+    found: list[int] = []
+    try:
+        for task in os.scandir(f"/proc/{pid}/task"):
+            children = [int(child) for child in Path(task.path, "children").read_text().split()]
+            found += [*children, *(below for child in children for below in descendants(child))]
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it has ended
+    return found
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _proportional(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(text.split("\nPss:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return 0
+
+
+def _end_everything(child: int) -> None:
+    """SIGKILL to every process below this one until none is left."""
+    deadline = time.monotonic() + SWEEP_LIMIT_S
+    while time.monotonic() < deadline:
+        for pid in descendants(os.getpid()) if _LINUX else [-child]:  # elsewhere its process group, the nearest there is
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+        try:
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except ChildProcessError:
+            return  # none is left
+        time.sleep(0.002)
+
+
+def _how(code: int) -> str:
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exit code {code}" if code >= 0 else f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _tell(died: str) -> None:
+    """The last line of the replies' pipe: how the function process died. Nobody else holds the pipe any more."""
+    os.set_blocking(1, False)
+    try:
+        os.write(1, b"\n" + json.dumps({"died": died}).encode() + b"\n")
+    except OSError:
+        pass  # full of what a function wrote into it, or the worker is gone
+
+
+def _write(text: str) -> None:
+    try:
+        os.write(2, text.encode())
+    except OSError:
+        pass  # nobody reads it

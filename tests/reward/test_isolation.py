@@ -1,0 +1,321 @@
+"""What a reward function cannot do: outlive its call, fill memory, disk or logs, find a key, reach the network or other files."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.linux_sandbox import SANDBOX_VERSION, landlock_version
+from infsample_rl.reward.process_pool import ProcessPool
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what holds a reward process is Linux's")
+needs_sandbox = pytest.mark.skipif(landlock_version() < SANDBOX_VERSION, reason="this kernel cannot hold reward.isolation=sandbox")
+
+ROOT = Path(__file__).parents[2]
+PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "", "columns": {"answer": "3"}})
+KEY = "sk-planted-1f0c6a"
+USER_FILE = '''
+import glob, json, os, signal, socket, subprocess, sys, time
+import beside
+
+DAEMON = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+for _ in range(int(sys.argv[2])):
+    if os.fork() == 0:
+        os.setsid()                      # out of the group and the session
+        if os.fork() > 0: os._exit(0)    # and an orphan
+        open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
+        time.sleep(600)
+"""
+
+def two_hundred(completions, folder):
+    subprocess.Popen([sys.executable, "-c", DAEMON, folder, "200"]).wait()
+    while len(os.listdir(folder)) < 200:
+        time.sleep(0.01)
+    if completions[0] == "hang":
+        time.sleep(600)
+    if completions[0] == "die":
+        os._exit(3)
+    return [1.0]
+
+def flood(completions):
+    for _ in range(100):
+        os.write(1, b"x" * 100_000)
+        os.write(2, b"y" * 100_000)
+    return [1.0]
+
+def flood_replies(completions):
+    for number in range(3, 64):
+        try:
+            while True:
+                os.write(number, b"z" * 100_000)
+        except OSError:
+            pass
+    return [1.0]
+
+def forge(completions):
+    for number in range(3, 64):
+        try:
+            os.write(number, completions[0].encode() + b"\\n")
+        except OSError:
+            pass
+    time.sleep(600)
+
+def swallow(completions):
+    return [float(len(bytearray(3 * 10**9)))]
+
+def swallow_in_children(completions):
+    code = "import time; held = bytearray(b'1' * 150_000_000); time.sleep(600)"
+    for child in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]:
+        child.wait()
+
+def big_file(completions, folder):
+    with open(folder + "/big", "wb") as file:
+        for _ in range(600):
+            file.write(bytes(1_000_000))
+    return [1.0]
+
+def look_for(completions):
+    """How often the key is found in an environment: the function's own, or one of any process."""
+    places = [str(dict(os.environ)).encode()]
+    for path in glob.glob("/proc/*/environ"):
+        try:
+            places.append(open(path, "rb").read())
+        except OSError:
+            pass
+    return [float(sum(completions[0].encode() in place for place in places))]
+
+def tell(completions):
+    print("the key is", os.environ["JUDGE_API_KEY"], flush=True)
+    raise ValueError("401 for " + os.environ["JUDGE_API_KEY"])
+
+def kill_parents(completions):
+    for pid in (os.getppid(), int(completions[0])):
+        os.kill(pid, signal.SIGTERM)
+    return [1.0]
+
+def do(completions):
+    """Runs the statement that the response is."""
+    exec(completions[0], globals())
+    return [1.0]
+'''
+
+
+@pytest.fixture(scope="module")
+def rewards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("isolated") / "functions"
+    folder.mkdir()
+    (folder / "rewards.py").write_text(USER_FILE)
+    (folder / "beside.py").write_text("")
+    (folder / "words.txt").write_text("read me")
+    return folder / "rewards.py"
+
+
+@pytest.fixture
+def open_pool(rewards):
+    pools = []
+
+    def start(name: str, kwargs: dict | None = None, **settings) -> ProcessPool:
+        functions = [RewardFunctionConfig(name=f"{rewards}:{name}", kwargs=kwargs or {})]
+        pools.append(ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0, "retries": 0} | settings)), functions))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def call(pool: ProcessPool, response: str = "") -> tuple[float | None, str]:
+    (result,) = pool.submit(0, PROMPT, [[{"text": response, "token_ids": []}]]).result(timeout=120)
+    return result.values[0], result.problems[0]
+
+
+def alive(folder: Path) -> list[str]:
+    """Those of the processes that left their id in `folder` that still run; five seconds to end."""
+    for _ in range(100):
+        left = [pid.name for pid in folder.iterdir() if Path(f"/proc/{pid.name}").exists()]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize(("how", "isolation"), [pytest.param("hang", "limits", marks=pytest.mark.slow), ("die", "limits"), ("return", "none")])
+def test_two_hundred_daemons_that_ignore_sigterm_end_with_their_function_process(open_pool, tmp_path, how, isolation):
+    pool = open_pool("two_hundred", {"folder": str(tmp_path)}, timeout_s=20.0 if how != "hang" else 8.0, isolation=isolation)
+    value, problem = call(pool, how)
+    assert (value, problem) == {"hang": (None, "timed out after 8 s"), "die": (None, "its process died (exit code 3)"), "return": (1.0, "")}[how]
+    pool.close()
+    assert len(list(tmp_path.iterdir())) == 200 and alive(tmp_path) == []
+
+
+FLOODED = """
+import sys, pickle
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.process_pool import ProcessPool
+functions = [RewardFunctionConfig(name=sys.argv[1])]
+pool = ProcessPool(RewardConfig(functions=functions), functions)
+print(pool.submit(0, pickle.loads(sys.stdin.buffer.read()), [[{"text": "", "token_ids": []}]]).result()[0].values)
+pool.close()
+"""
+
+
+def test_a_flood_of_output_is_cut_and_said_and_the_reward_counts(rewards):
+    command = [sys.executable, "-c", FLOODED, f"{rewards}:flood"]
+    done = subprocess.run(command, input=pickle.dumps(PROMPT), capture_output=True, cwd=ROOT, timeout=120)
+    assert done.stdout == b"[1.0]\n"
+    assert len(done.stderr) < 70_000 and b"bytes that a reward function printed are left out" in done.stderr  # of 20 MB
+
+
+def test_a_flood_of_the_reply_pipe_is_cut(open_pool):
+    assert call(open_pool("flood_replies")) == (None, "its process died (the function wrote into the pipe of the replies)")
+
+
+@pytest.mark.parametrize("reply", ['{"values": 1}', '{"values": [1, 2], "problems": ["", ""]}', "[]", '{"values": ["x"], "problems": [""]}'])
+def test_a_reply_of_the_wrong_shape_costs_its_process_not_the_worker(open_pool, reply):
+    assert call(open_pool("forge"), reply) == (None, "its process died (the function wrote into the pipe of the replies)")
+
+
+def test_memory_beyond_the_limit_is_refused_and_the_setting_named(open_pool):
+    value, problem = call(open_pool("swallow", memory_limit="1GB"))
+    assert value is None and problem.startswith("raised MemoryError") and problem.endswith("; reward.memory_limit=1GB")
+
+
+def test_memory_of_a_function_and_its_children_counts_together(open_pool):
+    value, problem = call(open_pool("swallow_in_children", memory_limit="400MB"))
+    assert value is None and "GB in " in problem and "above reward.memory_limit=400MB" in problem
+
+
+def test_a_file_cannot_grow_beyond_the_limit(open_pool, tmp_path):
+    value, problem = call(open_pool("big_file", {"folder": str(tmp_path)}, memory_limit="300MB"))
+    assert value is None and problem.endswith("; no file may be larger than reward.memory_limit=300MB")
+    assert (tmp_path / "big").stat().st_size <= 300 * 10**6
+
+
+@pytest.mark.parametrize("isolation", ["limits", pytest.param("sandbox", marks=needs_sandbox)])
+def test_no_environment_that_a_function_can_read_holds_a_key(open_pool, monkeypatch, isolation):
+    """Not its own, not that of the worker above it, not that of any process of the user."""
+    neighbour = subprocess.Popen(["sleep", "600"], env=os.environ | {"WANDB_API_KEY": KEY})
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    try:
+        pool = open_pool("look_for", isolation=isolation)
+        if landlock_version() >= 2:
+            assert call(pool, KEY) == (0.0, "")
+        assert call(open_pool("look_for", isolation="none"), KEY)[0] > 0  # the search itself finds what is there
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def test_a_variable_is_passed_on_by_name_and_its_value_left_out_of_messages(open_pool, monkeypatch, capfd):
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    pool = open_pool("tell", environment=["JUDGE_API_KEY"])
+    value, problem = call(pool)
+    pool.close()  # what was printed has been passed on then
+    assert value is None and "401 for <JUDGE_API_KEY>" in problem
+    assert "the key is <JUDGE_API_KEY>" in capfd.readouterr().err
+
+
+def test_a_variable_that_is_not_set_is_refused_by_name(open_pool):
+    with pytest.raises(ValueError, match="reward.environment names NO_SUCH_KEY, which is not set"):
+        open_pool("tell", environment=["NO_SUCH_KEY"])
+
+
+@pytest.mark.skipif(landlock_version() < 6, reason="this kernel cannot keep signals in")
+def test_a_function_cannot_signal_processes_above_it(open_pool):
+    value, problem = call(open_pool("kill_parents"), str(os.getpid()))
+    assert value is None and "PermissionError" in problem
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "socket.create_connection(('127.0.0.1', {port}))",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+        "socket.socket(socket.AF_INET6)",
+        "socket.socket(socket.AF_UNIX)",
+        "subprocess.run([sys.executable, '-c', 'import socket; socket.socket()'], check=True)",
+        "open('{folder}/secret').read()",
+        "os.listdir('{folder}')",
+        "open('{folder}/new', 'w')",
+        "os.truncate('{folder}/secret', 0)",
+        "os.unlink('{folder}/secret')",
+        "os.symlink('/etc', '{folder}/link')",
+        "open('/proc/1/environ').read()",
+        "open(beside.__file__, 'a')",
+    ],
+)
+def test_a_sandbox_has_no_network_and_no_other_files(open_pool, tmp_path, statement):
+    (tmp_path / "secret").write_text("x")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        value, problem = call(open_pool("do", isolation="sandbox"), statement.format(port=server.getsockname()[1], folder=tmp_path))
+    assert value is None
+    assert "reward.isolation=sandbox has no network, and only the files of" in problem or "CalledProcessError" in problem
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == "x"
+
+
+@needs_sandbox
+def test_a_sandbox_has_what_a_function_needs(open_pool, tmp_path):
+    for name in ("given", "shared"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    statement = f"""
+import asyncio, tempfile
+assert open(os.path.join(os.path.dirname(beside.__file__), "words.txt")).read() == "read me"
+assert open("{tmp_path}/given/file").read() == "x"
+open("{tmp_path}/shared/new", "w").write("y"); os.rename("{tmp_path}/shared/new", "{tmp_path}/shared/file")
+with tempfile.TemporaryDirectory() as own:
+    open(own + "/program.py", "w").write("print(6 * 7)")
+    assert subprocess.run([sys.executable, own + "/program.py"], capture_output=True, check=True).stdout == b"42\\n"
+home = os.path.expanduser("~"); open(home + "/cache", "w").close()
+asyncio.run(asyncio.sleep(0))
+import numpy, math_verify
+open("{tmp_path}/shared/home", "w").write(home)
+"""
+    pool = open_pool("do", isolation="sandbox", read_paths=[str(tmp_path / "given")], write_paths=[str(tmp_path / "shared")])
+    assert call(pool, statement) == (1.0, "")
+    assert (tmp_path / "shared" / "file").read_text() == "y"
+    home = Path((tmp_path / "shared" / "home").read_text())
+    assert home.exists() and home.name.startswith("infsample_rl_reward_")
+    pool.close()
+    assert not home.exists()  # it goes with its process
+
+
+WITHOUT_LANDLOCK = """
+import sys
+from infsample_rl.reward import linux_sandbox
+machine = linux_sandbox.platform.machine()
+linux_sandbox._MACHINES[machine][1].clear()
+linux_sandbox._MACHINES[machine][1]["landlock_create_ruleset"] = 444
+linux_sandbox.prctl(linux_sandbox._NO_NEW_PRIVILEGES, 1)
+linux_sandbox._forbid_calls(machine)
+from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward.check import check_reward_functions
+check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")], isolation=sys.argv[1]))
+"""
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("isolation", "said"), [("limits", ""), ("sandbox", "needs Landlock version 3 (Linux 6.2 or newer")])
+def test_where_the_system_has_no_landlock_the_sandbox_is_refused_by_name(isolation, said):
+    """The call is forbidden to a real process, as a container's profile may do."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LANDLOCK, isolation], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode == 0) == (not said), done.stderr
+    assert said in done.stderr and ("reward.isolation=limits asks for less" in done.stderr) == bool(said)
+
+
+@needs_sandbox
+def test_a_function_that_stands_in_the_home_folder_is_not_given_the_home_folder(rewards, monkeypatch):
+    monkeypatch.setenv("HOME", str(rewards.parent))
+    functions = [RewardFunctionConfig(name=f"{rewards}:do")]
+    with pytest.raises(ValueError, match="holds your home; move it into a folder"):
+        ProcessPool(RewardConfig(functions=functions, isolation="sandbox"), functions)
