@@ -1,0 +1,107 @@
+"""launch/local.sh and launch/slurm.sbatch with a real Ray node, a real training and a real SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
+
+# One machine instead of an allocation: srun runs the command here, after its options; scontrol says the node's name and notes a requeue.
+SRUN = """#!/usr/bin/env bash
+while [[ ${1:-} == --* ]]; do shift; done
+[ "$1" = ray ] || exec "$@"
+exec "$@" --temp-dir="$SHORT_FOLDER/slurm" --object-store-memory=100000000 --num-cpus=4
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$SHORT_FOLDER/requeued"; fi
+"""
+
+
+@pytest.fixture
+def started():
+    """Starts a script; at the end nothing that it started is left."""
+    processes: list[subprocess.Popen] = []
+
+    def start(command: list, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
+        output = (cwd / "output").open("w")
+        processes.append(subprocess.Popen(command, env=environment, cwd=cwd, stdout=output, stderr=output, start_new_session=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_token_is_made_once_with_mode_600_and_printed_nowhere(environment, tmp_path):
+    path = tmp_path / "folder" / "token"
+    command = ["bash", "-c", f"source {ROOT}/launch/token.sh; make_token; make_token; need_token"]
+    mine = environment | {"RAY_AUTH_TOKEN_PATH": str(path), "HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, env=mine, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    token = path.read_text()
+    assert len(token) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600 and not (tmp_path / "home").exists()
+    subprocess.run(command, env=mine, check=True)
+    assert path.read_text() == token
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--address"], "--address needs a value"),
+        (["--wait"], "there is no option --wait"),
+        (["cluster.address=10.0.0.1:6379"], "a job runs on the cluster it is submitted to; give --address"),
+        (["run.dir=~/runs"], "give an absolute path"),
+        (["--grace", "soon"], "--grace must be whole seconds, got soon"),
+        (["stop"], "launch/submit.sh stop ID"),
+    ],
+)
+def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
+    without_token = environment | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run([ROOT / "launch" / "submit.sh", *arguments], env=without_token, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_local_trains_passes_sigterm_on_and_ends_its_cluster(environment, settings, free_ports, short_folder, tmp_path, wait_for, started):
+    port, dashboard = free_ports(2)
+    mine = environment | {"PORT": str(port), "DASHBOARD_PORT": str(dashboard), "RAY_TMPDIR": str(short_folder)}
+    run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=400", "run.dir=mine"], mine, tmp_path)
+    wait_for(tmp_path / "mine" / "checkpoints" / "step_000002", "second checkpoint")
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(120) in (0, 130)  # with what is finished saved, or the last checkpoint kept
+    assert f"dashboard: http://127.0.0.1:{dashboard}" in (tmp_path / "output").read_text()
+    left = subprocess.run(["ray", "status", "--address", f"127.0.0.1:{port}"], env=mine, capture_output=True, timeout=60)
+    assert left.returncode != 0
+    run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=4", "run.dir=mine"], mine, tmp_path)
+    run.wait(300)
+    assert "going on after step" in (tmp_path / "output").read_text()
+
+
+@pytest.mark.slow
+def test_slurm_passes_the_signal_on_and_requeues(environment, settings, free_ports, short_folder, tmp_path, wait_for, started):
+    (port,) = free_ports(1)
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "localhost", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    mine = environment | slurm | {"PATH": f"{tmp_path}:{environment['PATH']}", "SHORT_FOLDER": str(short_folder), "PORT": str(port)}
+    del mine["RAY_AUTH_TOKEN_PATH"]
+    run_dir = tmp_path / "runs" / "mine-17"
+    job = started([ROOT / "launch" / "slurm.sbatch", *settings, "run.steps=400"], mine, tmp_path)
+    wait_for(run_dir / "checkpoints" / "step_000002", "second checkpoint")
+    token = run_dir / ".ray_token_17"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and token.read_text() not in (tmp_path / "output").read_text()
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(180) == 0
+    assert (short_folder / "requeued").read_text() == "requeue 17\n" and not token.exists()
+    job = started([ROOT / "launch" / "slurm.sbatch", *settings, "run.steps=4"], mine, tmp_path)  # as the requeued job is: the same command again
+    job.wait(300)
+    assert "going on after step" in (tmp_path / "output").read_text()
