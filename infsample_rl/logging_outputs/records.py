@@ -18,6 +18,17 @@ def open_records(path: Path, start_step: int) -> TextIO:
         cut_back(path, start_step)
     else:
         set_aside(path)
+    return _append_to(path)
+
+
+def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
+    """Cut an open file of this run back to `step` (-1: empty it) and go on with it."""
+    file.close()
+    cut_back(path, step)
+    return _append_to(path)
+
+
+def _append_to(path: Path) -> TextIO:
     # A lone surrogate (from a data file) becomes \udxxx, which is also how JSON writes it.
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 

@@ -38,6 +38,10 @@ class Screen:
         self._write_log(text)
         self._print(text, style)
 
+    def keep(self, text: str) -> None:
+        """A line for run.log alone."""
+        self._write_log(printable(text))
+
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """A rich table on a terminal, aligned lines elsewhere and in run.log."""
         rows = [(printable(name), printable(value)) for name, value in rows]
@@ -73,6 +77,11 @@ class Screen:
         if held_out:
             self._print(f"{self._position()}  {held_out}", "bold")
         self._live.refresh()
+
+    def rewind(self, step: int) -> None:
+        """Go on after `step`: what came later is done again."""
+        self._step = step
+        self._marks.clear()
 
     def start_bar(self) -> None:
         """Start the bar, once, on a terminal and with logging.progress."""

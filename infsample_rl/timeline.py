@@ -1,0 +1,114 @@
+"""Who did what when: the phases of all workers become trace.json and one line a step, its critical path. Standard library only.
+
+Workers are asked for their phases when a step ends and answer while the next one runs, so a step is drawn when the next one has ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from infsample_rl.critical_path import critical_path, intervals_of, outermost, path_line
+from infsample_rl.logging_outputs.trace import Event, TraceFile
+from infsample_rl.phases import IDLE, Phase, WorkerPhases
+
+ROLES = ("driver", "rollout", "reward", "reference", "learner", "colocated")  # in this order they are shown
+MOST_WORKERS = 100_000  # of one role: process numbers of the trace are (place of the role) x this + index
+IDLE_S = 0.001  # shorter gaps are not shown
+
+
+class Step(NamedTuple):
+    """A step and its time.time(). What comes after it and before the next (evaluation, checkpoint) counts to it in the trace."""
+
+    number: int
+    started: float
+    ended: float
+
+
+class Timeline:
+    """Collects phases, writes trace.json for the last `keep_steps` steps and hands every step's critical path to `say`."""
+
+    def __init__(self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None]) -> None:
+        self._trace = TraceFile(path, keep_steps=keep_steps, start_step=start_step)
+        self._say = say
+        self._steps: list[Step] = []  # the last to be drawn, and those to draw
+        self._phases: dict[tuple[str, int], WorkerPhases] = {}  # not drawn yet
+        self._drawn_until: dict[tuple[str, int], float] = {}
+
+    def add(self, workers: list[WorkerPhases]) -> None:
+        """Phases that have arrived."""
+        for worker in workers:
+            key = worker.role, worker.index
+            before = self._phases[key].phases if key in self._phases else []
+            self._phases[key] = worker._replace(phases=before + worker.phases)
+            self._name(worker)
+
+    def end_step(self, number: int, started: float, ended: float) -> None:
+        """A step has ended; the one before, whose phases were asked for when it ended, is drawn. time.time() both."""
+        if self._steps:
+            self._draw(self._steps[-1])
+        self._steps = [*self._steps[-1:], Step(number, started, ended)]
+
+    def close(self) -> None:
+        """Draw the last step with what is there, and write the file."""
+        if self._steps:
+            self._draw(self._steps[-1])
+        self._trace.write()
+
+    def _draw(self, step: Step) -> None:
+        path = critical_path(intervals_of(self._phases.values()), step.started, step.ended)
+        self._say(f"step {step.number}: critical path, {path_line(path)}")
+        events = [_event("driver", 0, Phase(f"step {step.number}", step.started, step.ended, 0), step.number)]
+        for key, worker in self._phases.items():
+            until = min(worker.until, step.ended)
+            drawn = [phase for phase in worker.phases if phase.start < until]
+            self._phases[key] = worker._replace(phases=[phase for phase in worker.phases if phase.start >= until])
+            gaps = self._gaps(key, drawn, until) if worker.role != "driver" else []  # what it does beside its phases is its own work too
+            events += [_event(worker.role, worker.index, phase, self._step_at(phase.start, step)) for phase in drawn + gaps]
+        self._trace.add(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
+
+    def _gaps(self, key: tuple[str, int], drawn: list[Phase], until: float) -> list[Phase]:
+        """Where a worker did nothing, from where it was drawn to last. What it did before its first phase is not known."""
+        busy = outermost("", (phase._replace(thread=0) for phase in drawn))
+        now = self._drawn_until.get(key, busy[0].start if busy else until)
+        gaps = []
+        for interval in busy:
+            if interval.start - now > IDLE_S:
+                gaps.append(Phase(IDLE, now, interval.start, 0))
+            now = max(now, interval.end)
+        if until - now > IDLE_S:
+            gaps.append(Phase(IDLE, now, until, 0))
+        self._drawn_until[key] = max(now, until)
+        return gaps
+
+    def _step_at(self, start: float, drawn: Step) -> int:
+        """The step in which a phase started: one whose answer came late belongs to an earlier one than is drawn."""
+        known = self._steps[: self._steps.index(drawn) + 1]
+        at = bisect_right([step.ended for step in known], start)
+        return known[min(at, len(known) - 1)].number
+
+    def _name(self, worker: WorkerPhases) -> None:
+        pid, title = _pid(worker.role, worker.index), f"{worker.role} {worker.index}" if worker.role != "driver" else "driver"
+        self._trace.name({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{title} on {worker.node}"}})
+        self._trace.name({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
+
+
+def _pid(role: str, index: int) -> int:
+    return ROLES.index(role) * MOST_WORKERS + index + 1
+
+
+def _event(role: str, index: int, phase: Phase, step: int) -> Event:
+    """A complete event: begin and duration in microseconds."""
+    start = round(phase.start * 1e6)
+    return {
+        "name": phase.name,
+        "cat": role,
+        "ph": "X",
+        "ts": start,
+        "dur": round(phase.end * 1e6) - start,
+        "pid": _pid(role, index),
+        "tid": phase.thread,
+        "args": {"step": step},
+    }
