@@ -123,6 +123,7 @@ def records(tiny_qwen3, tmp_path_factory):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_json_object_per_measurement(records):
     assert [(record["name"], record["group_size"], record["tokens"]) for record in records] == [("ours", 2, 16), ("ours", 4, 32)]
     for record in records:
@@ -132,6 +133,7 @@ def test_the_command_prints_one_json_object_per_measurement(records):
         assert record["learner_tokens"] == 16 + record["tokens"]
 
 
+@pytest.mark.slow
 def test_without_json_there_are_a_table_settings_and_figures(records, tmp_path, capsys):
     both = records + [record | {"name": "trl"} for record in records]
     train_report.print_training(both)
@@ -143,6 +145,7 @@ def test_without_json_there_are_a_table_settings_and_figures(records, tmp_path, 
     assert train_report.draw_learning([curve, curve | {"name": "trl"}], tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_a_learning_run_gives_the_reward_of_every_step_over_wall_clock_time(tiny_qwen3, tmp_path):
     sizes = ["steps=2", "prompts=2", "group_size=2", "max_new_tokens=4", "threads=1", "slots=2", "rivals=[]", "device=cpu"]
     done = run("train_learning", f"model={tiny_qwen3}", *sizes, "json=true", cwd=tmp_path)
