@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from infsample_rl.phases import phase
 from infsample_rl.rollout.kv_cache import HostPages
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.model_runner import ModelRunner
@@ -116,12 +117,14 @@ class DecodeLoop:
             self._parked[sample] = runner.kv.copy_to_host(pages[: self.planner.pool.pages_for(sample.num_kv_tokens)])
             self.stats.parked_tokens += sample.num_kv_tokens
         for group in plan.prefills:
-            self._prompt_logits[group] = runner.prefill(group.prompt_ids, group.pages)
+            with phase("prefill"):
+                self._prompt_logits[group] = runner.prefill(group.prompt_ids, group.pages)
         for sample in plan.restored:
             runner.kv.copy_from_host(sample.pages, self._parked.pop(sample))
         for sample in plan.rebuilt:
             group = sample.group
-            runner.rebuild(list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
+            with phase("prefill"):
+                runner.rebuild(list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
         if plan.rows_changed:
             self._rows = list(plan.rows)
             if self.fixed_rows is not None:

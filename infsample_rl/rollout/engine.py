@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -63,9 +65,10 @@ class SamplingEngine:
             )
         self.stop_token_ids = model_stop_token_ids(model, tokenizer, rollout_config.stop_token_ids) if stop_token_ids is None else stop_token_ids
         self._stop_strings = StopStrings(tokenizer, rollout_config.stop_strings)
-        self.deterministic = deterministic
+        self.deterministic, self._max_prompt_tokens = deterministic, max_prompt_tokens
         self.policy_version = 0  # stamped on completions
         self.heartbeat = 0  # running steps since construction
+        self.sampled_tokens = self.preemptions = 0  # since construction
         self.last_step_at = 0.0  # time.time() of the last running step: when what a stream just yielded ended
         self.stats = RolloutStats()
         self._bert: BertLengthPredictor | None = None
@@ -73,7 +76,9 @@ class SamplingEngine:
         self.watch: ProbeWatch | None = None
         if rollout_config.probes and not deterministic:
             self.watch = ProbeWatch(model.config.hidden_size, rollout_config, shared=shared_probe)
-        self._loop: DecodeLoop | None = None
+        self._loop: DecodeLoop | None = None  # of the last stream
+        self._streaming = False
+        self._asked_back: deque[Future[dict[int, list[int]]]] = deque()
         if max_prompt_tokens is not None or rollout_config.has_budget:
             self._allocate([max_prompt_tokens or 1] * rollout_config.prompts_at_once)
         # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
@@ -119,12 +124,14 @@ class SamplingEngine:
         evaluation: bool = False,
         temperature: float | None = None,
         pause_every: int | None = None,
+        is_halted: Callable[[], bool] | None = None,
     ) -> Iterator[list[Completion]]:
         """Micro-groups of one prompt each, as soon as their samples have ended. Closing the iterator frees all KV.
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
         (default all G). `evaluation` takes other noise, and always token_budget. `temperature` None: the settings'; 0: exact argmax.
         `pause_every`: an empty list comes out after so many running steps, for a caller that has other work to do in between.
+        `is_halted`: asked before every running step; the stream ends where it says yes.
         """
         prompt_indices = list(range(len(prompt_ids))) if prompt_indices is None else list(prompt_indices)
         if sample_indices is None:
@@ -145,7 +152,31 @@ class SamplingEngine:
         ]
         self._loop = self._new_loop(groups, config, self._new_sampler(temperature))
         self.stats = self._loop.stats
-        return self._run(self._loop, pause_every)
+        return self._run(self._loop, pause_every, is_halted)
+
+    def statistics(self) -> dict[str, float]:
+        """What the pool and the rows are at this moment, and sums since construction; may be asked from another thread while a stream runs."""
+        loop, kv = self._loop, self.runner.kv
+        pool = None if loop is None else loop.planner.pool
+        return {
+            "kv_pages": 0 if kv is None else kv.num_pages,
+            "kv_pages_used": 0 if pool is None else pool.num_pages - pool.num_free,
+            "rows": 0 if loop is None else len(loop.planner.running),
+            "running_steps": self.heartbeat,
+            "sampled_tokens": self.sampled_tokens,
+            "preemptions": self.preemptions,
+        }
+
+    def give_back(self) -> dict[int, list[int]]:
+        """From another thread: half of the samples of the stream that have not started, which it leaves out. {prompt_index: sample indices}."""
+        asked: Future[dict[int, list[int]]] = Future()
+        self._asked_back.append(asked)
+        while True:
+            try:
+                return asked.result(timeout=0.1)
+            except TimeoutError:
+                if not self._streaming and asked.cancel():  # no stream runs that could answer
+                    return {}
 
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not while a stream runs."""
@@ -154,17 +185,23 @@ class SamplingEngine:
         self.stats.predict_seconds += self.watch.seconds_spent - before
         return report
 
-    def _run(self, loop: DecodeLoop, pause_every: int | None) -> Iterator[list[Completion]]:
+    def _run(self, loop: DecodeLoop, pause_every: int | None, is_halted: Callable[[], bool] | None) -> Iterator[list[Completion]]:
         try:
-            is_done, paused_at = loop.is_done, 0
+            self._streaming, is_done, paused_at = True, loop.is_done, 0
             while not is_done:
                 if self._loop is not loop:
                     raise RuntimeError("this stream was ended by a later call of the same engine")
-                steps_before, seconds_before = loop.stats.running_steps, self._predict_seconds()
+                if is_halted is not None and is_halted():
+                    return
+                self._answer_asked_back(loop)
+                planner, seconds_before = loop.planner, self._predict_seconds()
+                before = planner.running_steps, planner.num_tokens, planner.num_preemptions
                 micro_groups = loop.step()
                 loop.stats.predict_seconds += self._predict_seconds() - seconds_before
                 self.last_step_at = time.time()
-                self.heartbeat += loop.stats.running_steps - steps_before
+                self.heartbeat += planner.running_steps - before[0]
+                self.sampled_tokens += planner.num_tokens - before[1]
+                self.preemptions += planner.num_preemptions - before[2]
                 is_done = loop.is_done
                 yield from micro_groups
                 if pause_every is not None and loop.stats.running_steps - paused_at >= pause_every and not is_done:
@@ -172,15 +209,25 @@ class SamplingEngine:
                     yield []
         finally:
             loop.free()
+            if self._loop is loop:
+                self._streaming = False
+
+    def _answer_asked_back(self, loop: DecodeLoop) -> None:
+        while self._asked_back:
+            asked = self._asked_back.popleft()
+            if asked.set_running_or_notify_cancel():
+                asked.set_result(loop.planner.give_back())
 
     def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler) -> DecodeLoop:
         """The planner and the tensors of one call."""
         kv, page_size = self.runner.kv, config.page_size
         response_pages = -(-config.max_new_tokens // page_size)
         most_rows, policy = min(config.most_rows, kv.num_pages), None  # a row has a page from its second token on
-        if self.deterministic:  # a full response of every row fits, so no sample is ever preempted
-            prompt_pages = [-(-len(group.prompt_ids) // page_size) for group in groups]
-            most_rows = max(1, min(most_rows, (kv.num_pages - max(prompt_pages, default=0)) // response_pages))
+        longest = max((len(group.prompt_ids) for group in groups), default=1)
+        prompts = min(config.prompts_at_once, max(len(groups), 1))
+        if self.deterministic:  # the same shapes whatever part of a step is asked for, and a full response of every row fits: none is preempted
+            longest, prompts = max(longest, self._max_prompt_tokens or 1), config.prompts_at_once
+            most_rows = max(1, min(most_rows, (kv.num_pages - -(-longest // page_size)) // response_pages))
         elif config.schedule == "token_budget":
             policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
         planner = StepPlanner(
@@ -192,8 +239,6 @@ class SamplingEngine:
             policy=policy,
             park=self._parks(),
         )
-        longest = max((len(group.prompt_ids) for group in groups), default=1)
-        prompts = min(config.prompts_at_once, max(len(groups), 1))
         watch = self.watch if config.probes else None  # evaluations are not watched
         if watch is not None:
             watch.begin(groups, ReplaySettings.of(config, kv.num_pages))

@@ -130,6 +130,18 @@ class PromptGroup:
             self._end_prefix()
         return True
 
+    def withdraw(self, count: int) -> list[int]:
+        """Up to `count` of its sample indices, of samples that have not started and now never will. None where samples have a prefix, or
+        where the schedule has given each its slot."""
+        if self._in_prefix or self._with_prefix is not None or not isinstance(self._schedule, SharedQueue):
+            return []
+        return [self.sample_indices[index] for index in self._schedule.withdraw(count)]
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that withdraw() could name."""
+        return self._schedule.num_waiting if isinstance(self._schedule, SharedQueue) and self._with_prefix is None else 0
+
     @property
     def is_done(self) -> bool:
         """Whether no sample is wanted any more."""

@@ -82,6 +82,14 @@ class SharedQueue:
         self._kv.end(index)
         self._unfinished -= 1
 
+    def withdraw(self, count: int) -> list[int]:
+        """Up to `count` samples that have not started and now never will, the last in line first."""
+        withdrawn = self._free_to_go()[::-1][:count]
+        self._order = deque(index for index in self._order if index not in withdrawn)
+        self._num_samples -= len(withdrawn)
+        self._unfinished -= len(withdrawn)
+        return withdrawn
+
     def holds(self, slot: int) -> bool:
         """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is free once it fits."""
         return False
@@ -90,6 +98,16 @@ class SharedQueue:
     def has_waiting(self) -> bool:
         """Whether some sample has not started."""
         return len(self._started) < self._num_samples
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that withdraw() could name."""
+        return len(self._free_to_go())
+
+    def _free_to_go(self) -> list[int]:
+        """Samples that have not started and are promised to no slot, in line."""
+        kept = {*self._started, *self._first.values()}
+        return [index for index in self._order if index not in kept]
 
     @property
     def is_done(self) -> bool:

@@ -124,6 +124,20 @@ class StepPlanner:
         for group in [group for group in self.resident if group.is_done]:
             self._drop_group(group)
 
+    def give_back(self) -> dict[int, list[int]]:
+        """Half of the samples that have not started, the last in line first; they are no longer wanted. {prompt_index: sample indices}."""
+        groups = [*self.resident, *self.waiting]
+        left, given = sum(group.num_waiting for group in groups) // 2, {}
+        for group in reversed(groups):
+            indices = group.withdraw(left)
+            left -= len(indices)
+            if indices:
+                given[group.prompt_index] = sorted(indices)
+        self.waiting = deque(group for group in self.waiting if not group.is_done)
+        for group in [group for group in self.resident if group.is_done]:
+            self._drop_group(group)
+        return given
+
     def drop_all(self) -> None:
         """Let go of all samples and prompts."""
         self.waiting.clear()

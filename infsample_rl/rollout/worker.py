@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
+from infsample_rl.phases import phase
 from infsample_rl.rendezvous import open_store
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutWork, WeightManifest
-from infsample_rl.weight_sync.link import join_link
+from infsample_rl.weight_sync.link import WeightLink, join_link
 from infsample_rl.weight_sync.sync import WeightSyncReport, load_published, receive_weights
 
 
@@ -30,6 +31,8 @@ class RolloutWorker:
         self.model = load_model(config.model, self.device) if model is None else model
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
         merges = config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
+        self.link: WeightLink | None = None
+        self._halted = -1  # streams up to this number are to end
         self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
         self.engine = SamplingEngine(
             self.model,
@@ -42,9 +45,12 @@ class RolloutWorker:
         )
 
     def stream(
-        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, pause_every: int | None = None
+        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, pause_every: int | None = None, number: int = 0
     ) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """A header, then its micro-group, for every micro-group as soon as its samples have ended; empty lists for pauses (engine.stream)."""
+        """A header, then its micro-group, for every micro-group as soon as its samples have ended; empty lists for pauses (engine.stream).
+
+        `number`: what halt() knows the stream by.
+        """
         temperature = self.config.run.eval_temperature if evaluation else None
         micro_groups = self.engine.stream(
             [item.prompt_ids.tolist() for item in work],
@@ -55,12 +61,18 @@ class RolloutWorker:
             evaluation=evaluation,
             temperature=temperature,
             pause_every=pause_every,
+            is_halted=lambda: number <= self._halted,
         )
-        for micro_group in micro_groups:
+        while True:
+            with phase("decode"):
+                micro_group = next(micro_groups, None)
+            if micro_group is None:
+                return
             if micro_group:
                 yield _header(micro_group, self.engine.last_step_at)
             yield micro_group
 
+    @phase("sync")
     def load_weights(
         self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None, *, sums: dict[str, int] | None = None
     ) -> WeightSyncReport:
@@ -72,11 +84,14 @@ class RolloutWorker:
         self.begin_version(report.version, probe)
         return report
 
-    def join_weight_link(self, host: str, port: int) -> None:
-        """The line to learner rank 0, which joins at the same time."""
+    def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
+        """The line to learner rank 0, which joins at the same time, in place of any that was there."""
+        if self.link is not None:
+            self.link.close()
         cluster = self.config.cluster
-        self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), self.worker_index + 1)
+        self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), member, members)
 
+    @phase("sync")
     def receive_weights(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
         """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a stream runs."""
         report = receive_weights(self.link, self._target(), version)
@@ -95,6 +110,7 @@ class RolloutWorker:
             self.engine.watch.load(probe)
         self.engine.policy_version = version
 
+    @phase("learn")
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not while a stream runs."""
         return self.engine.learn()
@@ -102,6 +118,18 @@ class RolloutWorker:
     def progress(self) -> int:
         """Running steps so far; grows as long as the worker decodes."""
         return self.engine.heartbeat
+
+    def halt(self, number: int) -> None:
+        """End the stream of this number, and those before, at its next running step. From another thread."""
+        self._halted = max(self._halted, number)
+
+    def give_back(self) -> dict[int, list[int]]:
+        """Half of the stream's samples that have not started, which it then leaves out: {prompt_index: sample indices}. From another thread."""
+        return self.engine.give_back()
+
+    def statistics(self) -> dict[str, float]:
+        """KV pool, rows and sums since the start, by metric name; also while a stream runs."""
+        return self.engine.statistics()
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""

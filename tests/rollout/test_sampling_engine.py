@@ -1,6 +1,7 @@
 """The engine on tiny random models: exactness, schedules, memory, streaming."""
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -369,3 +370,31 @@ def test_both_attention_paths_give_output_and_log_sum_exp(dtype):
         out, lse = path(query, keys, values, 0.25, mask=mask)
         torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
         torch.testing.assert_close(out.float(), torch.softmax(scores, -1) @ values.float(), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
+def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, prompts_at_once=1, slots=2, micro_group_size=1)
+    found, given = {}, {}
+    with ThreadPoolExecutor(1) as other_thread:
+        for micro_group in engine.stream(PROMPTS, seed=4, step=2):
+            if not found:
+                asked = other_thread.submit(engine.give_back)
+            for completion in micro_group:
+                found[completion.prompt_index, completion.sample_index] = completion.token_ids.tolist()
+        given = asked.result(timeout=10)
+    left_out = {(prompt, index) for prompt, indices in given.items() for index in indices}
+    everything = {(i, c.sample_index): c.token_ids.tolist() for i, group in enumerate(expected) for c in group}
+    assert len(left_out) >= 2 and found.keys() == everything.keys() - left_out
+    assert all(everything[pair] == tokens for pair, tokens in found.items())
+    assert engine.give_back() == {}  # no stream runs
+
+
+def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, micro_group_size=1)
+    halted = []
+    stream = engine.stream(PROMPTS, seed=4, step=2, is_halted=lambda: bool(halted))
+    count = len(next(stream))
+    halted.append(True)
+    count += sum(len(micro_group) for micro_group in stream)
+    assert count < sum(len(group) for group in expected)
+    assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)

@@ -22,6 +22,11 @@ class RunProbe:
     """Statistics, fit and gate of a run's length probe."""
 
     def __init__(self, hidden_size: int, *, max_new_tokens: int) -> None:
+        self._sizes = (hidden_size, max_new_tokens)
+        self._begin()
+
+    def _begin(self) -> None:
+        hidden_size, max_new_tokens = self._sizes
         self._probe = LengthProbe(hidden_size, max_new_tokens=max_new_tokens)
         self._gate = ReplayGate()
         self.steps_saved: int | None = None  # by predictions, in the last replay; None: there was none
@@ -46,6 +51,12 @@ class RunProbe:
     def save(self, folder: Path) -> None:
         """Write the probe into a checkpoint."""
         np.savez(folder / FILE, replays=np.array(self._gate.recent, np.int64).reshape(-1, 2), **self._probe.state())
+
+    def reset(self, folder: Path | None) -> None:
+        """Go back to what a checkpoint of this run has, None: to the start."""
+        self._begin()
+        if folder is not None:
+            self.load(folder)
 
     def load(self, folder: Path) -> str | None:
         """Go on from a checkpoint; a sentence when there is nothing of use in it, and the probe starts anew."""
