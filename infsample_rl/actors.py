@@ -6,13 +6,17 @@ Workers are plain classes that know nothing of Ray; they are imported where they
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import ray
 
 from infsample_rl.config import Config
+from infsample_rl.phases import WorkerPhases, phase, report_phases
+from infsample_rl.secret_env import Secrets, take_secrets
+from infsample_rl.status import status, watch_log
+from infsample_rl.telemetry import MetricsExporter, Statistics
 from infsample_rl.types import (
     Completion,
     LossTotals,
@@ -26,31 +30,62 @@ from infsample_rl.types import (
     SampleSpec,
     TrainingSample,
     WeightManifest,
+    WeightSyncReport,
+    WorkerStatus,
 )
-from infsample_rl.weight_sync.sync import WeightSyncReport
+
+Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
 
 
-class RolloutCalls:
+class Observed:
+    """What every actor tells of itself: metrics by way of Ray, phases and status when it is asked, also while its own calls run."""
+
+    def observe(self, config: Config, role: str, index: int, statistics: Callable[[], Statistics]) -> None:
+        """Begin to export what `statistics` returns, and to keep the last log line."""
+        watch_log()
+        self._role, self._index = role, index
+        self.metrics = MetricsExporter(statistics, run=config.run.name, role=role, worker=index)
+
+    @ray.method(concurrency_group="control")
+    def phases(self) -> WorkerPhases:
+        """Phases since the last call."""
+        return report_phases(self._role, self._index, ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> WorkerStatus:
+        """Process, last log line, and where its threads stand."""
+        return status()
+
+
+class RolloutCalls(Observed):
     """A rollout worker; progress() answers while stream() runs."""
 
-    def __init__(self, config: Config, index: int):
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
         from infsample_rl.rollout.worker import RolloutWorker
 
         self.rollout = RolloutWorker(config, index)
+        self.observe(config, "rollout", index, self.rollout.statistics)
 
-    def stream(self, work: list[RolloutWork], step: int, evaluation: bool) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """Header, micro-group, header, micro-group, ..."""
-        yield from self.rollout.stream(work, step=step, evaluation=evaluation)
+    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """Header, micro-group, header, micro-group, ..., until halt(number)."""
+        for item in self.rollout.stream(work, step=step, evaluation=evaluation, number=number):
+            self._count_micro_group(item)
+            yield item
 
-    def load_weights(
-        self, manifest: WeightManifest, buckets: list[ray.ObjectRef], probe: PublishedProbe | None, sums: dict[str, int]
-    ) -> WeightSyncReport:
+    def _count_micro_group(self, item: MicroGroupHeader | list[Completion]) -> None:
+        if isinstance(item, list):
+            self.metrics.count("micro_groups_yielded")
+            self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
+
+    def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
+        manifest, buckets, sums = published
         return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe, sums=sums)
 
-    def join_weight_link(self, host: str, port: int) -> None:
+    def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
-        self.rollout.join_weight_link(host, port)
+        self.rollout.join_weight_link(host, port, member, members)
 
     def receive_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         """Take what learner rank 0 sends at the same time."""
@@ -69,15 +104,26 @@ class RolloutCalls:
         """Running steps since the start: grows while the worker is alive and decoding."""
         return self.rollout.progress()
 
+    @ray.method(concurrency_group="control")
+    def halt(self, number: int) -> None:
+        """End the stream of this number, and those before, also one that has not begun."""
+        self.rollout.halt(number)
 
-@ray.remote
-class RewardActor:
+    @ray.method(concurrency_group="control")
+    def give_back(self) -> dict[int, list[int]]:
+        """Half of the samples that have not started, for another worker: sample indices by prompt_index."""
+        return self.rollout.give_back()
+
+
+class RewardCalls(Observed):
     """A reward worker; returns floats only."""
 
-    def __init__(self, config: Config):
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
         from infsample_rl.reward.worker import RewardWorker
 
         self.worker = RewardWorker(config)
+        self.observe(config, "reward", index, self.worker.statistics)
 
     def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
         """Rewards of one micro-group."""
@@ -88,18 +134,20 @@ class RewardActor:
         return True
 
 
-@ray.remote
-class ReferenceActor:
+class ReferenceCalls(Observed):
     """The frozen policy."""
 
-    def __init__(self, config: Config):
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
         from infsample_rl.reference.worker import ReferenceWorker
 
         self.worker = ReferenceWorker(config)
+        self.observe(config, "reference", index, dict)
 
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> tuple[list[float], ReferenceResult]:
         """The floats the driver reads, and the log-probabilities it does not open."""
         result = self.worker.logprobs(prompt, completions)
+        self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
         return result.kl_sums, result
 
     def ready(self) -> bool:
@@ -107,13 +155,15 @@ class ReferenceActor:
         return True
 
 
-class LearnerCalls:
+class LearnerCalls(Observed):
     """One learner rank."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, total_steps: int):
+    def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
+        take_secrets(secrets)
         from infsample_rl.learner.worker import LearnerWorker
 
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
+        self.observe(config, "learner", rank, self.learner.statistics)
 
     def host_store(self) -> tuple[str, int]:
         """Where the other ranks meet rank 0."""
@@ -141,18 +191,21 @@ class LearnerCalls:
         """Clip, step the optimizer, report."""
         return self.learner.step(totals, is_last=is_last)
 
-    def publish(self, version: int) -> tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]:
+    @phase("sync")
+    def publish(self, version: int) -> Published:
         """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must be asked."""
         manifest, buckets, sums = self.learner.publisher.export(version)
-        return manifest, [ray.put(bucket) for bucket in buckets], sums
+        refs = [ray.put(bucket) for bucket in buckets]
+        self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
+        return manifest, refs, sums
 
     def host_weight_link(self) -> tuple[str, int]:
         """Where the rollout workers meet rank 0."""
         return ray.util.get_node_ip_address(), self.learner.publisher.host_link()
 
-    def join_weight_link(self) -> None:
+    def join_weight_link(self, members: int) -> None:
         """Rank 0's line to the rollout workers; every member must be asked."""
-        self.learner.publisher.join_link()
+        self.learner.publisher.join_link(members)
 
     def send_weights(self, version: int) -> WeightSyncReport | None:
         """Weights to rollout workers that receive at the same time; every rank must be asked."""
@@ -166,29 +219,33 @@ class LearnerCalls:
 class ColocatedCalls(RolloutCalls, LearnerCalls):
     """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running steps."""
 
-    def __init__(self, config: Config, rank: int, world_size: int, total_steps: int):
+    def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
+        take_secrets(secrets)
         from infsample_rl.colocated import ColocatedWorker, TurnLock
 
         self.both = ColocatedWorker(config, rank, world_size, total_steps)
         self.learner = self.both.learner
         self.turn = TurnLock()
+        self._config, self._rank = config, rank
         self.pause_every = config.cluster.decode_steps_per_turn
 
     def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
         """Join the process group, load and shard the policy, build the engine."""
         found = self.both.setup(host, port, checkpoint)
         self.rollout = self.both.rollout
+        self.observe(self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics())
         return found
 
-    def stream(self, work: list[RolloutWork], step: int, evaluation: bool) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """Header, micro-group, header, micro-group, ...; learner rows run in the pauses."""
-        items = self.rollout.stream(work, step=step, evaluation=evaluation, pause_every=self.pause_every)
+    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """As RolloutCalls.stream; learner rows run in the pauses."""
+        items = self.rollout.stream(work, step=step, evaluation=evaluation, number=number, pause_every=self.pause_every)
         while True:
             with self.turn:
                 item = next(items, None)
             if item is None:
                 return
             if item:
+                self._count_micro_group(item)
                 yield item
 
     def accumulate(self, *arguments: Any) -> dict[str, float]:
@@ -214,7 +271,12 @@ def _samples(row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], pa
     return None if row is None else assemble(row, prompt_ids, micro_groups, references)
 
 
-RolloutActor = ray.remote(concurrency_groups={"control": 1})(RolloutCalls)
-LearnerActor = ray.remote(LearnerCalls)
-# Learner calls of a process that also samples run beside its stream, in their order.
-ColocatedActor = ray.remote(concurrency_groups={"control": 1, "learner": 1})(ColocatedCalls)
+_with_control = ray.remote(concurrency_groups={"control": 2})  # two: give_back() waits for a running step, progress() must not
+ACTORS = {
+    "rollout": _with_control(RolloutCalls),
+    "reward": _with_control(RewardCalls),
+    "reference": _with_control(ReferenceCalls),
+    "learner": _with_control(LearnerCalls),
+    # Learner calls of a process that also samples run beside its stream, in their order.
+    "colocated": ray.remote(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
+}

@@ -39,4 +39,11 @@ class RowArrival:
     report: dict[str, float]
 
 
-Arrival = MicroGroupArrival | RewardArrival | ReferenceArrival | RowArrival
+@dataclass(frozen=True, slots=True)
+class MicroGroupLost:
+    """A micro-group that had arrived is gone, with the node that held it; its samples are drawn again and arrive under other keys."""
+
+    key: int
+
+
+Arrival = MicroGroupArrival | MicroGroupLost | RewardArrival | ReferenceArrival | RowArrival

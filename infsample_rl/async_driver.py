@@ -7,10 +7,12 @@ A step's samples come from the weights one update back (run.max_staleness=1); tr
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from infsample_rl.driver import Completions, Driver
 from infsample_rl.groups import StepGroups
+from infsample_rl.phases import phase
 from infsample_rl.step_metrics import Metrics, RolloutStats
 from infsample_rl.waves import Waves
 
@@ -26,6 +28,7 @@ class AsyncDriver(Driver):
     """Runs a prepared start to its last step, sampling one step ahead of the update."""
 
     _ready: Sampled | None = None  # the step to train next; none before the first
+    _data_state: dict[str, Any] | None = None  # position in the data after the step that is trained
 
     def train_step(self) -> tuple[Metrics, Completions]:
         """Train the samples that are there while the next step's are drawn; then publish."""
@@ -51,6 +54,7 @@ class AsyncDriver(Driver):
         self._start_rollout(groups.prompts, self.config.rollout.group_size, batch=self.step)
         return self._finish_sampling(groups)
 
+    @phase("sample")
     def _finish_sampling(self, groups: StepGroups) -> Sampled:
         for arrival in self.cluster.arrivals():
             self._enter(arrival, groups)
@@ -58,4 +62,8 @@ class AsyncDriver(Driver):
         return Sampled(groups, [self.cluster.rollout_stats()])
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "data": self._data_state}
+        return super()._state() | ({"data": self._data_state} if self._data_state else {})
+
+    def _rewind(self, checkpoint: Path | None, state: dict[str, Any]) -> None:
+        self._ready = self._data_state = None
+        super()._rewind(checkpoint, state)

@@ -1,133 +1,152 @@
-"""Ray, which only this file and actors.py know: starts the workers, carries records between them, says what has arrived."""
+"""The workers of a run on Ray: starts them, asks them, goes back to a checkpoint. Traffic carries samples, WeightDelivery weights."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import re
-import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
 
-from infsample_rl.actors import ColocatedActor, LearnerActor, ReferenceActor, RewardActor, RolloutActor
-from infsample_rl.arrivals import Arrival, MicroGroupArrival, ReferenceArrival, RewardArrival, RowArrival
+from infsample_rl.actors import ACTORS
+from infsample_rl.arrivals import Arrival
+from infsample_rl.asking import Asking
 from infsample_rl.config import Config
+from infsample_rl.crew import Answer, Crew, Handle
+from infsample_rl.failures import Restarts, StepLost, WorkerLost, worker_name
+from infsample_rl.interruption import Interruption
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.placement import check_gpus, total_cpus, total_gpus, worker_groups
-from infsample_rl.types import (
-    Completion,
-    LossTotals,
-    ProbeReport,
-    Prompt,
-    PublishedProbe,
-    RolloutWork,
-    SampleSpec,
-)
+from infsample_rl.phases import WorkerPhases, phase
+from infsample_rl.placement import worker_groups
+from infsample_rl.ray_calls import NOT_STARTED
+from infsample_rl.ray_session import RaySession
+from infsample_rl.secret_env import worker_secrets
+from infsample_rl.telemetry import MetricsExporter, PhaseRequests, Statistics, metrics_addresses
+from infsample_rl.traffic import Traffic
+from infsample_rl.types import Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, SampleSpec, WeightSyncReport
+from infsample_rl.weight_delivery import WeightDelivery
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of_architecture
-from infsample_rl.weight_sync.sync import WeightSyncReport
 from infsample_rl.weight_sync.transport import check_object_store, choose_transport
 
-POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
+
+class ClusterCounts(NamedTuple):
+    """Sums since the start, at one moment."""
+
+    at: float  # time.time()
+    waited_s: float  # in which the driver waited for something to arrive
+    rollout_workers: int  # that can be dealt work now
+    micro_groups: int  # that have arrived
+    samples_moved: int  # that a rollout worker gave back, not having started them, for an idle one
+    restarts: int
 
 
 class Cluster:
-    """All processes of a run and everything in flight between them."""
+    """All processes of a run and everything in flight between them. `actors`: classes of the workers, by role."""
 
-    def __init__(self, config: Config, *, total_steps: int, note: Callable[[str], None]):
-        self._config = config
-        self._transport = choose_transport(config.cluster)
-        self._total_steps = total_steps
-        self._note = note
-        self._streams: dict[Any, int] = {}  # generator of a rollout worker -> its index
-        self._headers: dict[Any, ray.ObjectRef] = {}  # generator -> a header whose micro-group is still to come
-        self._in_flight: dict[ray.ObjectRef, tuple[str, int]] = {}  # result -> (kind, micro-group key or rank)
-        self._micro_groups: dict[int, ray.ObjectRef] = {}
-        self._references: dict[int, ray.ObjectRef] = {}
-        self._next_key = 0
-        self._decoding: list[Any] = []  # rollout workers that were dealt work last
-        self._probe_reports: list[ray.ObjectRef] = []
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_steps: int,
+        note: Callable[[str], None],
+        interruption: Interruption | None = None,
+        actors: Mapping[str, Any] = ACTORS,
+    ) -> None:
+        self._config, self._total_steps, self._note, self._actors = config, total_steps, note, actors
+        self._interruption = interruption or Interruption()
+        self._session, self._secrets = RaySession(config, note), worker_secrets(config)
+        self.restarts = Restarts(config.cluster.max_restarts, note, self._interruption.sleep)
+        self._crew = Crew(self._spawn, ray.kill, _is_there, self.restarts)
+        self._traffic = Traffic(config, self._crew, note, self._interruption, lambda index: self._weights.bring_back(index))
+        self._asking = Asking(self._crew, note, self._interruption, self._traffic.waiting)
+        self._weights = WeightDelivery(config, self._crew, self._asking, note, self._interruption)
+        self._probe_reports: dict[ray.ObjectRef, int] = {}
+        self._phase_requests = PhaseRequests()
+        self.metrics: MetricsExporter | None = None  # once started
+        self._started_at = time.monotonic()
 
+    @phase("start")
     def start(self, checkpoint: str | None) -> None:
         """Start Ray (or join `cluster.address`), every worker, and the learner's process group."""
-        self._init_ray()
-        config, cluster = self._config, self._config.cluster
-        groups = {group.role: group for group in worker_groups(config)}
-
-        def spawn(actor: Any, role: str, *arguments: Any) -> Any:
-            return actor.options(num_cpus=groups[role].cpus, num_gpus=groups[role].gpus).remote(*arguments)
-
-        ranks = groups["learner"].count
+        self._session.open()
+        self._interruption.install()
+        self._check_object_store()
+        self.metrics = MetricsExporter(self._statistics, run=self._config.run.name, role="driver", worker=0)
+        self._note("metrics: " + ", ".join(metrics_addresses()))
+        cluster, crew = self._config.cluster, self._crew
+        for group in worker_groups(self._config):
+            crew.start(group.role, group.count)
         if cluster.colocate:
-            self.rollout = self.learner = [spawn(ColocatedActor, "learner", config, rank, ranks, self._total_steps) for rank in range(ranks)]
-        else:
-            self.rollout = [spawn(RolloutActor, "rollout", config, index) for index in range(cluster.rollout_workers)]
-            self.learner = [spawn(LearnerActor, "learner", config, rank, ranks, self._total_steps) for rank in range(ranks)]
-        self.reward = [spawn(RewardActor, "reward", config) for _ in range(groups["reward"].count)]
-        count = groups["reference"].count if "reference" in groups else 0
-        self.reference = [spawn(ReferenceActor, "reference", config) for _ in range(count)]
-        waited = [] if cluster.colocate else [worker.progress.remote() for worker in self.rollout]
-        waited += [worker.ready.remote() for worker in self.reward + self.reference]
-        self._gather(waited, "workers to start", cluster.start_timeout_s)
-        host, port = self._gather([self.learner[0].host_store.remote()], "learner rank 0", cluster.start_timeout_s)[0]
-        setups = [rank.setup.remote(host, port, checkpoint) for rank in self.learner]
-        learner = self._gather(setups, "learner ranks to load the policy", cluster.start_timeout_s)[0]
-        self._note("learner: " + ", ".join(f"{name} {value}" for name, value in learner.items()))
-        if self._transport in ("broadcast", "cuda_ipc"):
-            host, port = self._gather([self.learner[0].host_weight_link.remote()], "learner rank 0", cluster.start_timeout_s)[0]
-            joined = [self.learner[0].join_weight_link.remote(), *(worker.join_weight_link.remote(host, port) for worker in self.rollout)]
-            self._gather(joined, "learner and rollout workers to connect", cluster.start_timeout_s)
+            crew.share("learner", "rollout")
+        for role in ("reward", "reference") if cluster.colocate else ("rollout", "reward", "reference"):
+            self._await_start(role)
+        try:
+            self._start_learner(checkpoint)
+        except (WorkerLost, StepLost) as lost:
+            _refuse_what_cannot_start(lost)
+            self.return_to(checkpoint, str(lost))
 
-    def _init_ray(self) -> None:
-        config = self._config
-        threads = str(config.cluster.threads_per_worker)
-        package = str(Path(__file__).resolve().parent.parent)
-        python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
-        environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path}
-        arguments: dict[str, Any] = {"runtime_env": {"env_vars": environment}, "log_to_driver": False, "logging_level": "ERROR"}
-        if config.cluster.address is None:
-            # CPUs are reservations, not cores: a local cluster gets as many as the workers ask for.
-            arguments |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, int(total_cpus(config)) + 1), "include_dashboard": False}
-        else:
-            arguments["address"] = config.cluster.address
-        ray.init(**arguments)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray has just installed its own, which ends the process without a word
-        if total_gpus(config) > 0:
-            check_gpus(config, ray.cluster_resources().get("GPU", 0))
-        if self._transport == "object_store":
-            shapes = shapes_of_architecture(
-                load_model_config(config.model), getattr(torch, config.model.dtype), trust_remote_code=config.model.trust_remote_code
-            )
-            smallest = min(node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"])
-            check_object_store(plan_weights(shapes, 0).num_bytes, int(smallest))
+    def _await_start(self, role: str) -> None:
+        while True:
+            try:
+                limit = self._config.cluster.start_timeout_s
+                self._asking.ask(role, f"{role} workers to start", lambda handle: handle.status.remote(), limit)
+                return
+            except WorkerLost as lost:
+                _refuse_what_cannot_start(lost)
+                self._crew.replace(lost)
+
+    def _check_object_store(self) -> None:
+        """ValueError when weights that travel through the object store do not fit in it."""
+        if choose_transport(self._config.cluster) == "object_store":
+            model = self._config.model
+            shapes = shapes_of_architecture(load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
+            check_object_store(plan_weights(shapes, 0).num_bytes, self._session.object_store_bytes())
+
+    def _spawn(self, role: str, index: int) -> tuple[Handle, Answer]:
+        colocated = role == "learner" and self._config.cluster.colocate
+        actor = self._actors["colocated" if colocated else role].options(**self._session.options(role, index))
+        ranks = [self._config.cluster.learner_ranks, self._total_steps] if role == "learner" else []
+        handle = actor.remote(self._secrets[role], self._config, index, *ranks)
+        return handle, handle.status.remote()
+
+    def _start_learner(self, checkpoint: str | None) -> None:
+        ask, limit = self._asking.ask, self._config.cluster.start_timeout_s
+        host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
+        found = ask("learner", "learner ranks to load the policy", lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
+        self._note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+        self._weights.forget_learner()
 
     # One step: everything that is in flight, and what of it has arrived.
 
+    @property
+    def num_rollout_workers(self) -> int:
+        """Those that can be dealt work now."""
+        return len(self._traffic.ready)
+
+    @property
+    def num_learner_ranks(self) -> int:
+        """Ranks the policy is sharded over."""
+        return self._config.cluster.learner_ranks
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there are reference workers."""
+        return bool(self._crew.all("reference"))
+
     def start_rollout(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
-        """Let every rollout worker decode its part; micro-groups then come out of arrivals()."""
-        pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each
-        for index, (worker, work) in enumerate(zip(self.rollout, dealt, strict=True)):
-            if work:
-                options = {"num_returns": "streaming", "_generator_backpressure_num_objects": pending}
-                self._streams[worker.stream.options(**options).remote(work, step, evaluation)] = index
-        self._decoding = [worker for worker, work in zip(self.rollout, dealt, strict=True) if work]
+        """Let every ready rollout worker decode its part; micro-groups then come out of arrivals()."""
+        self._traffic.start_rollout(dealt, step=step, evaluation=evaluation)
 
     def score(self, key: int, prompt: Prompt) -> None:
         """Send a micro-group to a reward worker."""
-        worker = self.reward[key % len(self.reward)]
-        self._in_flight[worker.score.remote(prompt, self._micro_groups[key])] = ("reward", key)
+        self._traffic.score(key, prompt)
 
     def reference_logprobs(self, key: int, prompt: Prompt) -> None:
         """Send a micro-group to a reference worker."""
-        worker = self.reference[key % len(self.reference)]
-        floats, payload = worker.logprobs.options(num_returns=2).remote(prompt, self._micro_groups[key])
-        self._in_flight[floats] = ("reference", key)
-        self._references[key] = payload
+        self._traffic.reference_logprobs(key, prompt)
 
     def accumulate(
         self,
@@ -140,177 +159,131 @@ class Cluster:
         row_id: int | None = None,
     ) -> None:
         """Send a learner rank its row of a wave, None for one of weight zero; `keys`: the micro-groups the row is made of."""
-        call = self._learner_call(rank, "accumulate")
-        self._in_flight[call.remote(row, prompt_ids, totals, row_id, *self._payloads(keys))] = ("learner", rank)
+        self._traffic.row(rank, row, prompt_ids, keys, totals, row_id)
 
     def remember(
         self, rank: int, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], keys: list[int], *, row_id: int | None
     ) -> None:
         """Let a learner rank keep a row's log-probabilities for later updates of the step; arguments as in accumulate."""
-        call = self._learner_call(rank, "remember")
-        self._in_flight[call.remote(row, prompt_ids, row_id, *self._payloads(keys))] = ("learner", rank)
-
-    def _payloads(self, keys: list[int]) -> list[ray.ObjectRef]:
-        return [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
-
-    def _learner_call(self, rank: int, name: str) -> Any:
-        """A learner rank's method; where it shares its process with a stream, in a thread beside that."""
-        method = getattr(self.learner[rank], name)
-        return method.options(concurrency_group="learner") if self._config.cluster.colocate else method
+        self._traffic.row(rank, row, prompt_ids, keys, None, row_id)
 
     def arrivals(self, *, until_learner_is_idle: bool = False) -> Iterator[Arrival]:
-        """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile.
+        """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile. Raises as Traffic.arrivals."""
+        return self._traffic.arrivals(until_learner_is_idle=until_learner_is_idle)
 
-        Raises RuntimeError when a worker fails, or when nothing moves for cluster.progress_timeout_s.
-        """
-        last_progress, heartbeat, turn = time.monotonic(), -1, 0
-        while (self._streams or self._in_flight) and not (until_learner_is_idle and self._learner_is_idle()):
-            streams, turn = list(self._streams), turn + 1
-            first = turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
-            waitables = streams[first:] + streams[:first] + list(self._in_flight)
-            ready, _ = ray.wait(waitables, num_returns=1, timeout=POLL_S, fetch_local=False)
-            if not ready:
-                before, heartbeat = heartbeat, self._heartbeat(heartbeat)
-                last_progress = time.monotonic() if heartbeat > before else last_progress
-                self._check_progress(last_progress)
-                continue
-            last_progress = time.monotonic()
-            arrival = self._open_stream(ready[0]) if ready[0] in self._streams else self._open_result(ready[0])
-            if arrival is not None:
-                yield arrival
-
-    def _open_stream(self, stream: Any) -> MicroGroupArrival | None:
-        try:
-            item = next(stream)
-        except StopIteration:
-            who = f"rollout worker {self._streams.pop(stream)}"
-            if stream in self._headers:  # an error takes the place of a header
-                self._open(self._headers.pop(stream), who)
-            self._open(stream.completed(), who)
-            return None
-        if stream not in self._headers:
-            self._headers[stream] = item
-            return None
-        header = self._open(self._headers.pop(stream), f"rollout worker {self._streams[stream]}")
-        key, self._next_key = self._next_key, self._next_key + 1
-        self._micro_groups[key] = item
-        return MicroGroupArrival(key, header)
-
-    def _learner_is_idle(self) -> bool:
-        return all(kind != "learner" for kind, _ in self._in_flight.values())
-
-    def _open_result(self, ref: ray.ObjectRef) -> Arrival:
-        kind, key = self._in_flight.pop(ref)
-        if kind == "learner":
-            return RowArrival(key, self._open(ref, f"learner rank {key}"))
-        value = self._open(ref, f"{kind} worker")
-        return RewardArrival(key, value) if kind == "reward" else ReferenceArrival(key, value)
-
-    def completions(self, key: int) -> list[Completion]:
-        """Open a micro-group, for the samples that are shown to the user."""
-        return ray.get(self._micro_groups[key])
+    def completions(self, key: int) -> list[Completion] | None:
+        """Open a micro-group, for the samples that are shown to the user; None if it is gone with its node."""
+        return self._traffic.completions(key)
 
     def forget(self, keys: list[int]) -> None:
         """Forget a step's micro-groups, so that the object store frees them."""
-        for key in keys:
-            self._micro_groups.pop(key, None)
-            self._references.pop(key, None)
+        self._traffic.forget(keys)
 
     # Calls on all workers of a role.
 
     def optimizer_step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float]:
         """Step the optimizer on every rank, for the last time in this step or not; the metrics are equal on all, rank 0's are returned."""
+        self._weights.learner_has_moved = True
         return self._learner("optimizer step", lambda rank: rank.step.remote(totals, is_last))[0]
+
+    def publish_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Bring every engine to the learner's weights, and to the run's length probe. Rollout workers that are lost are replaced."""
+        report, holders = self._weights.deliver(version, probe)
+        self._traffic.begin_version(holders)
+        return report
 
     def start_learning_lengths(self) -> None:
         """Let the rollout workers whose streams have just ended report what the length probe saw, while others work."""
-        self._probe_reports = [worker.learn.remote() for worker in self._decoding]
+        rollout = self._crew.all("rollout")
+        self._probe_reports = {rollout[index].learn.remote(): index for index in sorted(self._traffic.decoding)}
 
     def probe_reports(self) -> list[ProbeReport]:
-        """The reports, in the order of the workers."""
-        return self._gather(self._probe_reports, "length probe reports", self._config.cluster.progress_timeout_s)
+        """The reports, in the order of the workers; what a lost one saw is lost."""
+        return self._of_rollout(self._probe_reports, "length probe reports")
 
-    def publish_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
-        """Bring every engine to the learner's weights, and to the run's length probe."""
-        started, what, limit = time.monotonic(), f"weights version {version} to reach the engines", self._config.cluster.progress_timeout_s
-        if self._transport == "local":
-            reports = self._learner(what, lambda rank: rank.publish_here.remote(version, probe))
-        elif self._transport == "object_store":
-            manifest, buckets, sums = self._learner("publishing weights", lambda rank: rank.publish.remote(version))[0]
-            reports = self._gather([worker.load_weights.remote(manifest, buckets, probe, sums) for worker in self.rollout], what, limit)
-            # Nobody else holds the buckets: with `buckets`, at return, the object store frees them.
-        else:
-            received = [worker.receive_weights.remote(version, probe) for worker in self.rollout]
-            reports = self._gather([*received, *(rank.send_weights.remote(version) for rank in self.learner)], what, limit)
-        wrong = [report.version for report in reports if report is not None and report.version != version]
-        if wrong:
-            raise RuntimeError(f"rollout workers hold weights version {wrong[0]}, version {version} was published")
-        return dataclasses.replace(reports[0], seconds=time.monotonic() - started)
+    def rollout_stats(self) -> list[dict[str, float]]:
+        """Figures of the last stream of every rollout worker that had work and is still there."""
+        rollout = self._crew.all("rollout")
+        return self._of_rollout({rollout[index].stats.remote(): index for index in sorted(self._traffic.decoding)}, "rollout statistics")
+
+    def _of_rollout(self, calls: dict[ray.ObjectRef, int], what: str) -> list[Any]:
+        """What rollout workers answer, without those that are lost."""
+        results = []
+        for ref, index in calls.items():
+            handle = self._crew.all("rollout")[index]
+            try:
+                results += self._asking.gather({ref: ("rollout", index)}, what, self._config.cluster.progress_timeout_s)
+            except WorkerLost as lost:
+                self._traffic.lose_rollout(lost, handle)
+        return results
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""
         self._learner("saving the checkpoint", lambda rank: rank.save.remote(folder))
 
-    def rollout_stats(self) -> list[dict[str, float]]:
-        """Figures of the last stream of every rollout worker that had work."""
-        return self._gather([worker.stats.remote() for worker in self._decoding], "rollout statistics", self._config.cluster.progress_timeout_s)
+    def _learner(self, what: str, call: Callable[[Handle], ray.ObjectRef]) -> list[Any]:
+        return self._asking.ask("learner", what, call, self._config.cluster.progress_timeout_s)
+
+    # Workers that come and go
+
+    def resize(self) -> None:
+        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It joins when it has weights."""
+        workers = self._crew.all("rollout")
+        if self._config.cluster.colocate or len(workers) >= self._config.cluster.most_rollout_workers:
+            return
+        index = max(workers) + 1
+        if self._session.add("rollout", index):
+            self._note(f"{worker_name('rollout', index)} is started: there is a place for it")
+            self._crew.add("rollout", index)
+
+    def return_to(self, checkpoint: str | None, reason: str) -> None:
+        """Give the unfinished step up, kill every learner rank and bring all back from `checkpoint`; weights have to be published then."""
+        self._traffic.abandon()
+        while True:
+            self._crew.replace_all("learner", reason)
+            try:
+                self._start_learner(checkpoint)
+                return
+            except (WorkerLost, StepLost) as lost:
+                reason = str(lost)
+
+    def abandon_step(self) -> None:
+        """Give the unfinished step up: streams end, what is in flight is forgotten."""
+        self._traffic.abandon()
+
+    # What is seen from outside
+
+    def counts(self) -> ClusterCounts:
+        """Where the run stands now."""
+        traffic = self._traffic
+        return ClusterCounts(time.time(), traffic.waiting.seconds, len(traffic.ready), traffic.num_arrived, traffic.num_moved, self.restarts.total)
+
+    def ask_phases(self) -> None:
+        """Ask every worker for its phases; they come out of phases()."""
+        roles = ("learner", "reward", "reference") if self._config.cluster.colocate else ("rollout", "learner", "reward", "reference")
+        self._phase_requests.ask([handle for role in roles for handle in self._crew.all(role).values()])
+
+    def phases(self, *, wait_s: float = 0.0) -> list[WorkerPhases]:
+        """What workers that were asked have answered, within `wait_s` seconds."""
+        return self._phase_requests.take(wait_s)
+
+    def _statistics(self) -> Statistics:
+        busy = time.monotonic() - self._started_at - self._traffic.waiting.seconds
+        restarts = {("restarts", part): float(count) for part, count in list(self.restarts.by_part.items())}
+        return self._traffic.statistics() | {"driver_busy_seconds": busy} | restarts
 
     def stop(self) -> None:
         """End every worker and leave Ray."""
-        ray.shutdown()
-
-    def _learner(self, what: str, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
-        return self._gather([call(rank) for rank in self.learner], what, self._config.cluster.progress_timeout_s)
-
-    def _gather(self, refs: list[ray.ObjectRef], what: str, timeout_s: float) -> list[Any]:
-        """All results; says what is waited for, raises RuntimeError after `timeout_s` or when a worker fails."""
-        started, pending = time.monotonic(), list(refs)
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
-            for ref in ready:
-                self._open(ref, what)
-            waited = time.monotonic() - started
-            if pending and waited > timeout_s:
-                raise RuntimeError(f"{what}: {len(pending)} of {len(refs)} have not answered within {timeout_s:g} s")
-            if pending:
-                self._note(f"waiting for {what}: {len(pending)} of {len(refs)} left after {waited:.0f} s")
-        return [self._open(ref, what) for ref in refs]
-
-    def _open(self, ref: ray.ObjectRef, who: str) -> Any:
-        """The value of a reference; a failure becomes one RuntimeError (or ValueError, if the worker refused a setting)."""
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            kind = ValueError if isinstance(cause, ValueError) else RuntimeError
-            raise kind(f"{who}: {cause}") from error
-        except ray.exceptions.RayActorError as error:
-            refused = re.findall(r"^ValueError: (.+)$", str(error), re.MULTILINE)  # raised where the worker was constructed
-            if refused:
-                raise ValueError(f"{who}: {refused[-1]}") from error
-            raise RuntimeError(f"{who}: its process died ({str(error).strip().splitlines()[-1]})") from error
-        except ray.exceptions.RayError as error:
-            raise RuntimeError(f"{who}: {type(error).__name__}: {error}") from error
-
-    def _heartbeat(self, last: int) -> int:
-        """Running steps of all decoding workers together: grows as long as anyone decodes."""
-        try:
-            return max(last, sum(ray.get([self.rollout[index].progress.remote() for index in self._streams.values()], timeout=POLL_S)))
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError):
-            return last  # no answer is no progress; a death is raised where its results are opened
-
-    def _check_progress(self, last_progress: float) -> None:
-        idle = time.monotonic() - last_progress
-        waited = [f"rollout worker {index}" for index in self._streams.values()] + sorted({f"{kind} {key}" for kind, key in self._in_flight.values()})
-        limit = self._config.cluster.progress_timeout_s
-        if any(kind == "reward" for kind, _ in self._in_flight.values()):  # every sample of a micro-group may use up its reward limit
-            limit += self._config.reward.timeout_s * self._config.rollout.micro_group * len(self._config.reward.functions)
-        if idle > limit:
-            raise RuntimeError(f"nothing has moved for {idle:.0f} s (cluster.progress_timeout_s); waiting for {', '.join(waited[:8])}")
-        if idle > 3 * POLL_S:
-            self._note(f"waiting for {', '.join(waited[:8])}: no progress for {idle:.0f} s")
+        if self.metrics is not None:
+            self.metrics.stop()
+        self._session.close()
 
 
-def _interrupt(*_: object) -> None:
-    """SIGTERM ends a run like Ctrl-C: workers are stopped, logs closed, and how to go on is said."""
-    raise KeyboardInterrupt
+def _refuse_what_cannot_start(lost: Exception) -> None:
+    """A worker that was not killed but failed while it was built would fail again."""
+    if NOT_STARTED in str(lost):
+        raise RuntimeError(str(lost)) from lost
+
+
+def _is_there(answer: Answer) -> bool:
+    return bool(ray.wait([answer], timeout=0)[0])

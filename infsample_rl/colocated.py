@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.phases import phase
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import PublishedProbe
 from infsample_rl.weight_sync.local import check_shared, load_local
@@ -37,6 +38,7 @@ class ColocatedWorker:
         self.rollout = RolloutWorker(self.config, self.rank, model)
         return found | {"engine": "shares the learner's weights" if self.shares_weights else "has its own copy of the weights"}
 
+    @phase("sync")
     def publish(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights as policy `version`. A collective; not while it samples."""
         engine = self.rollout.model

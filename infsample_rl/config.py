@@ -1,6 +1,7 @@
-"""Every setting, once: its type, default, bound and meaning; sampling's are in config_rollout.py, the update's in config_learner.py.
+"""Every setting, once: its type, default, bound and meaning. Standard library only.
 
-Standard library only.
+Those of sampling are in config_rollout.py, of the update in config_learner.py, of rewards in config_reward.py, of processes and machines in
+config_cluster.py.
 
 `configs/` holds YAML that deviates from these defaults; `infsample_rl.config_loading` composes both.
 A value out of bounds raises ValueError with the setting's name, the value and the bound.
@@ -11,8 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from infsample_rl.config_cluster import ClusterConfig
 from infsample_rl.config_fields import check_bounds, setting
 from infsample_rl.config_learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.config_reward import RewardConfig
+from infsample_rl.config_reward import RewardFunctionConfig as RewardFunctionConfig  # everyone finds it here
 from infsample_rl.config_rollout import RolloutConfig
 
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
@@ -35,6 +39,7 @@ class RunConfig:
     eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last step", low=0)
     eval_prompts: int = setting(100, "held-out problems per evaluation; 0: no evaluation", low=0)
     eval_samples: int = setting(1, "samples per held-out problem (k of mean@k)", low=1)
+    grace_s: float = setting(30.0, "seconds from SIGTERM until the run is killed: a checkpoint that takes longer is not begun", low=0)
     max_staleness: int = setting(0, "updates that sampling may be behind; 1: a step's samples are drawn during the update before", low=0, high=1)
     eval_temperature: float | None = setting(None, "temperature of evaluations; none: rollout.temperature; 0: greedy", low=0, high=10)
 
@@ -99,73 +104,6 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
-class RewardFunctionConfig:
-    """One reward function of the weighted sum."""
-
-    name: str = setting("", "gsm8k, math, kk, reasoning_gym, path/to/file.py:function, or model:<folder or hub name>")
-    weight: float = setting(1.0, "factor in the sum")
-    kwargs: dict[str, Any] = setting({}, "keywords passed to the function")
-
-    def __post_init__(self) -> None:
-        check_bounds("reward.functions", self)
-
-
-@dataclass(kw_only=True)
-class RewardConfig:
-    """Reward functions and the processes they run in."""
-
-    functions: list[RewardFunctionConfig] = field(default_factory=list, metadata={})
-    timeout_s: float = setting(30.0, "seconds a call may take before its process is killed and the reward is None", above=0)
-    retries: int = setting(1, "further tries of a call that died (not of one that timed out)", low=0)
-    processes: int = setting(1, "processes of one reward worker that run reward functions", low=1)
-    model_batch_tokens: int = setting(16384, "padded tokens in one batch of a reward model", low=1)
-
-    def __post_init__(self) -> None:
-        check_bounds("reward", self)
-        if not self.functions:
-            raise ValueError("reward.functions is empty: give one, e.g. 'reward.functions=[{name: gsm8k}]'")
-        for index, function in enumerate(self.functions):
-            if not function.name:
-                raise ValueError(f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function or model:PATH")
-
-
-@dataclass(kw_only=True)
-class ClusterConfig:
-    """Processes and what each takes."""
-
-    address: str | None = setting(None, "address of a running Ray cluster (auto: the one here); none: a new local one")
-    colocate: bool = setting(False, "rollout and learner in one process for each learner rank; at one rank they share the weights")
-    decode_steps_per_turn: int = setting(8, "running steps between two learner rows, in a process that does both", low=1)
-    rollout_workers: int = setting(1, "rollout workers", low=1)
-    rollout_gpus: float = setting(0.0, "GPUs of one rollout worker", low=0, high=1)
-    learner_ranks: int = setting(1, "learner ranks the policy is sharded over", low=1)
-    learner_gpus: float = setting(0.0, "GPUs of one learner rank: 0 or 1, at one rank also a part of one", low=0, high=1)
-    reference_workers: int = setting(1, "reference workers, started only when a KL term is used", low=1)
-    reference_gpus: float = setting(0.0, "GPUs of one reference worker", low=0, high=1)
-    reward_workers: int = setting(1, "reward workers", low=1)
-    reward_gpus: float = setting(0.0, "GPUs of one reward worker, for reward models", low=0, high=1)
-    cpus_per_worker: float = setting(1.0, "CPUs Ray reserves for every worker", low=0)
-    threads_per_worker: int = setting(1, "CPU threads of torch in every worker", low=1)
-    weight_sync: str = setting(
-        "auto",
-        "how weights reach the engines; auto: in place when colocated, broadcast among GPUs, else through Ray's object store",
-        choices=("auto", "object_store", "broadcast", "cuda_ipc"),
-    )
-    weight_checksum: bool = setting(False, "prove after every transfer that engines and learner hold the same weights")
-    start_timeout_s: float = setting(300.0, "seconds the workers may take to start", above=0)
-    progress_timeout_s: float = setting(600.0, "seconds without any progress of a step before the run stops", above=0)
-    collective_timeout_s: float = setting(300.0, "seconds a collective of the learner ranks may take", above=0)
-
-    def __post_init__(self) -> None:
-        check_bounds("cluster", self)
-        if self.learner_gpus not in (0, 1) and self.learner_ranks > 1:
-            raise ValueError(
-                f"cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got {self.learner_gpus:g}: ranks cannot share a GPU; "
-                "the nearest that works is 1"
-            )
-
-
-@dataclass(kw_only=True)
 class LoggingConfig:
     """What the user sees and what is kept."""
 
@@ -173,6 +111,7 @@ class LoggingConfig:
     wandb: str = setting("auto", "auto: online with a key, else offline", choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = setting("infsample_rl", "W&B project")
     tensorboard: bool = setting(False, "also write TensorBoard files")
+    trace_steps: int = setting(20, "steps kept in trace.json, the timeline of every worker's phases, the newest last; 0: no file", low=0)
     completions_per_step: int = setting(4, "samples a step writes to completions.jsonl and the W&B table; 0: none", low=0)
 
     def __post_init__(self) -> None:

@@ -63,10 +63,10 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
         raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): parse_bytes("1.5KB") -> 1500. ValueError for anything else."""
+def parse_bytes(text: str, expected: str = "rollout.kv_budget_bytes must be auto or a size") -> int:
+    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): "1.5KB" -> 1500. ValueError, beginning with `expected`, for anything else."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if found is None or found[2].upper() not in units or float(found[1]) <= 0:
-        raise ValueError(f"rollout.kv_budget_bytes must be auto or a size as 24GB or 512MiB, got {text!r}")
+        raise ValueError(f"{expected} as 24GB or 512MiB, got {text!r}")
     return int(float(found[1]) * units[found[2].upper()])

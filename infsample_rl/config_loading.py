@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config, RewardFunctionConfig
+from infsample_rl.config_secrets import check_no_secrets
 
 SECTIONS: dict[str, type] = {spec.name: spec.default_factory for spec in dataclasses.fields(Config)}  # type: ignore[misc]
 DEFAULT_EXPERIMENT = "kk_tiny"
@@ -72,7 +73,9 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
     _make_paths_absolute(settings)
     try:
         settings["reward"]["functions"] = [RewardFunctionConfig(**entry) for entry in settings["reward"]["functions"]]
-        return Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
+        config = Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
+        check_no_secrets(config, os.environ)
+        return config
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -213,6 +216,8 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
             function["name"] = f"{Path(path).expanduser().absolute()}{colon}{name}"
         elif function["name"].startswith("model:"):
             function["name"] = f"model:{_absolute_if_local(name)}"
+    for key in ("read_paths", "write_paths"):
+        settings["reward"][key] = [str(Path(path).expanduser().absolute()) for path in settings["reward"][key]]
 
 
 def _absolute_if_local(path: str | None) -> str | None:

@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infsample_rl import keeping
-from infsample_rl.arrivals import Arrival, MicroGroupArrival, ReferenceArrival, RewardArrival, RowArrival
+from infsample_rl.arrivals import Arrival, MicroGroupArrival, MicroGroupLost, ReferenceArrival, RewardArrival, RowArrival
 from infsample_rl.cluster import Cluster
 from infsample_rl.config import Config
-from infsample_rl.groups import StepGroups, deal
+from infsample_rl.dealing import ExpectedLengths, deal
+from infsample_rl.failures import StepLost
+from infsample_rl.groups import StepGroups
+from infsample_rl.interruption import Interruption, Terminated
 from infsample_rl.metrics import RunLogger
+from infsample_rl.observing import add_phases, observe_step
+from infsample_rl.phases import phase
 from infsample_rl.startup import Start
 from infsample_rl.step_metrics import (
     Metrics,
@@ -27,9 +32,11 @@ from infsample_rl.step_metrics import (
     update_metrics,
 )
 from infsample_rl.summary import write_summary
-from infsample_rl.types import Prompt
+from infsample_rl.timeline import Timeline
+from infsample_rl.types import Prompt, WeightSyncReport
 from infsample_rl.waves import Waves
 
+LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
 FAILURES_SHOWN = 3  # failed reward calls of a step that are shown at once; the others are counted
 
 Completions = list[dict[str, Any]]
@@ -57,35 +64,99 @@ class Driver:
         self.probe = start.probe
         self._lock = start.lock  # of the run folder, for as long as this process lives
         self.step = start.step  # updates done = version of the weights that sample now
+        self._expected = ExpectedLengths(start.expected_lengths)
+        self._origin = (start.checkpoint, self._state())  # where the run goes back to before its first checkpoint
+        self._finished_state = self._state()  # of the last finished step
+        self._unsavable = ""  # why the learner could not save the last finished step now
+        self._save_seconds = 0.0  # of the last checkpoint
         self.log = RunLogger(config, self.run_dir, total_steps=start.total_steps, start_step=start.step)
         self.log.print_table(f"{config.run.name}: what was derived", start.table)
         for warning in start.warnings:
             self.log.warn(warning)
         self.log.note("first prompt: " + repr(start.prompts.first_rendered))
-        self.cluster = Cluster(config, total_steps=start.total_steps, note=self.log.note)
+        self.interruption = Interruption()
+        self.cluster = Cluster(config, total_steps=start.total_steps, note=self.log.note, interruption=self.interruption)
+        path, keep_steps = self.run_dir / "trace.json", config.logging.trace_steps
+        self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep)
 
     def run(self) -> None:
-        """Train to the last step, evaluating and saving on the way; end with a summary."""
+        """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is finished."""
         started = time.monotonic()
         failed = True
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
-            self.cluster.publish_weights(self.step, self.probe and self.probe.published())
+            self._publish()
             self.log.start_progress()
-            if self.step == 0 and self.eval_prompts:
-                self.log.log_step(0, self.evaluate(), [])
-            while self.step < self.total_steps:
-                metrics, completions = self.train_step()
-                if self._is_due(self.config.run.eval_every) and self.eval_prompts:
-                    metrics |= self.evaluate()
-                self.log.log_step(self.step, metrics, completions)
-                if self._is_due(self.config.run.checkpoint_every):
-                    self.save()
+            while not self._is_finished():
+                try:
+                    self._go_on()
+                except StepLost as lost:
+                    self._return_to_checkpoint(str(lost))
+            add_phases(self.cluster, self.timeline, wait_s=LAST_PHASES_S)
+            failed = False
+        except Terminated:
+            self._keep_what_is_finished()
             failed = False
         finally:
+            self.timeline.close()
             self.log.close(failed=failed)
             self.cluster.stop()
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
+
+    def _is_finished(self) -> bool:
+        return self.step == self.total_steps and self._saved_step() == self.step
+
+    def _go_on(self) -> None:
+        """Train from the step that is there to the last."""
+        if self.step == 0 and self.eval_prompts:
+            self.log.log_step(0, self.evaluate(), [])
+        while self.step < self.total_steps:
+            self.cluster.resize()
+            before = self.cluster.counts()
+            metrics, completions = self.train_step()
+            metrics |= observe_step(self.cluster, self.timeline, self.step, before)
+            self._finished_state, self._unsavable = self._state(), ""
+            self.cluster.restarts.step_finished()
+            try:
+                if self._is_due(self.config.run.eval_every) and self.eval_prompts:
+                    metrics |= self.evaluate()
+            finally:  # SIGTERM may end the evaluation, not the step
+                self.log.log_step(self.step, metrics, completions)
+            if self._is_due(self.config.run.checkpoint_every):
+                self.save()
+
+    def _publish(self) -> WeightSyncReport:
+        return self.cluster.publish_weights(self.step, self.probe and self.probe.published())
+
+    def _return_to_checkpoint(self, reason: str) -> None:
+        """Do the steps since the last checkpoint again, from the state it has. Again and again, as long as restarts are left."""
+        self._unsavable = "the learner is being brought back"
+        while True:
+            checkpoint, state = self._origin
+            newest, damages = keeping.newest_whole(self.run_dir)
+            for damage in damages:
+                self.log.warn(damage)
+            if newest is not None and keeping.step_of(newest) > state["step"]:
+                checkpoint, state = newest, keeping.read_state(newest)
+            self.log.warn(f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to {self.step + 1} are done again")
+            try:
+                self.cluster.return_to(str(checkpoint) if checkpoint else None, reason)
+                self._rewind(checkpoint, state)
+                self._publish()
+                return
+            except StepLost as lost:
+                reason = str(lost)
+
+    def _rewind(self, checkpoint: Path | None, state: dict[str, Any]) -> None:
+        """Take the state of `checkpoint`, None: of the start."""
+        self.step, self.checkpoint = state["step"], checkpoint
+        keeping.set_aside_after(self.run_dir, self.step)
+        self.prompts.restore(state["data"])
+        self._expected = ExpectedLengths(state.get("expected_lengths"))
+        if self.probe is not None:
+            self.probe.reset(checkpoint)
+        self._finished_state, self._unsavable = self._state(), ""
+        self.log.rewind(self.step)
 
     def train_step(self) -> tuple[Metrics, Completions]:
         """One GRPO step: sample every group, score it, learn from complete groups while others decode, update, publish."""
@@ -96,8 +167,9 @@ class Driver:
 
     def _new_groups(self) -> StepGroups:
         prompts, size = self.prompts.next_batch(), self.config.rollout.group_size
-        return StepGroups(prompts, self.config, group_size=size, step=self.step, with_reference=bool(self.cluster.reference))
+        return StepGroups(prompts, self.config, group_size=size, step=self.step, with_reference=self.cluster.has_reference)
 
+    @phase("sample")
     def _sample(self, groups: StepGroups, waves: Waves) -> list[RolloutStats]:
         """Sample and score the step's groups, handing complete ones to the learner; rollout statistics of every round of sampling.
 
@@ -124,6 +196,7 @@ class Driver:
             self.log.warn(f"step {self.step + 1}: {len(groups.trained())} of {wanted} groups have a signal after {len(rounds)} rounds of sampling")
         return rounds
 
+    @phase("update")
     def _update(self, groups: StepGroups, waves: Waves, following: StepGroups | None = None) -> UpdateReport:
         """Step the optimizer as often as the objective asks, once all rows of an update are in; `following`: groups that are sampled meanwhile."""
         if self.step - groups.step > self.config.run.max_staleness:
@@ -136,7 +209,9 @@ class Driver:
             backward_done = time.time()
             if self.probe is not None and not report and following is None:
                 self.cluster.start_learning_lengths()
-            report.append(self.cluster.optimizer_step(totals, is_last=is_last))
+            self._unsavable = "the learner has begun the next update"
+            with self.interruption.held():
+                report.append(self.cluster.optimizer_step(totals, is_last=is_last))
         return UpdateReport(report, backward_done, time.time())
 
     def _end_step(
@@ -144,8 +219,10 @@ class Driver:
     ) -> tuple[Metrics, Completions]:
         """Publish the new weights; the step's metrics and some of its completions. `following`: groups that were sampled meanwhile."""
         self.step += 1
-        predictor = self._learn_lengths()
-        synced = self.cluster.publish_weights(self.step, self.probe and self.probe.published())
+        with self.interruption.held():
+            predictor = self._learn_lengths()
+            synced = self._publish()
+        self.cluster.metrics.observe("weight_sync_seconds", synced.seconds)
         self._count_failures(groups)
         metrics = sample_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
         metrics |= timing_metrics(groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended)
@@ -158,9 +235,11 @@ class Driver:
             limit=self.config.logging.completions_per_step,
             stop_strings=self.config.rollout.stop_strings,
         )
+        self._expected.observe(groups.lengths_by_row())
         self.cluster.forget(groups.micro_groups)
         return metrics, completions
 
+    @phase("evaluate")
     def evaluate(self) -> dict[str, float | None]:
         """Sample and score the held-out problems with the current weights."""
         started, samples = time.time(), self.config.run.eval_samples
@@ -172,22 +251,58 @@ class Driver:
         self.cluster.forget(groups.micro_groups)
         return evaluation_metrics(groups, samples) | {"timing/eval": time.time() - started}
 
+    @phase("save")
     def save(self) -> None:
-        """Keep everything a resumed run needs."""
+        """Keep everything a resumed run needs, as of the last finished step.
+
+        When it cannot be written (a full disk) the checkpoint before stays; only at the end of the run that is an error.
+        """
         started = time.time()
-        state = self._state()
 
         def save_parts(folder: str) -> None:
             self.cluster.save(folder)
             if self.probe is not None:
                 self.probe.save(Path(folder))
 
-        self.checkpoint = keeping.write_checkpoint(self.run_dir, state, save_parts, keep=self.config.run.keep_checkpoints)
-        self.log.note(f"checkpoint {self.checkpoint} written in {time.time() - started:.1f} s")
+        try:
+            self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts, keep=self.config.run.keep_checkpoints)
+        except StepLost:
+            raise
+        except (OSError, RuntimeError) as error:
+            if self.step == self.total_steps:
+                raise
+            self.log.warn(f"the checkpoint of step {self.step} could not be written ({error}); {self.checkpoint or 'none'} is the last good one")
+            return
+        self._save_seconds = time.time() - started
+        self.log.note(f"checkpoint {self.checkpoint} written in {self._save_seconds:.1f} s")
+
+    def _saved_step(self) -> int | None:
+        return None if self.checkpoint is None else keeping.step_of(self.checkpoint)
+
+    def _keep_what_is_finished(self) -> None:
+        """After SIGTERM: drop the unfinished step, and save the last finished one if there is time for it."""
+        saved, left = self._saved_step(), self.interruption.seconds_left(self.config.run.grace_s)
+        finished = self._finished_state["step"]
+        if finished == (saved or 0):
+            self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
+            return
+        if self._unsavable:
+            why = self._unsavable
+        elif self._save_seconds > left:
+            why = f"saving takes {self._save_seconds:.1f} s, run.grace_s leaves {left:.1f}"
+        else:
+            with self.interruption.held():
+                self.cluster.abandon_step()
+                self.step = finished
+                self.save()
+            self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
+            return
+        self.log.warn(f"SIGTERM: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")
 
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "data": self.prompts.state()}
+        return {"step": self.step, "data": self.prompts.state(), "expected_lengths": self._expected.state()}
 
+    @phase("learn")
     def _learn_lengths(self) -> dict[str, float | None]:
         """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has ended."""
         if self.probe is None:
@@ -201,7 +316,8 @@ class Driver:
     def _start_rollout(self, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
         """`batch`: number of the step that these samples will train, which their noise is made from."""
         whole_prompts = self.config.rollout.schedule == "dynamic_slot" and not evaluation
-        dealt = deal(prompts, samples, len(self.cluster.rollout), whole_prompts=whole_prompts)
+        expected = [self._expected(prompt) for prompt in prompts]
+        dealt = deal(prompts, samples, self.cluster.num_rollout_workers, whole_prompts=whole_prompts, expected=expected)
         self.cluster.start_rollout(dealt, step=batch, evaluation=evaluation)
 
     def _enter(self, arrival: Arrival, groups: StepGroups, rows_of: StepGroups | None = None) -> None:
@@ -216,6 +332,8 @@ class Driver:
                 self.cluster.score(key, prompt)
                 if groups.with_reference:
                     self.cluster.reference_logprobs(key, prompt)
+            case MicroGroupLost(key):
+                groups.forget(key)
             case RewardArrival(key, result):
                 for failure in result.failures[: max(0, FAILURES_SHOWN - len(groups.failures))]:
                     self.log.warn(failure)

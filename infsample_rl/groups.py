@@ -5,6 +5,7 @@ No tensors and no Ray here: micro-groups are keys that cluster.py can turn into 
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.overlong import overlong_penalty
-from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult, RolloutWork, SampleSpec
+from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult, SampleSpec
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +29,8 @@ class SampleRecord:
     reward: float | None = None
     components: dict[str, float | None] = field(default_factory=dict)
     kl_sum: float = 0.0
+    rewarded: bool = False  # the reward worker has answered
+    referenced: bool = False
     advantage: float = 0.0
 
 
@@ -74,6 +77,7 @@ class StepGroups:
         self.with_reference = with_reference
         self._by_micro_group: dict[int, tuple[Group, list[SampleRecord]]] = {}
         self._handed_out: set[int] = set()
+        self._ready: list[int] = []  # a heap: prompt_index of groups that are complete and not handed out
         self.extend(prompts)
 
     def extend(self, prompts: list[Prompt]) -> None:
@@ -89,6 +93,10 @@ class StepGroups:
     def prompts(self) -> list[Prompt]:
         """The prompts of all groups."""
         return [group.prompt for group in self.groups]
+
+    def lengths_by_row(self) -> dict[int, list[int]]:
+        """Tokens of the samples that are in, by row of the data source."""
+        return {group.prompt.row: [sample.length for sample in group.samples] for group in self.groups}
 
     def trains(self, group: Group) -> bool:
         """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all equal.
@@ -119,29 +127,33 @@ class StepGroups:
         """Enter the rewards of a micro-group."""
         group, records = self._by_micro_group[key]
         for position, (record, reward) in enumerate(zip(records, result.rewards, strict=True)):
-            record.reward = reward
+            record.reward, record.rewarded = reward, True
             record.components = {name: values[position] for name, values in result.components.items()}
         group.rewarded += len(records)
         group.first_reward_at = min(group.first_reward_at, result.started_at)
         self.failures += result.failures
+        self._note_if_complete(group)
 
     def add_reference(self, key: int, kl_sums: list[float]) -> None:
         """Enter the summed log-ratios of a micro-group to the reference."""
         group, records = self._by_micro_group[key]
         for record, kl_sum in zip(records, kl_sums, strict=True):
-            record.kl_sum = kl_sum
+            record.kl_sum, record.referenced = kl_sum, True
         group.referenced += len(records)
+        self._note_if_complete(group)
+
+    def forget(self, key: int) -> None:
+        """A micro-group is gone: its samples will arrive anew."""
+        group, records = self._by_micro_group.pop(key)
+        group.samples = [sample for sample in group.samples if sample.micro_group != key]
+        group.rewarded -= sum(sample.rewarded for sample in records)
+        group.referenced -= sum(sample.referenced for sample in records)
 
     def take_complete(self) -> list[Group]:
-        """Groups completed since the last call, with their advantages."""
+        """Groups completed since the last call, with their advantages, in prompt order."""
         complete = []
-        for group in self.groups:
-            if group.prompt.prompt_index in self._handed_out:
-                continue
-            if not self._is_complete(group):
-                if self._config.run.deterministic:
-                    break
-                continue
+        while self._ready and (not self._config.run.deterministic or self._ready[0] == len(self._handed_out)):
+            group = self.groups[heapq.heappop(self._ready)]
             self._handed_out.add(group.prompt.prompt_index)
             self._set_advantages(group)
             complete.append(group)
@@ -151,9 +163,10 @@ class StepGroups:
         """Whether every group has been handed out."""
         return len(self._handed_out) == len(self.groups)
 
-    def _is_complete(self, group: Group) -> bool:
-        waiting_for_reference = self.with_reference and group.referenced < group.size
-        return group.rewarded == group.size and not waiting_for_reference
+    def _note_if_complete(self, group: Group) -> None:
+        """Called with what a group got, of which one thing is the last: no other group is looked at, there may be thousands."""
+        if group.rewarded == group.size and (not self.with_reference or group.referenced == group.size):
+            heapq.heappush(self._ready, group.prompt.prompt_index)
 
     def _set_advantages(self, group: Group) -> None:
         """Group-wide advantages, of rewards as the objective shapes them."""
@@ -207,29 +220,3 @@ def provisional_totals(config: Config) -> LossTotals:
     return LossTotals(
         num_sequences=num_sequences, num_tokens=num_sequences * config.rollout.max_new_tokens, length_normalizer=config.rollout.max_new_tokens
     )
-
-
-def deal(prompts: list[Prompt], group_size: int, num_workers: int, *, whole_prompts: bool) -> list[list[RolloutWork]]:
-    """Cut the step's samples, in (prompt, sample) order, into one near-equal contiguous part for every worker.
-
-    A prompt's group may be split over two workers; `whole_prompts` keeps it on one (dynamic_slot needs that).
-    Example: 1 prompt, G = 4, 2 workers -> [[prompt 0: samples 0, 1], [prompt 0: samples 2, 3]].
-    """
-    if whole_prompts:
-        return [[_work(prompt, 0, group_size) for prompt in prompts[worker::num_workers]] for worker in range(num_workers)]
-    total = len(prompts) * group_size
-    dealt: list[list[RolloutWork]] = []
-    for worker in range(num_workers):
-        start, end = total * worker // num_workers, total * (worker + 1) // num_workers
-        parts = []
-        while start < end:
-            index, first = divmod(start, group_size)
-            last = min(group_size, first + end - start)
-            parts.append(_work(prompts[index], first, last))
-            start += last - first
-        dealt.append(parts)
-    return dealt
-
-
-def _work(prompt: Prompt, first: int, last: int) -> RolloutWork:
-    return RolloutWork(prompt_index=prompt.prompt_index, prompt_ids=prompt.token_ids, sample_indices=list(range(first, last)))

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from infsample_rl.checksums import find_damage, write_checksums
+
 STATE_FILE = "driver_state.json"
 
 
@@ -26,11 +28,16 @@ def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str],
     partial = folder.with_name(f".partial_{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save(str(partial))
-    if not any(partial.glob("*.safetensors")):
-        raise RuntimeError(f"the learner saved into {partial}, but nothing is there: run.dir must be a folder that every node shares")
-    (partial / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
-    _sync_to_disk(partial)
+    try:
+        save(str(partial))
+        if not any(partial.glob("*.safetensors")):
+            raise RuntimeError(f"the learner saved into {partial}, but nothing is there: run.dir must be a folder that every node shares")
+        (partial / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
+        write_checksums(partial)
+        _sync_to_disk(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk gets its room back
+        raise
     os.replace(partial, folder)
     _sync_to_disk(folder.parent)
     for old in checkpoints(run_dir)[:-keep]:
@@ -72,27 +79,49 @@ def lock_run_folder(run_dir: Path) -> TextIO:
     return lock
 
 
-def find_checkpoint(run_dir: Path, resume: str) -> Path | None:
-    """The checkpoint to go on from: none with `never`, the newest with `auto`, else the folder named. ValueError if that is none."""
+def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that are newer."""
+    damages = []
+    for folder in reversed(checkpoints(run_dir)):
+        damage = find_damage(folder)
+        if damage is None:
+            return folder, damages
+        damages.append(f"{folder} is damaged and not used: {damage}")
+    return None, damages
+
+
+def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and warnings: none with `never`, the newest whole one with `auto`, else the folder named.
+
+    ValueError if that is none, or damaged.
+    """
     if resume == "auto":
-        return (checkpoints(run_dir) or [None])[-1]
+        return newest_whole(run_dir)
     if resume == "never":
         started = [name for name in ("metrics.jsonl", "checkpoints") if (run_dir / name).exists()]
         if started:
             raise ValueError(
                 f"run.resume=never, but run.dir={run_dir} already holds a run; give another run.dir, or run.resume=auto to go on with it"
             )
-        return None
+        return None, []
     folder = Path(resume)
     if not (folder / STATE_FILE).is_file():
         here = ", ".join(str(path) for path in checkpoints(run_dir)) or "none"
         raise ValueError(f"run.resume={resume} is not a checkpoint (no {STATE_FILE} in it); auto, never, or a folder; in run.dir there are: {here}")
-    return folder
+    damage = find_damage(folder)
+    if damage is not None:
+        raise ValueError(f"run.resume={resume} is damaged: {damage}")
+    return folder, []
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The driver's state of a checkpoint: step and data position."""
     return json.loads((checkpoint / STATE_FILE).read_text())
+
+
+def step_of(checkpoint: Path) -> int:
+    """The last step a checkpoint has."""
+    return int(read_state(checkpoint)["step"])
 
 
 def _sync_to_disk(folder: Path) -> None:

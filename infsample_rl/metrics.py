@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.logging_outputs.records import append_record, json_value, open_records
+from infsample_rl.logging_outputs.records import append_record, json_value, open_records, rewind_records
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
+
+METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
 
 
 class RunLogger:
@@ -21,10 +23,11 @@ class RunLogger:
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
         mode = wandb_mode(config.logging.wandb)  # first: it may refuse
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
         self._screen = Screen(run_dir / "run.log", total_steps=total_steps, start_step=start_step, progress=config.logging.progress)
-        self._metrics_file = open_records(run_dir / "metrics.jsonl", start_step)
-        self._completions_file = open_records(run_dir / "completions.jsonl", start_step)
+        self._metrics_file = open_records(run_dir / METRICS_FILE, start_step)
+        self._completions_file = open_records(run_dir / COMPLETIONS_FILE, start_step)
         self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = None
         if mode != "disabled":
@@ -40,6 +43,10 @@ class RunLogger:
     def note(self, text: str) -> None:
         """Print a line (above the progress bar) and keep it in run.log."""
         self._screen.line(text)
+
+    def keep(self, text: str) -> None:
+        """Keep a line in run.log alone."""
+        self._screen.keep(text)
 
     def warn(self, text: str) -> None:
         """Print a warning, also when logging.progress is false."""
@@ -68,6 +75,12 @@ class RunLogger:
             table = {"completions": wandb_table(samples)} if samples else {}
             self._wandb.log({"step": step, **known, **table})
         self._screen.step(step, known)
+
+    def rewind(self, step: int) -> None:
+        """Forget steps after `step`, which are done again: both JSONL files are cut back as on a resume. 0: the first evaluation too."""
+        self._metrics_file = rewind_records(self._metrics_file, self._run_dir / METRICS_FILE, step or -1)
+        self._completions_file = rewind_records(self._completions_file, self._run_dir / COMPLETIONS_FILE, step or -1)
+        self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the bar, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""

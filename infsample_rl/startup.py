@@ -23,12 +23,13 @@ from infsample_rl.model.loading import load_model_config, load_tokenizer, stop_i
 from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
-from infsample_rl.placement import check_gpus, reference_text, total_gpus, worker_groups
+from infsample_rl.placement import Node, reference_text, refusal, total_cpus, total_gpus, worker_groups
 from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.rollout.kv_budget import num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.stop_strings import StopStrings
+from infsample_rl.secret_env import check_reward_environment
 from infsample_rl.types import Prompt
 from infsample_rl.weight_sync.transport import choose_transport
 
@@ -42,6 +43,7 @@ class Start:
     tokenizer: PreTrainedTokenizerBase
     total_steps: int
     step: int  # updates already done, in the run that is resumed
+    expected_lengths: dict[str, Any] | None  # dealing.ExpectedLengths.state() of that run
     checkpoint: Path | None
     table: list[tuple[str, str]]
     warnings: list[str]  # what the user should know of the settings before the run begins
@@ -52,11 +54,12 @@ class Start:
 def prepare(config: Config) -> Start:
     """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
     run_dir = Path(config.run.dir or ".")
-    checkpoint = keeping.find_checkpoint(run_dir, config.run.resume)
+    checkpoint, damages = keeping.find_checkpoint(run_dir, config.run.resume)
     check_reward_functions(config.reward)
     choose_transport(config.cluster)
+    check_reward_environment(config)
     if config.cluster.address is None:
-        check_gpus(config, torch.cuda.device_count())
+        _check_this_machine(config)
     _check_folders(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
     check_packable(architecture)
@@ -74,11 +77,11 @@ def prepare(config: Config) -> Start:
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
     if config.learner.warmup_steps > total_steps:
         raise ValueError(f"learner.warmup_steps must be <= the run's {total_steps} steps, got {config.learner.warmup_steps}")
-    step, warnings = 0, []
+    step, warnings, expected_lengths = 0, damages, None
     probe = RunProbe(architecture.hidden_size, max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
     if checkpoint is not None:
         state = keeping.read_state(checkpoint)
-        step = state["step"]
+        step, expected_lengths = state["step"], state.get("expected_lengths")
         prompts.restore(state["data"])
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []
@@ -91,6 +94,7 @@ def prepare(config: Config) -> Start:
         tokenizer=tokenizer,
         total_steps=total_steps,
         step=step,
+        expected_lengths=expected_lengths,
         checkpoint=checkpoint,
         table=[*derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows), ("trained", trained)],
         warnings=[
@@ -243,6 +247,14 @@ def _evaluation_text(config: Config) -> str:
         return "none (data.eval_source, run.eval_prompts)"
     every = f"every {config.run.eval_every} steps" if config.run.eval_every else "before the first and after the last step"
     return f"{config.run.eval_prompts} problems of {config.data.held_out} x {config.run.eval_samples} samples, {every}"
+
+
+def _check_this_machine(config: Config) -> None:
+    """ValueError when a local cluster has too few GPUs; CPUs are reservations there, as many as are asked for."""
+    cpus, gpus = max(os.cpu_count() or 1, total_cpus(config)), torch.cuda.device_count()
+    problem = refusal(config, [Node(name="this machine", cpus=cpus, gpus=gpus, all_cpus=cpus, all_gpus=gpus)])
+    if problem:
+        raise ValueError(problem)
 
 
 def _check_folders(config: Config) -> None:

@@ -59,20 +59,23 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
 
 
 def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
-    """Workers decode side by side: a round's steps and peaks are its largest worker's, rounds and counts add, utilisation is weighted by steps."""
+    """Workers decode side by side: a round's steps and peaks are its largest worker's, rounds and counts add, utilisation is weighted by steps.
+
+    What lost workers did is not in it.
+    """
     workers = [worker for stats in rounds for worker in stats]
     steps = sum(worker["running_steps"] for worker in workers)
     busy = sum(worker["row_utilisation"] * worker["running_steps"] for worker in workers)
     return {
-        "rollout/running_steps": sum(max(worker["running_steps"] for worker in stats) for stats in rounds),
+        "rollout/running_steps": sum(max((worker["running_steps"] for worker in stats), default=0) for stats in rounds),
         "rollout/rounds": len(rounds),
-        "rollout/peak_kv_bytes": max(worker["peak_kv_bytes"] for worker in workers),
-        "rollout/kv_pool_bytes": max(worker["kv_pool_bytes"] for worker in workers),
+        "rollout/peak_kv_bytes": max((worker["peak_kv_bytes"] for worker in workers), default=None),
+        "rollout/kv_pool_bytes": max((worker["kv_pool_bytes"] for worker in workers), default=None),
         "rollout/row_utilisation": busy / steps if steps else None,
         "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in workers),
         "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in workers),
         "rollout/preemptions": sum(worker["preemptions"] for worker in workers),
-        "rollout/predict_seconds": max(worker["predict_seconds"] for worker in workers),
+        "rollout/predict_seconds": max((worker["predict_seconds"] for worker in workers), default=None),
     }
 
 
@@ -109,7 +112,7 @@ def _last_sample_at(groups: StepGroups) -> float:
 
 def completion_records(
     groups: StepGroups,
-    fetch: Callable[[int], list[Completion]],
+    fetch: Callable[[int], list[Completion] | None],
     tokenizer: PreTrainedTokenizerBase,
     *,
     step: int,
@@ -121,7 +124,10 @@ def completion_records(
     count = min(limit, len(everything))
     records = []
     for group, sample in (everything[index * len(everything) // count] for index in range(count)):
-        completion = fetch(sample.micro_group)[sample.position]
+        micro_group = fetch(sample.micro_group)
+        if micro_group is None:  # gone since it was trained
+            continue
+        completion = micro_group[sample.position]
         records.append(
             {
                 "step": step,

@@ -44,6 +44,12 @@ class Completion:
     finish_reason: str  # "stop": a stop token; "length": cut at max_new_tokens
     policy_version: int  # version of the weights that sampled it
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        extra = 0 if self.sampling_logprobs is None else self.sampling_logprobs.nbytes
+        return self.token_ids.nbytes + self.logprobs.nbytes + extra
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutWork:
@@ -100,6 +106,22 @@ class ReferenceResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStatus:
+    """Where a worker stands.
+
+    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5, last_line="infsample_rl.rollout.engine: ...",
+    stack="engine.py:160 in _run: ...")
+    """
+
+    pid: int
+    node: str  # host name
+    phase: str  # phases.current()
+    phase_s: float  # seconds since it began
+    last_line: str  # newest log record
+    stack: str  # innermost frames of the threads that run our code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSample:
     """A completion with its advantage: what a learner row is packed from.
 
@@ -152,6 +174,16 @@ class WeightManifest:
     version: int
     entries: list[tuple[str, str, tuple[int, ...], int, int]]  # name, dtype, shape, bucket, byte offset
     num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSyncReport:
+    """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31, checksum="9f0c5e1b22d4a871")"""
+
+    version: int
+    num_bytes: int
+    seconds: float
+    checksum: str | None  # of all parameters, equal on both sides; None where cluster.weight_checksum is off
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Waves:
         self._groups: list[Group] = []
         self._planner = self._new_planner()
         self._rows: list[Row] = []
-        self._rank_tokens = [0] * len(cluster.learner)
+        self._rank_tokens = [0] * cluster.num_learner_ranks
         self._micro_group_of: dict[tuple[int, int], int] = {}
         self._finished = False
 

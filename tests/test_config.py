@@ -15,7 +15,7 @@ from infsample_rl.main import main
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.startup import derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
 
-SETTINGS = ("config.py", "config_learner.py", "config_rollout.py")
+SETTINGS = ("config.py", "config_cluster.py", "config_learner.py", "config_reward.py", "config_rollout.py")
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = ["arithmetic_smollm2", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "gsm8k_smollm2", "kk_qwen3_1.7b", "kk_qwen3_8b", "kk_tiny"]
 
@@ -92,6 +92,11 @@ WRONG = [
     (["run.deterministic=true", "model.dtype=bfloat16"], "model.dtype must be float32 with run.deterministic=true"),
     (["learner.warmup_steps=9", "run.steps=3"], "learner.warmup_steps must be <= run.steps = 3, got 9"),
     (["reward.functions=[]"], "reward.functions is empty"),
+    (["reward.isolation=sandbx"], "reward.isolation must be one of none, limits, sandbox, got 'sandbx'; did you mean sandbox?"),
+    (["reward.memory_limit=64MB"], "reward.memory_limit must be >= 256MiB, got 64MB; the nearest that works is 256MiB"),
+    (["reward.memory_limit=much"], "reward.memory_limit must be a size as 24GB or 512MiB, got 'much'"),
+    (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
+    (["reward.isolation=sandbox", "reward.read_paths=[/no/folder]"], "reward.read_paths: there is no /no/folder"),
     (["reward.functions=[{nam: kk}]"], "reward.functions: an entry takes name, weight, kwargs, not nam"),
     (["model.path=/no/such/folder"], "model.path=/no/such/folder is not a folder"),
     (["reward.functions=[{name: gsm9k}]"], "gsm8k"),
@@ -131,6 +136,9 @@ WRONG = [
     (["learner.backend=deepspeed", "learner.optimizer=adamw_8bit"], "learner.optimizer must be adamw with learner.backend=deepspeed"),
     (["objective.kl_in_reward=true", "objective.kl_reward_coef=0.1", "reference.placement=learner"], "reference.placement must be workers with"),
     (["reference.offload=true"], "reference.offload=true needs reference.placement=learner"),
+    (["cluster.address=ray://head:10001"], "cluster.address must be auto or host:port, got 'ray://head:10001': Ray Client (ray://) cannot stream"),
+    (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
+    (["cluster.wait_for_nodes_s=-1"], "cluster.wait_for_nodes_s must be >= 0, got -1"),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["--config-dir", "/no/such/folder"], "--config-dir /no/such/folder is not a folder"),
 ]

@@ -73,6 +73,7 @@ def apart(train):
     return train("run.deterministic=true", "learner.overlap=false")[0]
 
 
+@pytest.mark.slow
 def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
     rows, output = train("run.deterministic=true", "learner.overlap=false", "cluster.colocate=true")
     assert "shares the learner's weights" in output
@@ -80,6 +81,7 @@ def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
     assert [row["weight_sync/bytes"] for row in rows] == [0, 0] and apart[0]["weight_sync/bytes"] > 100_000
 
 
+@pytest.mark.slow
 def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_same(train, apart):
     rows, _ = train("cluster.colocate=true", "cluster.decode_steps_per_turn=1", "rollout.prompts_at_once=1")
     assert all(row["timing/backward_lead"] > 0 and row["timing/overlap"] > 0 for row in rows)
@@ -90,13 +92,14 @@ def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_one_step_off_policy_trains_samples_of_the_weights_before_with_importance_weights(train, apart):
     rows, _ = train("run.max_staleness=1", "run.steps=3")
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
     assert rows[0]["reward/mean"] == apart[0]["reward/mean"]  # the first step is on policy
     assert rows[0]["learner/logprob_diff_max"] < 1e-4 < rows[1]["learner/logprob_diff_max"]
     assert rows[0]["learner/importance_mean"] == pytest.approx(1, abs=1e-5) and abs(rows[1]["learner/importance_mean"] - 1) > 1e-5
-    assert rows[1]["learner/engine_ess"] < rows[0]["learner/engine_ess"] == pytest.approx(1, abs=1e-9)
+    assert rows[1]["learner/engine_ess"] < rows[0]["learner/engine_ess"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
-from infsample_rl.groups import StepGroups, deal, loss_totals, trainable_specs
+from infsample_rl.dealing import deal
+from infsample_rl.groups import StepGroups, loss_totals, trainable_specs
 from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult
 
 
@@ -147,3 +148,20 @@ def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_an
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
     groups.extend([Prompt(prompt_index=2, row=5, messages=[], text="", token_ids=np.array([7], np.int32))])
     assert not groups.all_complete()
+
+
+def test_a_micro_group_that_is_lost_comes_again_under_another_key_and_the_group_is_handed_out_once():
+    groups = StepGroups(prompts(1), config(), group_size=4, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_micro_group(1, header(0, [2, 3]))
+    groups.add_rewards(0, rewards(1.0, 0.0))
+    groups.forget(1)
+    assert groups.take_complete() == [] and groups.micro_groups == [0]
+    groups.add_micro_group(2, header(0, [3, 2]))
+    groups.add_rewards(2, rewards(0.5, 0.25))
+    [group] = groups.take_complete()
+    assert [(sample.sample_index, sample.reward, sample.micro_group) for sample in group.sorted_samples()] == [
+        *((0, 1.0, 0), (1, 0.0, 0)),
+        *((2, 0.25, 2), (3, 0.5, 2)),
+    ]
+    assert groups.take_complete() == []

@@ -21,8 +21,8 @@ def test_last_two_are_kept_and_auto_takes_the_newest(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
-    newest = find_checkpoint(tmp_path, "auto")
-    assert newest is not None and read_state(newest) == {"step": 3, "data": {"position": 3}}
+    newest, warnings = find_checkpoint(tmp_path, "auto")
+    assert newest is not None and warnings == [] and read_state(newest) == {"step": 3, "data": {"position": 3}}
 
 
 def test_a_save_that_fails_leaves_the_last_one_and_nothing_half_done(tmp_path):
@@ -40,11 +40,11 @@ def test_a_save_that_fails_leaves_the_last_one_and_nothing_half_done(tmp_path):
 
 def test_a_folder_without_state_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "step_000009").mkdir(parents=True)
-    assert find_checkpoint(tmp_path, "auto") is None
+    assert find_checkpoint(tmp_path, "auto") == (None, [])
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
-    assert find_checkpoint(tmp_path, "never") is None
+    assert find_checkpoint(tmp_path, "never") == (None, [])
     write(tmp_path, 1)
     with pytest.raises(ValueError, match="run.resume=never, but run.dir=.* already holds a run"):
         find_checkpoint(tmp_path, "never")
@@ -54,7 +54,7 @@ def test_a_wrong_path_lists_the_checkpoints_there_are(tmp_path):
     write(tmp_path, 4)
     with pytest.raises(ValueError, match="is not a checkpoint .*step_000004"):
         find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_000005"))
-    assert find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_000004")) is not None
+    assert find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_000004"))[0] is not None
 
 
 def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written_ones_dropped(tmp_path):
@@ -81,3 +81,21 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path):
         lock_run_folder(tmp_path)
     lock.close()
     lock_run_folder(tmp_path).close()
+
+
+@pytest.mark.parametrize("harm", ["cut short", "flipped bit", "file missing", "no checksums"])
+def test_a_damaged_checkpoint_is_found_out_and_the_one_before_is_used(tmp_path, harm):
+    before, newest = write(tmp_path, 1), write(tmp_path, 2)
+    weights = newest / "model.safetensors"
+    if harm == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif harm == "flipped bit":
+        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    elif harm == "file missing":
+        weights.unlink()
+    else:
+        (newest / "checksums.json").unlink()
+    found, [warning] = find_checkpoint(tmp_path, "auto")
+    assert found == before and str(newest) in warning
+    with pytest.raises(ValueError, match="step_000002 is damaged"):
+        find_checkpoint(tmp_path, str(newest))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from infsample_rl.checksums import write_checksums
 from infsample_rl.config_loading import load_config
 from infsample_rl.keeping import write_checkpoint
 from infsample_rl.rollout.length_prediction.run_probe import FILE
@@ -35,6 +36,7 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
     assert again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
     assert not any("length probe" in warning for warning in again.warnings)
     (checkpoint / FILE).unlink()
+    write_checksums(checkpoint)
     anew = begin(tmp_path)
     assert anew.probe.statistics.counts.tolist() == [0, 0]
     assert f"{checkpoint / FILE} is not there: the length probe starts anew" in anew.warnings

@@ -52,7 +52,7 @@ class FakeRolloutWorker:
         self._halted = -1
 
     def stream(
-        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, pause_every: int | None = None, number: int = 0
+        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, number: int = 0
     ) -> Iterator[MicroGroupHeader | list[Completion]]:
         """As RolloutWorker.stream."""
         size = self.config.rollout.micro_group

@@ -8,11 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
+from infsample_rl.phases import phase
 from infsample_rl.rendezvous import host_store
 from infsample_rl.types import WeightManifest
 from infsample_rl.weight_sync.buckets import stream_buckets
 from infsample_rl.weight_sync.checksum import summed
-from infsample_rl.weight_sync.link import join_link
+from infsample_rl.weight_sync.link import WeightLink, join_link
 from infsample_rl.weight_sync.manifest import Shape, plan_weights, shapes_of
 from infsample_rl.weight_sync.sync import WeightSyncReport, send_weights
 
@@ -23,6 +24,7 @@ class WeightPublisher:
     def __init__(self, cluster: ClusterConfig, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
         self._cluster, self._tensors, self._rank = cluster, tensors, rank
         self._shapes: list[Shape] | None = None
+        self._link: WeightLink | None = None
 
     def _manifest(self, version: int) -> WeightManifest:
         """What is sent and where it lies in the stream of bytes; found out once."""
@@ -45,10 +47,13 @@ class WeightPublisher:
         self._store = host_store(self._cluster.collective_timeout_s)
         return self._store.port
 
-    def join_link(self) -> None:
-        """Rank 0: the line to the rollout workers, which join at the same time."""
-        self._link = join_link(self._cluster, self._store, 0)
+    def join_link(self, members: int) -> None:
+        """Rank 0: the line to the rollout workers, which join at the same time, in place of any that was there."""
+        if self._link is not None:
+            self._link.close()
+        self._link = join_link(self._cluster, self._store, 0, members)
 
+    @phase("sync")
     def send(self, version: int) -> WeightSyncReport | None:
         """Rank 0 sends every rollout worker, which receives at the same time, what it samples with. Other ranks gather, and return None."""
         manifest, tensors = self._manifest(version), self._tensors()

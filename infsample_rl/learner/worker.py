@@ -31,6 +31,7 @@ from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
 from infsample_rl.model.packing import PackedRow, TrainingRow, pack_row, pack_samples
+from infsample_rl.phases import phase
 from infsample_rl.rendezvous import host_store, open_store
 from infsample_rl.types import LossTotals, TrainingSample
 
@@ -46,6 +47,7 @@ class LearnerWorker:
         self.device = torch.device("cuda" if config.cluster.learner_gpus > 0 else "cpu")
         self._store: dist.TCPStore | None = None  # where the ranks meet, on rank 0
         self.num_updates = 0  # updates done, skipped ones included
+        self.num_rows = self.num_row_tokens = 0  # trained since the start
         self.provisional: LossTotals | None = None
         self.sums = UpdateSums()
         self.old_logprobs: dict[int, Tensor] = {}  # of this step's rows, by row_id, where there are several updates
@@ -55,6 +57,7 @@ class LearnerWorker:
         self._store = host_store(self.config.cluster.collective_timeout_s)
         return self._store.port
 
+    @phase("setup")
     def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
         """Join the ranks at rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was set up, for the log.
 
@@ -142,7 +145,9 @@ class LearnerWorker:
         if not samples:
             dummy = _dummy_row(self.device)
             self._reference_logprobs(dummy, None)
-            self.backend.backward(self._forward(dummy)[0].sum() * 0.0)
+            logprobs = self._forward(dummy)[0]
+            with phase("backward"):
+                self.backend.backward(logprobs.sum() * 0.0)
             return {"samples": 0, "row_tokens": 0}
         row = pack_samples(samples, self.device)
         reference = row.reference_logprobs if self.reference is None else self._reference_logprobs(row.row, row_id)
@@ -159,12 +164,16 @@ class LearnerWorker:
             engine_logprobs=row.engine_logprobs,
             entropy=entropy,
         )
-        self.backend.backward(loss)
-        # Checked after the backward pass: a rank that raised before it would leave the others waiting in its collectives.
-        self._check_row(samples, row, loss.item(), logprobs.detach(), old)
+        with phase("backward"):
+            self.backend.backward(loss)
+            # Checked after the backward pass: a rank that raised before it would leave the others waiting in its collectives.
+            # Inside its phase: here the host waits for a GPU, whose work until now this is.
+            self._check_row(samples, row, loss.item(), logprobs.detach(), old)
         if math.isfinite(loss.item()):
             self.sums.add_row(loss.item(), metrics, totals.num_tokens, old, row.engine_logprobs, entropy)
-        return {"samples": len(samples), "row_tokens": row.row.input_ids.shape[1]}
+        tokens = row.row.input_ids.shape[1]
+        self.num_rows, self.num_row_tokens = self.num_rows + 1, self.num_row_tokens + tokens
+        return {"samples": len(samples), "row_tokens": tokens}
 
     @torch.no_grad()
     def remember(self, samples: list[TrainingSample] | None, row_id: int) -> None:
@@ -175,11 +184,15 @@ class LearnerWorker:
         if samples:
             self.old_logprobs[row_id] = logprobs
 
+    @phase("forward")
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         return self.backend.forward(row, self.config.rollout.temperature)
 
     def _reference_logprobs(self, row: PackedRow, row_id: int | None) -> Tensor | None:
-        return None if self.reference is None else self.reference.logprobs(row, row_id)
+        if self.reference is None:
+            return None
+        with phase("reference"):
+            return self.reference.logprobs(row, row_id)
 
     def _old_logprobs(self, row_id: int | None, logprobs: Tensor) -> Tensor:
         if row_id is None:
@@ -203,6 +216,7 @@ class LearnerWorker:
                 f"objective.mismatch_stop_float32={limit:g}: they do not run the same policy; {worst}"
             )
 
+    @phase("optimizer")
     def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float]:
         """Apply the accumulated gradient with the real denominators of the update, and return its metrics over all ranks.
 
@@ -265,6 +279,7 @@ class LearnerWorker:
         dtype = getattr(torch, self.config.model.dtype)
         return ((name, state["master"].to(dtype)) for name, state in self.backend.training_states())
 
+    @phase("save")
     def save(self, folder: str) -> None:
         """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside it."""
         if self.adapted is None:
@@ -279,6 +294,10 @@ class LearnerWorker:
             rank=self.rank,
             world_size=self.world_size,
         )
+
+    def statistics(self) -> dict[str, float]:
+        """Sums since the start, by metric name."""
+        return {"learner_rows": self.num_rows, "learner_row_tokens": self.num_row_tokens, "learner_updates": self.num_updates}
 
     def close(self) -> None:
         """Leave the process group."""

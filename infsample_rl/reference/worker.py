@@ -8,6 +8,7 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row
+from infsample_rl.phases import phase
 from infsample_rl.types import Completion, Prompt, ReferenceResult
 
 
@@ -21,6 +22,7 @@ class ReferenceWorker:
         self.max_tokens = config.reference.max_tokens_per_micro_batch
         self.policy = load_frozen_policy(config, self.device)
 
+    @phase("reference")
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
         """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus reference."""

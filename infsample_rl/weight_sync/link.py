@@ -112,11 +112,11 @@ class WeightLink:
             torch.cuda.synchronize(self.device)
 
 
-def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int) -> WeightLink:
-    """The link of a run: member 0 is learner rank 0 with its host_store(), member i + 1 rollout worker i with its open_store()."""
+def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int, members: int) -> WeightLink:
+    """The link of a run: member 0 is learner rank 0 with its host_store(), the others are the rollout workers with their open_store()."""
     transport = choose_transport(cluster)
     on_gpu = transport == "cuda_ipc" or broadcast_backend(cluster) == "nccl"
-    members, device = cluster.rollout_workers + 1, torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
     return WeightLink(store, transport, member=member, members=members, device=device, timeout_s=cluster.collective_timeout_s)
 
 

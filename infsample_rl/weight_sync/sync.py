@@ -9,29 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infsample_rl.types import WeightManifest
+from infsample_rl.types import WeightManifest, WeightSyncReport
 from infsample_rl.weight_sync.buckets import fill_buckets, load_buckets, unpack_buckets
 from infsample_rl.weight_sync.checksum import differences, digest, summed
 from infsample_rl.weight_sync.link import WeightLink
 from infsample_rl.weight_sync.manifest import bucket_sizes, misfit
 
 _GRACE_S = 5.0  # how long the others may take to say that they saw a transfer fail; who does not is named
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSyncReport:
-    """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31, checksum="9f0c5e1b22d4a871")"""
-
-    version: int
-    num_bytes: int
-    seconds: float
-    checksum: str | None  # of all parameters, equal on both sides; None where cluster.weight_checksum is off
 
 
 def send_weights(

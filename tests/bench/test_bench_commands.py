@@ -34,22 +34,26 @@ def engine_records(tiny_qwen3, tmp_path_factory):
     return {record["name"]: record for record in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.slow
 def test_every_measurement_is_one_json_object_with_the_fixed_keys(engine_records):
     assert list(engine_records) == ["ours/arrival", "generate", "generate/equal_kv"]
     assert all(list(record)[: len(KEYS)] == KEYS for record in engine_records.values())
 
 
+@pytest.mark.slow
 def test_all_engines_sample_the_same_number_of_tokens(engine_records):
     assert {name: record["tokens"] for name, record in engine_records.items()} == dict.fromkeys(engine_records, 48)
     assert all(record["tokens_equal"] for record in engine_records.values())
     assert all(record["tokens_per_s"] == pytest.approx(48 / record["seconds"]) for record in engine_records.values())
 
 
+@pytest.mark.slow
 def test_steps_follow_from_the_rows(engine_records):
     steps = {name: record["running_steps"] for name, record in engine_records.items()}
     assert steps == {"ours/arrival": 16, "generate": 8, "generate/equal_kv": 24}  # 48 tokens of budget hold 2 rows of 24: 3 batches
 
 
+@pytest.mark.slow
 def test_kv_stays_within_the_pool_and_the_budget_is_that_of_the_slots(engine_records):
     assert {record["kv_budget_bytes"] for record in engine_records.values()} == {(4 * 8 + 16) * KV_TOKEN}
     assert all(0 < record["peak_kv_bytes"] <= record["kv_pool_bytes"] for record in engine_records.values())
@@ -57,6 +61,7 @@ def test_kv_stays_within_the_pool_and_the_budget_is_that_of_the_slots(engine_rec
     assert engine_records["generate/equal_kv"]["peak_kv_bytes"] <= engine_records["generate/equal_kv"]["kv_budget_bytes"]
 
 
+@pytest.mark.slow
 def test_memory_roofline_and_step_time_are_there(engine_records):
     for record in engine_records.values():
         assert record["peak_memory_bytes"] > 0 and 0 < record["roofline_fraction"] and record["bandwidth"] > 0
@@ -66,6 +71,7 @@ def test_memory_roofline_and_step_time_are_there(engine_records):
     assert [variant["settings"]["cache"] for variant in engine_records["generate"]["variants"]] == ["dynamic", "static"]
 
 
+@pytest.mark.slow
 def test_without_json_there_is_a_table_and_a_figure(engine_records, tmp_path, capsys):
     report.print_table(list(engine_records.values()), report.ENGINE_COLUMNS)
     lines = capsys.readouterr().out.splitlines()
@@ -84,6 +90,7 @@ def test_generate_batch_keeps_to_its_pool_and_to_the_token_count(tiny_qwen3):
         assert found["running_steps"] >= 12 * 8 // 3  # every row reads a prompt of its own, so at most 3 rows at a time
 
 
+@pytest.mark.slow
 def test_memory_of_ours_has_pool_and_weights_apart_and_a_pool_that_is_flat_in_g(tiny_qwen3, tmp_path):
     sizes = ["groups=[2,6]", "slots=[2]", "max_new_tokens=16", "prompt_tokens=16", "max_generate_group=1", "threads=1", "mean_tokens=4"]
     done = run("memory", f"model={tiny_qwen3}", *sizes, "schedule=arrival", "json=true", cwd=tmp_path)
@@ -97,6 +104,7 @@ def test_memory_of_ours_has_pool_and_weights_apart_and_a_pool_that_is_flat_in_g(
     assert report.draw_memory(records, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_memory_of_generate_grows_with_its_rows(tiny_qwen3):
     workload = asdict(Workload(model=str(tiny_qwen3), max_new_tokens=8, prompt_tokens=16, threads=1)) | {"prompts": 1, "mean_tokens": 4}
     for rows in (2, 6):

@@ -14,6 +14,7 @@ def run_profile(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_of_the_tiny_policy_is_counted(rows):
     done = run_profile("device=cpu", f"rows={rows}", "json=true")

@@ -13,6 +13,8 @@ from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner import checkpoint
 from infsample_rl.learner.checkpoint import SavedState, save_training_state
 
+pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes
+
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
 LEARNER = LearnerConfig(lr=2e-3, lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
 

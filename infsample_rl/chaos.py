@@ -1,0 +1,260 @@
+"""Kill parts of a run at random, by SIGKILL from outside, and compare it with the same run undisturbed.
+
+python -m infsample_rl.chaos steps=8 kills=10 seed=0 [json=true] [out=DIR] [SETTING=VALUE ...]
+
+The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are those of
+infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random (rollout, reward and reference workers,
+learner ranks, the driver, which is then started again). Exit 1 if the runs differ in a weight, a reward or a sample, 2 for a bad argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infsample_rl.logging_outputs.records import read_records
+from infsample_rl.phases import phase_of
+
+MARK = "INFSAMPLE_RL_CHAOS"  # in the environment of every process of a run
+ROLES = {"RolloutCalls": "rollout", "RewardCalls": "reward", "ReferenceCalls": "reference", "LearnerCalls": "learner"}
+PHASES = [  # what is aimed at: (role, phase)
+    *(("rollout", name) for name in ("decode", "prefill", "sync")),
+    ("reward", "reward"),
+    ("reference", "reference"),
+    *(("learner", name) for name in ("forward", "backward", "optimizer", "sync", "save")),
+    ("driver", "driver"),
+]
+AIM_S = 20.0  # how long a phase is waited for before another is drawn
+QUIET_S = 6.0  # longest random pause before a kill
+SETTINGS = [
+    *("+experiment=kk_tiny", "run.deterministic=true", "run.eval_prompts=0", "run.checkpoint_every=2", "logging.wandb=disabled"),
+    *("data.prompts_per_step=4", "rollout.group_size=8", "rollout.slots=4", "rollout.max_new_tokens=48", "rollout.micro_group_size=2"),
+    *("objective.kl=k3", "objective.kl_coef=0.01", "learner.max_tokens_per_micro_batch=512", "cluster.collective_timeout_s=30"),
+    *("cluster.max_restarts=1000", "cluster.progress_timeout_s=120"),
+]
+
+
+class Kill(NamedTuple):
+    """One SIGKILL."""
+
+    number: int
+    role: str
+    phase: str
+    step: int  # steps finished when it hit
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Arguments of the command; `settings` go to infsample_rl.main."""
+
+    steps: int = 8
+    kills: int = 10
+    seed: int = 0
+    json: bool = False
+    out: str = ""
+    settings: tuple[str, ...] = ()
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from name=value words. ValueError with the name, the value and the bound."""
+    own: dict[str, Any] = {}
+    settings = []
+    for word in arguments:
+        name, has_value, value = word.partition("=")
+        if not has_value:
+            raise ValueError(f"chaos takes name=value, got {word!r}")
+        if name in ("steps", "kills", "seed"):
+            low = 0 if name == "seed" else 1
+            if not value.isdigit() or int(value) < low:
+                raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
+            own[name] = int(value)
+        elif name == "json":
+            if value not in ("true", "false"):
+                raise ValueError(f"json must be true or false, got {value!r}")
+            own[name] = value == "true"
+        elif name == "out":
+            own[name] = value
+        else:
+            settings.append(word)
+    return Options(**own, settings=tuple(settings))
+
+
+class Target:
+    """The disturbed run: its processes, found by a mark in their environment, and the driver, started again when it is dead."""
+
+    def __init__(self, command: list[str], run_dir: Path) -> None:
+        self._command, self._run_dir = command, run_dir
+        self._mark = secrets.token_hex(8)
+        self._roles: dict[int, str] = {}  # what is known of a process; "" for none of ours
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        """Start the driver; it goes on from its last checkpoint."""
+        self.starts += 1
+        self._log = (self._run_dir.parent / f"start_{self.starts}.log").open("w")
+        environment = {**os.environ, MARK: self._mark}
+        self.driver = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def processes(self) -> list[tuple[int, str]]:
+        """(pid, role) of every worker that lives, and the driver."""
+        found = [(self.driver.pid, "driver")]
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        for pid in pids:
+            if not self._roles.get(pid):
+                self._roles[pid] = self._role_of(pid)
+            if self._roles[pid]:
+                found.append((pid, self._roles[pid]))
+        self._roles = {pid: role for pid, role in self._roles.items() if pid in set(pids)}
+        return found
+
+    def _role_of(self, pid: int) -> str:
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            if not title.startswith("ray::") or self._mark.encode() not in Path(f"/proc/{pid}/environ").read_bytes():
+                return ""
+        except OSError:
+            return ""
+        return next((role for name, role in ROLES.items() if name in title), "")
+
+    def steps_done(self) -> int:
+        """Steps in metrics.jsonl."""
+        return max((record["step"] for record in read_records(self._run_dir / "metrics.jsonl")), default=0)
+
+    def end(self) -> None:
+        """Kill what is left of the run."""
+        for pid, _ in self.processes():
+            _kill(pid)
+        self._log.close()
+
+
+def disturb(target: Target, options: Options, say: Any) -> list[Kill]:
+    """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
+    dice, kills = random.Random(options.seed), []
+    while len(kills) < options.kills:
+        pause = time.monotonic() + dice.uniform(0, QUIET_S)
+        while time.monotonic() < pause and _runs(target):
+            time.sleep(0.05)
+        hit = _aim(target, dice)
+        if hit is None:
+            continue
+        kills.append(Kill(len(kills) + 1, *hit, target.steps_done()))
+        say(kills[-1])
+        if hit[0] == "driver":
+            target.driver.wait()
+            target.start()
+    while _runs(target):
+        time.sleep(0.2)
+    return kills
+
+
+def _runs(target: Target) -> bool:
+    code = target.driver.poll()
+    if code not in (None, 0, -signal.SIGKILL):
+        raise RuntimeError(f"the disturbed run failed with exit code {code}: see {target._log.name}")
+    return code is None
+
+
+def _aim(target: Target, dice: random.Random) -> tuple[str, str] | None:
+    """Draw a phase, wait until some process is in it, kill that; (role, phase) or None if none came in time."""
+    role, wanted = dice.choice(PHASES)
+    deadline, looked = time.monotonic() + AIM_S, 0.0
+    processes: list[tuple[int, str]] = []
+    while time.monotonic() < deadline:
+        if not _runs(target):
+            raise RuntimeError("the disturbed run has ended before all kills: give more steps")
+        if time.monotonic() - looked > 0.2:
+            processes, looked = target.processes(), time.monotonic()
+            dice.shuffle(processes)
+        for pid, found in processes:
+            now = phase_of(pid) if found == role else None
+            if now is not None and (role == "driver" or now == wanted):
+                return (role, now) if _kill(pid) else None
+        time.sleep(0.0005)
+    return None
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def differences(undisturbed: Path, disturbed: Path) -> list[str]:
+    """What differs between two runs, in words: weights of the last checkpoint, and metrics that are not times or counts of restarts."""
+    found = []
+    checkpoints = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in (undisturbed, disturbed)]
+    if checkpoints[0].name != checkpoints[1].name:
+        found.append(f"the last checkpoints are {checkpoints[0].name} and {checkpoints[1].name}")
+    for path in sorted(checkpoints[0].rglob("*.safetensors")):
+        name = path.relative_to(checkpoints[0])
+        if path.read_bytes() != (checkpoints[1] / name).read_bytes():
+            found.append(f"{name} differs")
+    rows = [{record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in (undisturbed, disturbed)]
+    if list(rows[0]) != list(rows[1]):
+        found.append(f"metrics.jsonl has steps {list(rows[0])} and {list(rows[1])}")
+    for step in rows[0].keys() & rows[1].keys():
+        names = [name for name in rows[0][step] if name.split("/")[0] in ("reward", "response", "learner")]
+        found += [f"step {step}: {name} differs" for name in names if rows[0][step][name] != rows[1][step].get(name)]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both, compare, report."""
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+    except ValueError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 2
+
+    def say(kill: Kill) -> None:
+        print(f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}", file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    folder = Path(options.out or tempfile.mkdtemp(prefix="chaos_")).absolute()
+    runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
+    for run in runs:
+        run.parent.mkdir(parents=True, exist_ok=False)
+    train = [sys.executable, "-m", "infsample_rl.main", *SETTINGS, f"run.steps={options.steps}", *options.settings]
+    commands = [[*train, f"run.dir={run}"] for run in runs]
+    started = time.monotonic()
+    plain = subprocess.run(commands[0], capture_output=True, text=True)
+    if plain.returncode != 0:
+        print(f"chaos: the undisturbed run failed: {plain.stderr.strip() or plain.stdout[-2000:]}", file=sys.stderr)
+        return plain.returncode
+    seconds = [time.monotonic() - started]
+    target = Target(commands[1], runs[1])
+    try:
+        kills = disturb(target, options, say)
+    except RuntimeError as error:
+        print(f"chaos: {error}", file=sys.stderr)
+        return 1
+    finally:
+        target.end()
+    seconds.append(time.monotonic() - started - seconds[0])
+    found = differences(*runs)
+    hits = Counter(f"{kill.role}/{kill.phase}" for kill in kills)
+    if options.json:
+        report = {"kills": [kill._asdict() for kill in kills], "hits": hits, "driver_starts": target.starts, "seconds": seconds, "differences": found}
+        print(json.dumps(report))
+    else:
+        print("\n".join(f"  {name:<20} {count}" for name, count in sorted(hits.items())))
+        print(f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, {seconds[1]:.0f} s with kills")
+        print("\n".join(found) if found else "the same weights, rewards and samples, bit for bit", f"in {folder}", sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

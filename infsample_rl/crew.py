@@ -1,0 +1,68 @@
+"""The workers of a run as handles, by role and index; a lost one is replaced under its index. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from infsample_rl.failures import Restarts, WorkerLost, worker_name
+
+Handle = Any  # of a Ray actor
+Answer = Any  # reference of its answer to a first question, there when it has started, or has failed to
+
+
+class Crew:
+    """`spawn(role, index)` starts a worker and does not wait for it; `end(handle)` kills one, dead or alive; `is_there(answer)` does not wait."""
+
+    def __init__(
+        self,
+        spawn: Callable[[str, int], tuple[Handle, Answer]],
+        end: Callable[[Handle], None],
+        is_there: Callable[[Answer], bool],
+        restarts: Restarts,
+    ) -> None:
+        self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
+        self._handles: dict[str, dict[int, Handle]] = {}
+        self._answers: dict[tuple[str, int], Answer] = {}
+
+    def start(self, role: str, count: int) -> None:
+        """Start workers 0 to count - 1 of a role."""
+        self._handles[role] = {}
+        for index in range(count):
+            self.add(role, index)
+
+    def add(self, role: str, index: int) -> Handle:
+        """Start one worker."""
+        self._handles[role][index], self._answers[role, index] = self._spawn(role, index)
+        return self._handles[role][index]
+
+    def share(self, role: str, other: str) -> None:
+        """The workers of `role` do the calls of `other` too."""
+        self._handles[other] = self._handles[role]
+
+    def all(self, role: str) -> dict[int, Handle]:
+        """Handles by index, also of those that are still starting."""
+        return self._handles.get(role, {})
+
+    def has_started(self, role: str, index: int) -> bool:
+        """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it needs."""
+        return self._is_there(self._answers[role, index])
+
+    def is_current(self, role: str, index: int, handle: Handle) -> bool:
+        """Whether a handle has not been replaced."""
+        return self._handles[role].get(index) is handle
+
+    def replace(self, lost: WorkerLost) -> Handle:
+        """Another worker in place of one that is gone, once it is its turn. RuntimeError when there were too many."""
+        self.restarts.begin(worker_name(lost.role, lost.index), lost.reason)
+        self._end(self._handles[lost.role][lost.index])
+        return self.add(lost.role, lost.index)
+
+    def replace_all(self, role: str, reason: str) -> None:
+        """Kill every worker of a role, and start as many."""
+        self.restarts.begin("the learner" if role == "learner" else f"all {role} workers", reason)
+        handles = self._handles[role]
+        for handle in handles.values():
+            self._end(handle)
+        for index in handles:
+            self.add(role, index)

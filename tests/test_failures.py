@@ -1,0 +1,51 @@
+"""Restarts are bounded and spaced out; SIGTERM ends a run where it waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from infsample_rl.failures import Restarts, WorkerLost, worker_name
+from infsample_rl.interruption import Interruption, Terminated
+
+
+def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
+    said, slept = [], []
+    restarts = Restarts(3, said.append, slept.append)
+    for _ in range(3):
+        restarts.begin("rollout worker 1", "its process died")
+    with pytest.raises(RuntimeError, match=r"rollout worker 1: its process died; cluster.max_restarts=3: 3 restarts since the last finished step"):
+        restarts.begin("rollout worker 1", "its process died")
+    assert slept == [0.0, 0.5, 1.0]
+    restarts.step_finished()
+    restarts.begin("the learner", "rank 0 is gone")
+    assert slept[-1] == 0.0 and restarts.total == 4 and len(said) == 4
+
+
+def test_no_pause_is_longer_than_half_a_minute():
+    slept = []
+    restarts = Restarts(100, lambda text: None, slept.append)
+    for _ in range(20):
+        restarts.begin("reward worker 0", "its process died")
+    assert max(slept) == 30.0 == slept[-1]
+
+
+def test_workers_have_the_names_of_the_field():
+    assert worker_name("learner", 0) == "learner rank 0" and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
+
+
+def test_sigterm_waits_for_what_must_not_be_left_half_done():
+    interruption, before = Interruption(), signal.getsignal(signal.SIGTERM)
+    try:
+        interruption.install()
+        interruption.check()
+        with interruption.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            interruption.check()
+        with pytest.raises(Terminated):
+            interruption.check()
+        assert 0 < interruption.seconds_left(30.0) <= 30.0
+    finally:
+        signal.signal(signal.SIGTERM, before)
