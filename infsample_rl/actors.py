@@ -129,10 +129,6 @@ class RewardCalls(Observed):
         """Rewards of one micro-group."""
         return self.worker.score(prompt, completions)
 
-    def ready(self) -> bool:
-        """Answers once the worker has started."""
-        return True
-
 
 class ReferenceCalls(Observed):
     """The frozen policy."""
@@ -149,10 +145,6 @@ class ReferenceCalls(Observed):
         result = self.worker.logprobs(prompt, completions)
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
         return result.kl_sums, result
-
-    def ready(self) -> bool:
-        """Answers once the model is loaded."""
-        return True
 
 
 class LearnerCalls(Observed):
