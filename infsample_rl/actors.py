@@ -125,9 +125,9 @@ class RewardCalls(Observed):
         self.worker = RewardWorker(config)
         self.observe(config, "reward", index, self.worker.statistics)
 
-    def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
-        """Rewards of one micro-group."""
-        return self.worker.score(prompt, completions)
+    def score(self, prompts: list[Prompt], *micro_groups: list[Completion]) -> list[RewardResult]:
+        """Rewards of micro-groups, one of each prompt in `prompts`."""
+        return [self.worker.score(prompt, micro_group) for prompt, micro_group in zip(prompts, micro_groups, strict=True)]
 
 
 class ReferenceCalls(Observed):

@@ -124,7 +124,7 @@ class Cluster:
     @property
     def num_rollout_workers(self) -> int:
         """Those that can be dealt work now."""
-        return len(self._traffic.ready)
+        return len(self._traffic.rollout.ready)
 
     @property
     def num_learner_ranks(self) -> int:
@@ -138,7 +138,7 @@ class Cluster:
 
     def start_rollout(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
         """Let every ready rollout worker decode its part; micro-groups then come out of arrivals()."""
-        self._traffic.start_rollout(dealt, step=step, evaluation=evaluation)
+        self._traffic.rollout.start(dealt, step=step, evaluation=evaluation)
 
     def score(self, key: int, prompt: Prompt) -> None:
         """Send a micro-group to a reward worker."""
@@ -161,9 +161,7 @@ class Cluster:
         """Send a learner rank its row of a wave, None for one of weight zero; `keys`: the micro-groups the row is made of."""
         self._traffic.row(rank, row, prompt_ids, keys, totals, row_id)
 
-    def remember(
-        self, rank: int, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], keys: list[int], *, row_id: int | None
-    ) -> None:
+    def remember(self, rank: int, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], keys: list[int], *, row_id: int | None) -> None:
         """Let a learner rank keep a row's log-probabilities for later updates of the step; arguments as in accumulate."""
         self._traffic.row(rank, row, prompt_ids, keys, None, row_id)
 
@@ -189,13 +187,13 @@ class Cluster:
     def publish_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         """Bring every engine to the learner's weights, and to the run's length probe. Rollout workers that are lost are replaced."""
         report, holders = self._weights.deliver(version, probe)
-        self._traffic.begin_version(holders)
+        self._traffic.rollout.begin_version(holders)
         return report
 
     def start_learning_lengths(self) -> None:
         """Let the rollout workers whose streams have just ended report what the length probe saw, while others work."""
         rollout = self._crew.all("rollout")
-        self._probe_reports = {rollout[index].learn.remote(): index for index in sorted(self._traffic.decoding)}
+        self._probe_reports = {rollout[index].learn.remote(): index for index in sorted(self._traffic.rollout.decoding)}
 
     def probe_reports(self) -> list[ProbeReport]:
         """The reports, in the order of the workers; what a lost one saw is lost."""
@@ -204,7 +202,7 @@ class Cluster:
     def rollout_stats(self) -> list[dict[str, float]]:
         """Figures of the last stream of every rollout worker that had work and is still there."""
         rollout = self._crew.all("rollout")
-        return self._of_rollout({rollout[index].stats.remote(): index for index in sorted(self._traffic.decoding)}, "rollout statistics")
+        return self._of_rollout({rollout[index].stats.remote(): index for index in sorted(self._traffic.rollout.decoding)}, "rollout statistics")
 
     def _of_rollout(self, calls: dict[ray.ObjectRef, int], what: str) -> list[Any]:
         """What rollout workers answer, without those that are lost."""
@@ -214,7 +212,7 @@ class Cluster:
             try:
                 results += self._asking.gather({ref: ("rollout", index)}, what, self._config.cluster.progress_timeout_s)
             except WorkerLost as lost:
-                self._traffic.lose_rollout(lost, handle)
+                self._traffic.rollout.lose(lost, handle)
         return results
 
     def save(self, folder: str) -> None:
@@ -255,8 +253,8 @@ class Cluster:
 
     def counts(self) -> ClusterCounts:
         """Where the run stands now."""
-        traffic = self._traffic
-        return ClusterCounts(time.time(), traffic.waiting.seconds, len(traffic.ready), traffic.num_arrived, traffic.num_moved, self.restarts.total)
+        traffic, rollout = self._traffic, self._traffic.rollout
+        return ClusterCounts(time.time(), traffic.waiting.seconds, len(rollout.ready), traffic.num_arrived, rollout.num_moved, self.restarts.total)
 
     def ask_phases(self) -> None:
         """Ask every worker for its phases; they come out of phases()."""

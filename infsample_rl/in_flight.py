@@ -34,7 +34,7 @@ class Call:
     role: str
     index: int
     handle: Handle
-    key: int  # of the micro-group
+    keys: list[int]  # of the micro-groups
     again: Callable[[], None]
 
 

@@ -38,7 +38,6 @@ class RaySession:
         self._note = note
         self._groups = {group.role: group for group in worker_groups(config)}
         self._bundles: dict[Worker, Bundle] = {}
-        self._vacant: list[tuple[str, Bundle]] = []  # left by workers whose reservation is one with others'
         self._asked: dict[Worker, PlacementGroup] = {}  # added workers that still have no place; an autoscaler sees what they ask for
         self._sees_files: dict[str, bool] = {}  # node -> whether it proved to see the driver's files
 
@@ -68,13 +67,9 @@ class RaySession:
         return {"num_cpus": group.cpus, "num_gpus": group.gpus, "scheduling_strategy": strategy}
 
     def add(self, role: str, index: int) -> bool:
-        """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for until remove()."""
+        """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for."""
         worker = (role, index)
         if worker in self._bundles:
-            return True
-        for entry in [entry for entry in self._vacant if entry[0] == role and self._is_good(_node_of(entry[1]))]:
-            self._vacant.remove(entry)
-            self._bundles[worker] = entry[1]
             return True
         wait_s = 0.0 if worker in self._asked else ADD_S
         if worker not in self._asked:
@@ -83,22 +78,6 @@ class RaySession:
             return False
         self._bundles[worker] = (self._asked.pop(worker), 0)
         return True
-
-    def remove(self, role: str, index: int) -> None:
-        """Give a worker's place back, its actor having ended. Part of a larger reservation, it stays for the next worker of the role."""
-        worker = (role, index)
-        if worker in self._asked:
-            remove_placement_group(self._asked.pop(worker))
-        if worker in self._bundles:
-            bundle = self._bundles.pop(worker)
-            if bundle[0].bundle_count > 1:
-                self._vacant.append((role, bundle))
-            else:
-                remove_placement_group(bundle[0])
-
-    def is_placed(self, role: str, index: int) -> bool:
-        """Whether a worker that is started now can run: its bundle lies on a node that sees the files. Not so while Ray seeks one for a lost node."""
-        return (role, index) in self._bundles and self._is_good(self.node_of(role, index))
 
     def node_of(self, role: str, index: int) -> str | None:
         """Ray's id of the node that holds a worker's place; none while it has none."""

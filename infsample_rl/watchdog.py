@@ -45,9 +45,9 @@ class Watchdog:
 
     def _limit_s(self, calls: list[Call]) -> float:
         limit = self._config.cluster.progress_timeout_s
-        if any(call.role == "reward" for call in calls):  # every sample of a micro-group may use up its reward limit
-            limit += self._config.reward.timeout_s * self._config.rollout.micro_group * len(self._config.reward.functions)
-        return limit
+        micro_groups = max((len(call.keys) for call in calls if call.role == "reward"), default=0)
+        # Every sample may use up its reward limit.
+        return limit + micro_groups * self._config.rollout.micro_group * self._config.reward.timeout_s * len(self._config.reward.functions)
 
 
 def _names(streams: Iterable[Stream], calls: Iterable[Call], returns: Iterable[Return]) -> str:

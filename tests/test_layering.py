@@ -34,7 +34,7 @@ def importers_of(prefix: str) -> set[str]:
 
 def test_only_the_cluster_its_session_and_its_actors_import_ray():
     benchmark = {"bench/fake_actors.py", "bench/scale_point.py"}
-    asking = {"asking.py", "in_flight.py", "ray_calls.py", "traffic.py", "watchdog.py", "weight_delivery.py"}
+    asking = {"asking.py", "in_flight.py", "ray_calls.py", "rollout_streams.py", "traffic.py", "watchdog.py", "weight_delivery.py"}
     with_ray = {"actors.py", "cluster.py", "ray_connection.py", "ray_session.py", "telemetry.py"} | asking
     assert importers_of("ray") - benchmark == with_ray
 
@@ -57,7 +57,19 @@ def test_nothing_imports_the_driver_but_main_and_its_async_kind():
 
 
 def test_stages_model_and_types_know_nothing_above_them():
-    with_ray = ("actors", "asking", "cluster", "in_flight", "ray_calls", "ray_connection", "ray_session", "telemetry", "traffic", "weight_delivery")
+    with_ray = (
+        "actors",
+        "asking",
+        "cluster",
+        "in_flight",
+        "ray_calls",
+        "ray_connection",
+        "ray_session",
+        "rollout_streams",
+        "telemetry",
+        "traffic",
+        "weight_delivery",
+    )
     driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline")
     above = {f"infsample_rl.{name}" for name in (*with_ray, *driving)}
     below = [name for name in FILES if name.split("/")[0] in (*STAGES, "model", "weight_sync", "data") or name in ("types.py", "config.py")]

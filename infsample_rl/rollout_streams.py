@@ -1,0 +1,227 @@
+"""What the rollout workers decode: work that is dealt, given back for idle ones, and dealt again when a worker is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import ray
+
+from infsample_rl.config import Config
+from infsample_rl.crew import Crew, Handle
+from infsample_rl.dealing import split
+from infsample_rl.failures import StepLost, WorkerLost, worker_name
+from infsample_rl.in_flight import Return, Stream, by_prompt, drain, settle
+from infsample_rl.ray_calls import PayloadLost, learner_failure, value_of
+from infsample_rl.types import MicroGroupHeader, RolloutWork
+
+BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
+
+
+class Finished(NamedTuple):
+    """A micro-group that has arrived: what the driver reads of it, where it is, and the work it settles."""
+
+    header: MicroGroupHeader
+    payload: ray.ObjectRef
+    work: RolloutWork
+
+
+class RolloutStreams:
+    """The rollout workers' streams of micro-groups.
+
+    `bring_back(index)`: references of the weights, and of the call that loads them into a new rollout worker; None where they cannot be
+    had before the next version.
+    """
+
+    def __init__(self, config: Config, crew: Crew, note: Callable[[str], None], bring_back: BringBack) -> None:
+        self._config, self._crew, self._note, self._bring_back = config, crew, note, bring_back
+        self.num_moved = 0  # samples since the start that a worker gave back, not having started them, for an idle one
+        self.ready: set[int] = set()  # rollout workers that hold the version that samples
+        self.decoding: set[int] = set()  # of them, those dealt work since start()
+        self._batch: tuple[int, bool] = (0, False)  # step and evaluation of what is sampled
+        self._backlog: list[RolloutWork] = []  # dealt to nobody
+        self._streams: dict[Any, Stream] = {}  # by generator
+        self._returns: dict[ray.ObjectRef, Return] = {}
+        self._asked_back: dict[ray.ObjectRef, Stream] = {}
+        self._turn = self._num_streams = 0
+
+    def begin_version(self, holders: set[int]) -> None:
+        """These rollout workers hold the version that samples from now on; others that are on their way come with the next."""
+        self.ready = holders
+        self._returns.clear()
+
+    def start(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool) -> None:
+        """Let the ready rollout workers decode a part each."""
+        self._batch, self.decoding = (step, evaluation), set()
+        for index, work in zip(sorted(self.ready), dealt, strict=True):
+            self._start_stream(index, work)
+
+    def _start_stream(self, index: int, work: list[RolloutWork]) -> None:
+        if not work:
+            return
+        handle = self._crew.all("rollout")[index]
+        pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each
+        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": pending}
+        number, self._num_streams = self._num_streams, self._num_streams + 1
+        self._streams[handle.stream.options(**options).remote(work, *self._batch, number)] = Stream(index, handle, number, by_prompt(work))
+        self.decoding.add(index)
+
+    # what is in flight
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Those that have not ended."""
+        return list(self._streams.values())
+
+    @property
+    def returns(self) -> list[Return]:
+        """Rollout workers on their way to the weights."""
+        return list(self._returns.values())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was dealt has arrived."""
+        return not (self._streams or self._backlog or self._asked_back)
+
+    def waited(self) -> list[Any]:
+        """What may become ready."""
+        streams, self._turn = list(self._streams), self._turn + 1
+        first = self._turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
+        return [*streams[first:], *streams[:first], *self._returns, *self._asked_back]
+
+    def take(self, ref: Any) -> Finished | None:
+        """Take something that is ready; a micro-group if it completes one."""
+        if ref in self._streams:
+            return self._open_stream(ref, self._streams[ref])
+        if ref in self._returns:
+            self._welcome(ref, self._returns.pop(ref))
+        elif ref in self._asked_back:
+            self._take_back(ref, self._asked_back.pop(ref))
+        return None  # something else that was ready has dropped it
+
+    def _open_stream(self, generator: Any, stream: Stream) -> Finished | None:
+        try:
+            item = next(generator)
+        except StopIteration:
+            try:
+                if stream.header is not None:  # an error takes the place of a header
+                    value_of(stream.header, "rollout", stream.index)
+                value_of(generator.completed(), "rollout", stream.index)
+            except WorkerLost as lost:
+                self._lose_stream(generator, lost)
+                return None
+            del self._streams[generator]
+            self._ask_for_work()
+            return None
+        if stream.header is None:
+            stream.header = item
+            return None
+        try:
+            header: MicroGroupHeader = value_of(stream.header, "rollout", stream.index)
+        except WorkerLost as lost:
+            self._lose_stream(generator, lost)
+            return None
+        stream.header = None
+        return Finished(header, item, settle(stream.owed, header))
+
+    # losses
+
+    def draw_again(self, work: RolloutWork) -> None:
+        """Samples that had arrived are gone: deal them once more."""
+        self._backlog.append(work)
+
+    def _lose_stream(self, generator: Any, lost: WorkerLost) -> None:
+        stream = self._streams.pop(generator)
+        stream.is_lost = True
+        if self._config.rollout.schedule == "dynamic_slot" and not self._batch[1]:
+            raise StepLost(f"{lost}; with rollout.schedule=dynamic_slot the first samples to finish count, so a part of them cannot be drawn again")
+        self._backlog += stream.owed.values()
+        self.lose(lost, stream.handle)
+
+    def lose(self, lost: WorkerLost, handle: Handle) -> None:
+        """Replace a rollout worker, and let it return as soon as it has the weights."""
+        if not self._crew.is_current("rollout", lost.index, handle):
+            return
+        self.ready.discard(lost.index)
+        self.decoding.discard(lost.index)
+        if self._config.cluster.colocate:
+            raise StepLost(f"{lost}, and with it a learner rank")
+        handle = self._crew.replace(lost)
+        found = self._bring_back(lost.index)
+        if found is not None:
+            published, loaded = found
+            self._returns[loaded] = Return(lost.index, handle, published)
+        elif not self.ready:
+            raise StepLost(f"{lost}; no rollout worker is left, and the learner has gone on to the next version")
+
+    def _welcome(self, ref: ray.ObjectRef, returned: Return) -> None:
+        try:
+            value_of(ref, "rollout", returned.index)
+        except (WorkerLost, PayloadLost) as error:
+            # the weights come from the learner: it may be that which is gone
+            failure = learner_failure(self._crew.all("learner"), RuntimeError(str(error)))
+            if isinstance(failure, StepLost):
+                raise failure from error
+            self.lose(WorkerLost("rollout", returned.index, str(error)), returned.handle)
+            return
+        self.ready.add(returned.index)
+        self._note(f"{worker_name('rollout', returned.index)} is back")
+
+    def give_up(self, said: str) -> None:
+        """None of them moves: take all that decode or return as lost."""
+        returns, self._returns = self._returns, {}  # before workers in place of those that decode are on their way too
+        for generator, stream in list(self._streams.items()):
+            self._lose_stream(generator, WorkerLost("rollout", stream.index, said))
+        for back in returns.values():
+            self.lose(WorkerLost("rollout", back.index, said), back.handle)
+
+    def abandon(self) -> None:
+        """End all streams and forget what they owe."""
+        for stream in self._streams.values():
+            stream.handle.halt.remote(stream.number)
+        for generator in self._streams:
+            drain(generator)
+        for book in (self._streams, self._returns, self._asked_back, self._backlog):
+            book.clear()
+
+    # work for the idle
+
+    def _idle(self) -> list[int]:
+        busy = {stream.index for stream in self._streams.values()}
+        return sorted(self.ready - busy)
+
+    def deal_backlog(self) -> None:
+        """Give what nobody decodes to workers that have nothing to do."""
+        idle = self._idle() if self._backlog else []
+        if idle:
+            dealt, self._backlog = split(by_prompt(self._backlog).values(), len(idle)), []
+            for index, work in zip(idle, dealt, strict=True):
+                self._start_stream(index, work)
+
+    def _ask_for_work(self) -> None:
+        """A worker has ended its part: ask the one that owes most for samples that it has not started."""
+        if self._backlog or not self._idle() or self._config.cluster.colocate or self._asked_back:
+            return
+        busy = [stream for stream in self._streams.values() if not stream.has_nothing_to_give]
+        if busy:
+            most = max(busy, key=lambda stream: sum(len(work.sample_indices) for work in stream.owed.values()))
+            self._asked_back[most.handle.give_back.remote()] = most
+
+    def _take_back(self, ref: ray.ObjectRef, stream: Stream) -> None:
+        try:
+            given: dict[int, list[int]] = value_of(ref, "rollout", stream.index)
+        except WorkerLost:
+            return  # its stream says so too
+        if stream.is_lost:
+            return  # all it owed has been dealt again
+        stream.has_nothing_to_give = not given
+        for prompt_index, indices in given.items():
+            owed = stream.owed.pop(prompt_index)
+            self._backlog.append(replace(owed, sample_indices=indices))
+            self.num_moved += len(indices)
+            left = [index for index in owed.sample_indices if index not in set(indices)]
+            if left:
+                stream.owed[prompt_index] = replace(owed, sample_indices=left)
+        if not given:
+            self._ask_for_work()
