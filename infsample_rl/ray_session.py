@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infsample_rl import shared_files
