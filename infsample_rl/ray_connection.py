@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
@@ -79,18 +80,24 @@ def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None]
                 f"code on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
             )
         note(f"warning: the Ray cluster at {address} asks for no token (cluster.allow_unauthenticated=true)")
-    elif not maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+    elif not _has_token(config):
         raise ValueError(
             f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for a token, and this process has none; set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
         )
-    try:
-        ray.init(address=address, **arguments)
-    except ray.exceptions.AuthenticationError as error:
+    elif _probe(address, with_token=True) == grpc.StatusCode.UNAUTHENTICATED:  # Ray itself would try for 20 s, and then say less
         raise ValueError(
             f"cluster.address={config.cluster.address}: the Ray cluster at {address} refuses this process's token; "
-            f"RAY_AUTH_TOKEN_PATH must name the file of the cluster's own ({str(error).splitlines()[0]})"
-        ) from error
+            "RAY_AUTH_TOKEN_PATH must name the file of the cluster's own"
+        )
+    ray.init(address=address, **arguments)
+
+
+def _has_token(config: Config) -> bool:
+    try:
+        return maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except ray.exceptions.AuthenticationError as error:  # a file that is not there, or empty
+        raise ValueError(f"cluster.address={config.cluster.address}: {str(error).split('. ')[0]}") from error
 
 
 def _find(config: Config, note: Callable[[str], None]) -> str:
@@ -119,9 +126,10 @@ def _uses_tls() -> bool:
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
-def _probe(address: str) -> grpc.StatusCode | None:
-    """Ask the cluster's control service for its id without a token: none when it answers, else gRPC's reason."""
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+def _probe(address: str, *, with_token: bool = False) -> grpc.StatusCode | None:
+    """Ask the cluster's control service for its id: none when it answers, else gRPC's reason."""
+    open_channel = init_grpc_channel if with_token else grpc.insecure_channel  # Ray's own sends the token
+    with open_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
             stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=PROBE_TIMEOUT_S)

@@ -280,6 +280,7 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
         plain | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
     )
     settings = [f"run.dir={tmp_path}/run", "objective=no_kl", "cluster.address=127.0.0.1:26391", "cluster.wait_for_nodes_s=60"]
+    settings.append("cluster.rollout_workers=1")  # the head has 4 CPUs
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from infsample_rl.config_loading import load_config\n"
@@ -296,6 +297,7 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
         assert "opened" in join({"RAY_AUTH_TOKEN_PATH": str(token)}), "the cluster's answer turns token mode on"
         assert "asks for a token, and this process has none" in join({})
         assert "refuses this process's token" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)})
+        assert "cannot be opened or is empty" in join({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nowhere")})
     finally:
         stop_node(head)
 
