@@ -6,6 +6,7 @@ Ray decides where a worker goes; the plan made here says beforehand whether that
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,6 +114,11 @@ def most_cpus(config: Config) -> float:
     """CPUs the workers reserve together once there are cluster.max_workers rollout workers."""
     growth = 0 if config.cluster.colocate else config.cluster.most_rollout_workers - config.cluster.rollout_workers
     return total_cpus(config) + growth * sum(group.bundle.get("CPU", 0) for group in worker_groups(config) if group.role == "rollout")
+
+
+def local_cpus(config: Config) -> int:
+    """CPUs of a Ray node that is started here for this run alone: reservations, not cores, so as many as its workers ask for."""
+    return max(os.cpu_count() or 1, int(most_cpus(config)) + 1)
 
 
 def total_gpus(config: Config) -> float:

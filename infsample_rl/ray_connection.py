@@ -17,7 +17,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.config import Config
-from infsample_rl.placement import most_cpus
+from infsample_rl.placement import local_cpus
 from infsample_rl.secret_env import without_secrets
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
@@ -56,11 +56,9 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
     """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home folder."""
     cluster = config.cluster
     dashboard = {"include_dashboard": cluster.dashboard} | ({"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {})
-    # CPUs are reservations, not cores: a local cluster gets as many as the workers ask for.
-    num_cpus = max(os.cpu_count() or 1, int(most_cpus(config)) + 1)
     with without_secrets():
         try:
-            context = ray.init(address="local", num_cpus=num_cpus, **dashboard, **arguments)
+            context = ray.init(address="local", num_cpus=local_cpus(config), **dashboard, **arguments)
         except Exception as error:  # Ray raises a bare Exception when its processes are not up in time
             raise RuntimeError(f"Ray could not be started here: {error}") from error
     if cluster.dashboard:

@@ -4,6 +4,7 @@
 # Starts a head node with a token and the dashboard on the loopback address, trains on it in the foreground, and ends what it
 # started. Ctrl-C and SIGTERM go to the run, which saves what it can. Without a setting to give, `make run` needs none of this.
 #   PORT=6379 DASHBOARD_PORT=8265   of the head node
+#   CPUS=N                          of the head node: reservations, not cores; default: the machine's, or as many as the run's workers ask for
 #   KEEP=1                          leave the head node running when the run ends, for launch/submit.sh
 #   PYTHON=python                   the interpreter that has infsample_rl; ray is taken from beside it
 # Checked: shellcheck. tests/launch/test_launch_scripts.py (slow) runs it with a real training and a SIGTERM; docs/launch.md says how far that went.
@@ -17,10 +18,17 @@ PATH="$(dirname "$(command -v "$PYTHON")"):$PATH"
 source "$here/token.sh"
 port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
 
+cpus=${CPUS:-$("$PYTHON" -c '
+import sys
+from infsample_rl.config_loading import load_config
+from infsample_rl.main import parse_arguments
+from infsample_rl.placement import local_cpus
+options = parse_arguments(sys.argv[1:])
+print(local_cpus(load_config(options.overrides, options.config_dir)))' "$@" 2> /dev/null || nproc)} # what is wrong with a setting the run says
 make_token
 scratch=$(mktemp -d)
 # In a session of its own, so that Ctrl-C ends the run first and the cluster after it.
-setsid ray start --head --block --port="$port" --dashboard-host=127.0.0.1 --dashboard-port="$dashboard" > "$scratch/ray.log" 2>&1 &
+setsid ray start --head --block --num-cpus="$cpus" --port="$port" --dashboard-host=127.0.0.1 --dashboard-port="$dashboard" > "$scratch/ray.log" 2>&1 &
 head=$!
 driver=
 

@@ -82,6 +82,7 @@ def settings(tiny_qwen3, sums_file, tmp_path_factory) -> list[str]:
         "learner.warmup_steps=0",
         "run.checkpoint_every=1",
         "cluster.rollout_workers=2",
+        "cluster.learner_ranks=1",
         "logging.wandb=disabled",
     ]
 
