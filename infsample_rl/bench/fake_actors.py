@@ -59,7 +59,7 @@ def fake_actors(pace: Pace, *, workers_per_process: int) -> dict[str, Any]:
     return {role: FakeActors(role, pace, shared.get(role, 1)) for role in CALLS}
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"building": 1})
 class Host:
     """Several workers of one role."""
 
@@ -67,6 +67,7 @@ class Host:
         self._build, self._pace, self._workers = CALLS[role], pace, dict[int, Any]()
         self._changed = threading.Condition()  # calls run in threads, in any order
 
+    @ray.method(concurrency_group="building")  # calls that wait for their worker may take every other thread
     def add(self, place: int, *arguments: Any) -> None:
         """Build a worker."""
         with self._changed:
