@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import ray
 
 from infsample_rl.config import Config
@@ -27,7 +26,7 @@ from infsample_rl.types import (
     ReferenceResult,
     RewardResult,
     RolloutWork,
-    SampleSpec,
+    RowWork,
     TrainingSample,
     WeightManifest,
     WeightSyncReport,
@@ -165,18 +164,16 @@ class LearnerCalls(Observed):
         """Join the process group, load and shard the policy."""
         return self.learner.setup(host, port, checkpoint)
 
-    def accumulate(
-        self, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], totals: LossTotals, row_id: int | None, *payloads: Any
-    ) -> dict[str, float]:
+    def accumulate(self, work: RowWork, *payloads: Any) -> dict[str, float]:
         """One wave: forward and backward of one packed row, of weight zero when this rank has none."""
         started = time.time()
-        report = self.learner.accumulate(_samples(row, prompt_ids, payloads), totals, row_id)
+        report = self.learner.accumulate(_samples(work, payloads), work.totals, work.row_id)
         return report | {"started_at": started, "ended_at": time.time()}
 
-    def remember(self, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], row_id: int | None, *payloads: Any) -> dict[str, float]:
+    def remember(self, work: RowWork, *payloads: Any) -> dict[str, float]:
         """One wave: log-probabilities of a row before the step's first update."""
         started = time.time()
-        self.learner.remember(_samples(row, prompt_ids, payloads), row_id)
+        self.learner.remember(_samples(work, payloads), work.row_id)
         return {"started_at": started, "ended_at": time.time()}
 
     def step(self, totals: LossTotals, is_last: bool) -> dict[str, float]:
@@ -255,12 +252,12 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         return self.both.publish(version, probe)
 
 
-def _samples(row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], payloads: tuple[Any, ...]) -> list[TrainingSample] | None:
+def _samples(work: RowWork, payloads: tuple[Any, ...]) -> list[TrainingSample] | None:
     from infsample_rl.learner.row_plan import assemble
 
     micro_groups = [payload for payload in payloads if isinstance(payload, list)]
     references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
-    return None if row is None else assemble(row, prompt_ids, micro_groups, references)
+    return None if work.row is None else assemble(work.row, work.prompt_ids, micro_groups, references)
 
 
 _with_control = ray.remote(concurrency_groups={"control": 2})  # two: give_back() waits for a running step, progress() must not

@@ -33,18 +33,18 @@ class Asking:
         WorkerLost, for the learner StepLost, when a worker is gone or has not answered after `timeout_s`; Terminated after SIGTERM; what
         a worker raised, as ValueError or RuntimeError.
         """
-        patience, pending = Patience(self._note), list(calls)
+        patience, pending, answers = Patience(self._note), list(calls), dict[ray.ObjectRef, Any]()
         while pending:
             self._interruption.check()
             ready, pending = self._waiting.wait(pending, num_returns=len(pending), timeout=SLICE_S)
             for ref in ready:
-                self._value(ref, *calls[ref])
+                answers[ref] = self._value(ref, *calls[ref])
             if pending and patience.idle_s > timeout_s:
                 self._give_up(what, [calls[ref] for ref in pending], timeout_s)
             if pending:
                 names = [worker_name(*calls[ref]) for ref in pending[:SHOWN]]
                 patience.say(f"{what}: {', '.join(names)}")
-        return [self._value(ref, *call) for ref, call in calls.items()]
+        return [answers[ref] for ref in calls]
 
     def _give_up(self, what: str, silent: list[tuple[str, int]], timeout_s: float) -> None:
         for role, index in silent:

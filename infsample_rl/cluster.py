@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import ray
 import torch
 
@@ -25,7 +24,7 @@ from infsample_rl.ray_session import RaySession
 from infsample_rl.secret_env import worker_secrets
 from infsample_rl.telemetry import MetricsExporter, PhaseRequests, Statistics, metrics_addresses
 from infsample_rl.traffic import Traffic
-from infsample_rl.types import Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, SampleSpec, WeightSyncReport
+from infsample_rl.types import Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, RowWork, WeightSyncReport
 from infsample_rl.weight_delivery import WeightDelivery
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.weight_sync.transport import check_object_store, choose_transport
@@ -148,22 +147,9 @@ class Cluster:
         """Send a micro-group to a reference worker."""
         self._traffic.reference_logprobs(key, prompt)
 
-    def accumulate(
-        self,
-        rank: int,
-        row: list[SampleSpec] | None,
-        prompt_ids: dict[int, np.ndarray],
-        keys: list[int],
-        totals: LossTotals,
-        *,
-        row_id: int | None = None,
-    ) -> None:
-        """Send a learner rank its row of a wave, None for one of weight zero; `keys`: the micro-groups the row is made of."""
-        self._traffic.row(rank, row, prompt_ids, keys, totals, row_id)
-
-    def remember(self, rank: int, row: list[SampleSpec] | None, prompt_ids: dict[int, np.ndarray], keys: list[int], *, row_id: int | None) -> None:
-        """Let a learner rank keep a row's log-probabilities for later updates of the step; arguments as in accumulate."""
-        self._traffic.row(rank, row, prompt_ids, keys, None, row_id)
+    def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:
+        """Send a learner rank its row of a wave; `keys`: the micro-groups the row is made of."""
+        self._traffic.learn(rank, work, keys)
 
     def arrivals(self, *, until_learner_is_idle: bool = False) -> Iterator[Arrival]:
         """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile. Raises as Traffic.arrivals."""

@@ -22,6 +22,7 @@ from infsample_rl.secret_env import without_secrets
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
 RETRY_S = 2.0
+START_ATTEMPTS = 3  # of a local cluster
 HOW_TO_AUTHENTICATE = (
     "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and RAY_AUTH_MODE=token with "
     "RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
@@ -57,10 +58,15 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
     cluster = config.cluster
     dashboard = {"include_dashboard": cluster.dashboard} | ({"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {})
     with without_secrets():
-        try:
-            context = ray.init(address="local", num_cpus=local_cpus(config), **dashboard, **arguments)
-        except Exception as error:  # Ray raises a bare Exception when its processes are not up in time
-            raise RuntimeError(f"Ray could not be started here: {error}") from error
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            try:
+                context = ray.init(address="local", num_cpus=local_cpus(config), **dashboard, **arguments)
+                break
+            except Exception as error:  # Ray raises a bare one
+                if not attempts_left or "timed out during startup" not in str(error):
+                    raise RuntimeError(f"Ray could not be started here: {error}") from error
+                note("warning: Ray's processes were not up within its 30 s, which a busy machine may need: they are started again")
+                ray.shutdown()
     if cluster.dashboard:
         note(f"Ray's dashboard: http://{context.dashboard_url}")
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":

@@ -90,17 +90,21 @@ class RolloutStreams:
         first = self._turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
         return [*streams[first:], *streams[:first], *self._returns, *self._asked_back]
 
-    def take(self, ref: Any) -> Finished | None:
-        """Take something that is ready; a micro-group if it completes one."""
+    def headers(self, ready: list[Any]) -> list[ray.ObjectRef]:
+        """Headers that will be opened when what is ready is taken."""
+        return [stream.header for ref in ready if (stream := self._streams.get(ref)) is not None and stream.header is not None]
+
+    def take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
+        """Take something that is ready; a micro-group if it completes one. `opened`: headers that have been fetched."""
         if ref in self._streams:
-            return self._open_stream(ref, self._streams[ref])
+            return self._open_stream(ref, self._streams[ref], opened)
         if ref in self._returns:
             self._welcome(ref, self._returns.pop(ref))
         elif ref in self._asked_back:
             self._take_back(ref, self._asked_back.pop(ref))
         return None  # something else that was ready has dropped it
 
-    def _open_stream(self, generator: Any, stream: Stream) -> Finished | None:
+    def _open_stream(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
         try:
             item = next(generator)
         except StopIteration:
@@ -118,7 +122,7 @@ class RolloutStreams:
             stream.header = item
             return None
         try:
-            header: MicroGroupHeader = value_of(stream.header, "rollout", stream.index)
+            header: MicroGroupHeader = value_of(stream.header, "rollout", stream.index, opened)
         except WorkerLost as lost:
             self._lose_stream(generator, lost)
             return None

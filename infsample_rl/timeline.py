@@ -60,13 +60,17 @@ class Timeline:
     def _draw(self, step: Step) -> None:
         path = critical_path(intervals_of(self._phases.values()), step.started, step.ended)
         self._say(f"step {step.number}: critical path, {path_line(path)}")
+        known = self._steps[: self._steps.index(step) + 1]
+        ends = [one.ended for one in known]
         events = [_event("driver", 0, Phase(f"step {step.number}", step.started, step.ended, 0), step.number)]
         for key, worker in self._phases.items():
             until = min(worker.until, step.ended)
             drawn = [phase for phase in worker.phases if phase.start < until]
             self._phases[key] = worker._replace(phases=[phase for phase in worker.phases if phase.start >= until])
             gaps = self._gaps(key, drawn, until) if worker.role != "driver" else []  # what it does beside its phases is its own work too
-            events += [_event(worker.role, worker.index, phase, self._step_at(phase.start, step)) for phase in drawn + gaps]
+            for phase in drawn + gaps:  # one whose answer came late belongs to an earlier step than is drawn
+                number = known[min(bisect_right(ends, phase.start), len(known) - 1)].number
+                events.append(_event(worker.role, worker.index, phase, number))
         self._trace.add(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
 
     def _gaps(self, key: tuple[str, int], drawn: list[Phase], until: float) -> list[Phase]:
@@ -82,12 +86,6 @@ class Timeline:
             gaps.append(Phase(IDLE, now, until, 0))
         self._drawn_until[key] = max(now, until)
         return gaps
-
-    def _step_at(self, start: float, drawn: Step) -> int:
-        """The step in which a phase started: one whose answer came late belongs to an earlier one than is drawn."""
-        known = self._steps[: self._steps.index(drawn) + 1]
-        at = bisect_right([step.ended for step in known], start)
-        return known[min(at, len(known) - 1)].number
 
     def _name(self, worker: WorkerPhases) -> None:
         pid, title = _pid(worker.role, worker.index), f"{worker.role} {worker.index}" if worker.role != "driver" else "driver"

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import ray
 
 from infsample_rl.arrivals import Arrival, MicroGroupArrival, MicroGroupLost, ReferenceArrival, RewardArrival, RowArrival
@@ -15,9 +14,9 @@ from infsample_rl.crew import Crew, Handle
 from infsample_rl.failures import StepLost, WorkerLost
 from infsample_rl.in_flight import Call
 from infsample_rl.interruption import Interruption
-from infsample_rl.ray_calls import ANSWER_S, SLICE_S, PayloadLost, Waiting, learner_failure, status_of, value_of
+from infsample_rl.ray_calls import ANSWER_S, SLICE_S, PayloadLost, Waiting, learner_failure, open_at_once, status_of, value_of
 from infsample_rl.rollout_streams import BringBack, Finished, RolloutStreams
-from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, SampleSpec
+from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 from infsample_rl.watchdog import Watchdog
 
 MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
@@ -76,23 +75,14 @@ class Traffic:
         self._calls[floats] = Call("reference", index, handles[index], [key], lambda: self.reference_logprobs(key, prompt))
         self._references[key] = payload
 
-    def row(
-        self,
-        rank: int,
-        row: list[SampleSpec] | None,
-        prompt_ids: dict[int, np.ndarray],
-        keys: list[int],
-        totals: LossTotals | None,
-        row_id: int | None,
-    ) -> None:
-        """Send a learner rank its row of a wave (cluster.accumulate; `totals` None: cluster.remember)."""
+    def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:
+        """Send a learner rank its row of a wave."""
         handle = self._crew.all("learner")[rank]
-        method = handle.remember if totals is None else handle.accumulate
+        method = handle.remember if work.totals is None else handle.accumulate
         if self._config.cluster.colocate:  # in a thread beside the stream
             method = method.options(concurrency_group="learner")
         payloads = [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
-        arguments = (row, prompt_ids, row_id) if totals is None else (row, prompt_ids, totals, row_id)
-        self._calls[method.remote(*arguments, *payloads)] = Call("learner", rank, handle, [], _never)
+        self._calls[method.remote(work, *payloads)] = Call("learner", rank, handle, [], _never)
 
     # what has arrived
 
@@ -112,8 +102,9 @@ class Traffic:
                 watchdog.moved()
             elif said := watchdog.silence(self.rollout.streams, list(self._calls.values()), self.rollout.returns):
                 self._give_up_on_all(said)
+            opened = open_at_once([*self.rollout.headers(ready), *(ref for ref in ready if ref in self._calls)])
             for ref in ready:
-                yield from self._take(ref)
+                yield from self._take(ref, opened)
 
     def _is_busy(self) -> bool:
         return bool(self._calls or self._unscored) or not self.rollout.is_done
@@ -132,10 +123,10 @@ class Traffic:
             ready, _ = self.waiting.wait(waited, num_returns=len(waited), timeout=0, fetch_local=False)
         return ready
 
-    def _take(self, ref: Any) -> list[Arrival]:
+    def _take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         if ref in self._calls:
-            return self._open_call(ref, self._calls.pop(ref))
-        finished = self.rollout.take(ref)
+            return self._open_call(ref, self._calls.pop(ref), opened)
+        finished = self.rollout.take(ref, opened)
         return [] if finished is None else [self._enter(finished)]
 
     def _enter(self, finished: Finished) -> MicroGroupArrival:
@@ -144,9 +135,9 @@ class Traffic:
         self.num_arrived += 1
         return MicroGroupArrival(key, finished.header)
 
-    def _open_call(self, ref: ray.ObjectRef, call: Call) -> list[Arrival]:
+    def _open_call(self, ref: ray.ObjectRef, call: Call, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         try:
-            value = value_of(ref, call.role, call.index)
+            value = value_of(ref, call.role, call.index, opened)
         except PayloadLost as error:
             return self._lose_payload(call, error)
         except WorkerLost as lost:

@@ -165,6 +165,19 @@ class LossTotals:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RowWork:
+    """What the driver deals to one learner rank: a row of a wave, its tokens still in the micro-groups.
+
+    Example: RowWork(row=[spec], prompt_ids={0: np.array([5, 9, 7], np.int32)}, totals=totals, row_id=None)
+    """
+
+    row: list[SampleSpec] | None  # None: a row of weight zero
+    prompt_ids: dict[int, np.ndarray]  # by prompt_index: [prompt tokens] int32
+    totals: LossTotals | None  # None: its log-probabilities are kept for later updates, nothing is learned yet
+    row_id: int | None  # under which log-probabilities are kept from update to update
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WeightManifest:
     """What a set of flat weight buckets holds. Tied parameters appear once.
 

@@ -8,7 +8,7 @@ from infsample_rl.cluster import Cluster
 from infsample_rl.config import Config
 from infsample_rl.groups import Group, loss_totals, provisional_totals, trainable_specs
 from infsample_rl.learner.row_plan import RowPlanner, balanced_waves, row_tokens
-from infsample_rl.types import LossTotals, Prompt, SampleSpec
+from infsample_rl.types import LossTotals, Prompt, RowWork, SampleSpec
 
 Row = list[SampleSpec]
 
@@ -73,7 +73,7 @@ class Waves:
         number, row_ids = 0, self._row_ids(plans)
         for waves in plans[1:]:  # their first pass comes after an update
             for wave in waves:
-                self._send(wave, self._totals, row_ids, remember=True)
+                self._send(wave, None, row_ids)
         for _ in range(self._config.objective.epochs):
             for batch, waves in zip(batches, plans, strict=True):
                 number, totals = number + 1, loss_totals(batch, self._config)
@@ -105,9 +105,7 @@ class Waves:
         while len(self._rows) >= ranks:
             self._send([self._rows.pop(0) for _ in range(ranks)], self._totals)
 
-    def _send(
-        self, wave: list[Row | None], totals: LossTotals, row_ids: dict[tuple[int, int], int] | None = None, *, remember: bool = False
-    ) -> None:
+    def _send(self, wave: list[Row | None], totals: LossTotals | None, row_ids: dict[tuple[int, int], int] | None = None) -> None:
         for rank, row in enumerate(wave):
             if row is None and not self._lockstep:
                 continue
@@ -116,7 +114,4 @@ class Waves:
             prompt_ids = {spec.prompt_index: self._prompts[spec.prompt_index].token_ids for spec in specs}
             keys = sorted({self._micro_group_of[spec.prompt_index, spec.sample_index] for spec in specs})
             row_id = row_ids[row[0].prompt_index, row[0].sample_index] if row and row_ids is not None else None
-            if remember:
-                self._cluster.remember(rank, row, prompt_ids, keys, row_id=row_id)
-            else:
-                self._cluster.accumulate(rank, row, prompt_ids, keys, totals, row_id=row_id)
+            self._cluster.learn(rank, RowWork(row=row, prompt_ids=prompt_ids, totals=totals, row_id=row_id), keys)
