@@ -45,10 +45,11 @@ def test_records_show_the_text_rewards_saw():
     ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
     figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
     completions = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in range(2)]
-    shown = [
-        [record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, step=1, limit=4, stop_strings=strings)]
-        for strings in ([], [" knave", "."])
-    ]
+    shown = []
+    for strings in ([], [" knave", "."]):
+        config = load_config([])
+        config.rollout.stop_strings = strings
+        shown.append([record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, config, step=1)])
     assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
 
 
