@@ -1,4 +1,4 @@
-"""What a run shows and keeps: one call a step feeds the console, run.log, metrics.jsonl, completions.jsonl, samples.jsonl, report.html, W&B and TensorBoard."""
+"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html, W&B and TensorBoard."""
 
 from __future__ import annotations
 

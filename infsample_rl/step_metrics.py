@@ -148,7 +148,7 @@ def completion_records(
     *,
     step: int,
 ) -> list[dict[str, Any]]:
-    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order, as the text rewards saw with everything known of them."""
+    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text rewards saw and what is known."""
     everything = [(group, sample) for group in groups.groups for sample in group.sorted_samples()]
     count = min(config.logging.completions_per_step, len(everything))
     records = []

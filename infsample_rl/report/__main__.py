@@ -42,7 +42,9 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path]:
     given = [argument.removeprefix("out=") for argument in arguments if argument.startswith("out=")]
     if len(given) > 1 or given == [""]:
         raise ValueError(f"out=FILE must be given once, got {' '.join(f'out={name}' for name in given)}")
-    out = Path(given[0]) if given else runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")
+    if not given:
+        return runs, runs[0] / "report.html" if len(runs) == 1 else Path("comparison.html")
+    out = Path(given[0])
     if out.is_dir() or not out.resolve().parent.is_dir():
         raise ValueError(f"out={out} must be a file in a folder that is there")
     return runs, out

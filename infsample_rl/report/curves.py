@@ -64,7 +64,12 @@ SPEED = (
     Curve("Restarts", "workers", {"cluster/restarts": "so far"}, only_if_not_zero=True),
 )
 PREDICTOR = (
-    Curve("Error", "|log(predicted / length)|", {"predictor/log_error": "first prediction"}, note="0.7: off by a factor of two; samples that ended by themselves"),
+    Curve(
+        "Error",
+        "|log(predicted / length)|",
+        {"predictor/log_error": "first prediction"},
+        note="0.7: off by a factor of two; of samples that ended by themselves",
+    ),
     Curve("Error in tokens", "tokens", {"predictor/token_error": "first prediction"}),
     Curve("Order within a prompt", "Kendall's tau", {"predictor/tau": "first prediction"}, note="1: the right order; 0: no better than chance"),
     Curve(
@@ -134,7 +139,8 @@ def _line(records: Sequence[Record], name: str, spread: str | None, most: int) -
     if size == 1:
         line: Chart = {"x": [step for step, _, _ in found], "y": [short(value) for _, value, _ in found]}
         if spread and all(deviation is not None for _, _, deviation in found):
-            line |= {"low": [short(value - deviation) for _, value, deviation in found], "high": [short(value + deviation) for _, value, deviation in found]}
+            line["low"] = [short(value - deviation) for _, value, deviation in found]
+            line["high"] = [short(value + deviation) for _, value, deviation in found]
             line["band"] = "± standard deviation"
         return line
     parts = [found[start : start + size] for start in range(0, len(found), size)]

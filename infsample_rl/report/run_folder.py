@@ -113,7 +113,7 @@ def _read_settings(path: Path, notes: list[str]) -> dict[str, Record]:
     except FileNotFoundError:
         notes.append(f"{path.name} is missing: settings are not known")
         return {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read ({type(error).__name__})")
         return {}
     if not isinstance(found, dict):

@@ -111,8 +111,8 @@ def _draw(step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, 
         "left_out": len(by_worker) - len(order),
         "bars": bars,
         "path": [
-            [place.get(interval.worker, -1), _number_of(interval.name, names), round(interval.start - whole.start, 4), round(interval.end - interval.start, 4)]
-            for interval in path
+            [place.get(part.worker, -1), _number_of(part.name, names), round(part.start - whole.start, 4), round(part.end - part.start, 4)]
+            for part in path
         ],
         "line": path_line([interval._replace(worker=_worker_name(interval.worker)) for interval in path]),
     }

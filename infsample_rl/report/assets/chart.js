@@ -65,13 +65,14 @@ function plot(spec, lines, width) {
   for (const value of ticks(x.low, x.high, Math.min(8, width / 70), true))
     root.append(svg('text', { class: 'tick', x: x(value), y: box.bottom + 15, 'text-anchor': 'middle' }, text(value)));
   root.append(svg('text', { class: 'tick quiet', x: box.right, y: height - 5, 'text-anchor': 'end' }, 'step'));
+  const edge = (line, values) => line.x.map((value, place) => [x(value), y(values[place])]);
   for (const line of lines) {
-    const points = line.x.map((value, place) => [x(value), y(line.y[place])]);
+    const points = edge(line, line.y);
     if (line.low)
       root.append(
         svg('path', {
           class: `${spec.stack ? 'area' : 'band'} ${colour(line.colour)}`,
-          d: `${path(line.x.map((value, place) => [x(value), y(line.high[place])]))}L${path(line.x.map((value, place) => [x(value), y(line.low[place])]).reverse()).slice(1)}Z`,
+          d: `${path([...edge(line, line.high), ...edge(line, line.low).reverse()])}Z`,
         }),
       );
     if (!spec.stack) root.append(svg('path', { class: `line ${colour(line.colour)}`, d: path(points), 'stroke-dasharray': dash(line.colour) }));

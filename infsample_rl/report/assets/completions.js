@@ -62,7 +62,8 @@ function completionList(found) {
   update();
   const missing = found.recorded - withText;
   const said = missing
-    ? `The run recorded ${plural(found.recorded, 'completion')}; ${text(withText)} are here with their texts: best and worst of as many steps as fit, and a random choice. ${items.length < found.recorded ? `${text(items.length)} are listed. ` : ''}The others are in completions.jsonl.`
+    ? `The run recorded ${plural(found.recorded, 'completion')}; ${text(withText)} are here with their texts: best and worst of ` +
+      `as many steps as fit, and a random choice. ${text(items.length)} are listed; every text is in completions.jsonl.`
     : `All ${plural(found.recorded, 'recorded completion')} are here.`;
   return [
     el(

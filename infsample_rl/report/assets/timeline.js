@@ -1,11 +1,12 @@
 // Who decoded when: one prompt's samples in the rows of the rollout workers; and predicted lengths beside real ones.
+// Like cividis, in order for any eye, with ends that stand out from white and from black.
 const RAMP = [
-  [0, 34, 78],
-  [65, 77, 107],
-  [124, 123, 120],
-  [190, 175, 111],
-  [254, 232, 56],
-]; // cividis: in order for any eye
+  [38, 86, 164],
+  [98, 118, 150],
+  [150, 148, 128],
+  [202, 182, 96],
+  [246, 214, 60],
+];
 function ramp(share) {
   const at = clamp(share, 0, 1) * (RAMP.length - 1),
     place = Math.min(RAMP.length - 2, Math.floor(at)),
@@ -91,7 +92,8 @@ function timelines(found) {
     el(
       'p',
       { class: 'note' },
-      'A bar is a sample in a decode row; one that stops short with a dark edge was preempted or waited, and goes on in another row. Where a row is empty it decoded other prompts or nothing. Hover or tap for the text. ',
+      'A bar is a sample in a decode row; one that stops short with a dark edge was preempted or waited, and goes on in another row. ',
+      'Where a row is empty it decoded other prompts or nothing. Hover or tap for the text. ',
       kept,
     ),
   ];
@@ -118,7 +120,8 @@ function timelineFacts({ group, by }) {
     el(
       'span',
       {},
-      `${plural(group.samples.length, 'sample')} in ${plural(rows.size, 'row')} of ${plural(workers.size, 'worker')}, ${text(+seconds.toPrecision(3))} s, ${plural(stays.length - group.samples.length, 'pause')}`,
+      `${plural(group.samples.length, 'sample')} in ${plural(rows.size, 'row')} of ${plural(workers.size, 'worker')}, `,
+      `${text(+seconds.toPrecision(3))} s, ${plural(stays.length - group.samples.length, 'pause')}`,
     ),
     el('span', { class: 'scale' }, ...(low === high && low !== null ? scale.slice(1) : scale)),
   ];
@@ -219,7 +222,8 @@ function sampleTip(sample) {
     ['predicted', sample.forecast ? `${text(sample.forecast[1])} tokens, when it had ${sample.forecast[0]}` : 'not'],
     [
       'decoded',
-      `${text(+first[3].toFixed(3))} to ${text(+last[4].toFixed(3))} s, worker ${sample.worker}, ${pauses ? `rows ${sample.stays.map((stay) => stay[0]).join(', ')}` : `row ${first[0]}`}`,
+      `${text(+first[3].toFixed(3))} to ${text(+last[4].toFixed(3))} s, worker ${sample.worker}, ` +
+        (pauses ? `rows ${sample.stays.map((stay) => stay[0]).join(', ')}` : `row ${first[0]}`),
     ],
   ];
   if (pauses) lines.push(['paused', pauses === 1 ? 'once' : `${pauses} times`]);
