@@ -8,7 +8,7 @@ from typing import Any
 
 from infsample_rl.report.run_folder import Record, RunFolder
 
-MOST_POINTS = 600  # of a line
+MOST_POINTS = 400  # of a line
 OTHER_POINTS = 300  # of a metric that has no chart of its own
 
 Chart = dict[str, Any]  # title, unit, note, lines; what assets/chart.js draws

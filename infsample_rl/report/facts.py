@@ -74,10 +74,12 @@ def state(run: RunFolder) -> str:
     total = run.setting("run.steps")
     if isinstance(total, int) and run.last_step >= total:
         return "finished"
+    if not run.metrics:
+        return "no step yet"
     try:
         since = time.time() - (run.path / METRICS).stat().st_mtime
     except OSError:
-        return "no step yet"
+        return "its files have gone"
     ago = f"last step written {duration(max(0.0, since))} ago"
     return f"{ago}: going on, or just stopped" if since < FRESH_S else ago
 

@@ -45,7 +45,8 @@ def completion(step: int, index: int, draw: random.Random) -> dict[str, Any]:
     """A completion of about 300 words."""
     reward = float(draw.random() < 0.2 + 0.6 * step / 2500)
     return {
-        "step": step, "prompt_index": index, "row": step, "sample_index": draw.randrange(32), "prompt": f"Question {step % 500}: " + "who is what? " * 20,
+        "step": step, "prompt_index": index, "row": step, "sample_index": draw.randrange(32),
+        "prompt": f"Question {step % 500}: " + "who is what? " * 20,
         "response": " ".join(draw.choice(WORDS) for _ in range(300)), "reward": reward, "components": {"kk": reward, "format": draw.random()},
         "advantage": reward - 0.5 + draw.random() / 10, "length": draw.randrange(1, 320), "finish_reason": "stop", "policy_version": step - 1,
     }  # fmt: skip

@@ -63,7 +63,7 @@ def test_a_long_line_keeps_its_extremes_in_the_band():
     run = RunFolder(path=None, label="a", settings={}, metrics=metrics, versions={}, plan={}, warnings=[])
     ((line,),) = [chart["lines"] for chart in charts([run], [Curve("Gradient norm", "norm", {"learner/grad_norm": "norm"})])]
     assert len(line["x"]) <= MOST_POINTS and max(line["high"]) == 100.0 and min(line["low"]) == 1.0 and line["x"][-1] == 5000
-    assert line["band"] == "lowest to highest; the line is the mean of 9 steps"
+    assert line["band"] == "lowest to highest; the line is the mean of 13 steps"
 
 
 def test_places_are_spread_from_the_first_to_the_last():

@@ -47,7 +47,7 @@ function stacked(lines) {
 
 function plot(spec, lines, width) {
   const height = 200,
-    box = { left: 56, right: width - 14, top: 8, bottom: height - 36 };
+    box = { left: 56, right: width - 22, top: 8, bottom: height - 36 };
   const { x, y, low, high } = scales(spec, lines, box);
   const root = svg('svg', {
     width,

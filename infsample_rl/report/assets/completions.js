@@ -132,6 +132,7 @@ function completion(item, texts) {
   );
   requestAnimationFrame(() => {
     more.hidden = response.scrollHeight <= response.clientHeight + 2;
+    if (!more.hidden) response.classList.add('long');
   });
   return el(
     'article',

@@ -114,7 +114,7 @@ function timelineFacts({ group, by }) {
     low === null
       ? [`no ${BY[by].label} is known`]
       : low === high
-        ? [el('i', { class: 'swatch' }, ''), `${BY[by].label}: ${text(low)} of all`]
+        ? [`${BY[by].label}: ${text(low)} of all`]
         : [BY[by].label, text(low), key, text(high)];
   return [
     el(
@@ -123,7 +123,7 @@ function timelineFacts({ group, by }) {
       `${plural(group.samples.length, 'sample')} in ${plural(rows.size, 'row')} of ${plural(workers.size, 'worker')}, `,
       `${text(+seconds.toPrecision(3))} s, ${plural(stays.length - group.samples.length, 'pause')}`,
     ),
-    el('span', { class: 'scale' }, ...(low === high && low !== null ? scale.slice(1) : scale)),
+    el('span', { class: 'scale' }, scale.map((part) => el('span', {}, part))),
   ];
 }
 function extent(group, by) {
