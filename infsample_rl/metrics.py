@@ -108,6 +108,8 @@ class RunLogger:
     def close(self, *, failed: bool = False) -> None:
         """Stop the bar, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
         self._screen.stop_bar()
+        if not self._metrics_file.closed:
+            self.write_report(is_last=True)  # before W&B, which may take longer than run.grace_s leaves
         if self._wandb is not None:
             run, self._wandb = self._wandb, None
             try:
@@ -116,7 +118,5 @@ class RunLogger:
                 self.warn(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {run.settings.sync_dir}")
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if not self._metrics_file.closed:
-            self.write_report(is_last=True)
         for file in (self._metrics_file, self._completions_file, self._samples_file, self._screen):
             file.close()
