@@ -113,6 +113,10 @@ class LoggingConfig:
     tensorboard: bool = setting(False, "also write TensorBoard files")
     trace_steps: int = setting(20, "steps kept in trace.json, the timeline of every worker's phases, the newest last; 0: no file", low=0)
     completions_per_step: int = setting(4, "samples a step writes to completions.jsonl and the W&B table; 0: none", low=0)
+    timeline_prompts_per_step: int = setting(
+        2, "prompts of which a step writes to samples.jsonl who decoded when, all G samples with the ends of their texts; 0: none", low=0
+    )
+    report: bool = setting(True, "write report.html at every checkpoint and at the end")
 
     def __post_init__(self) -> None:
         check_bounds("logging", self)
@@ -271,6 +275,12 @@ class Config:
     def mismatch_is_bounded_in_mean(self) -> bool:
         """Whether objective.mismatch_stop bounds the mean difference of engine and learner."""
         return self.run.max_staleness == 0 and not self.mismatch_is_rounding
+
+    @property
+    def timeline_prompts(self) -> range:
+        """Places in a step's batch of the prompts that logging.timeline_prompts_per_step asks for, spread evenly."""
+        prompts, wanted = self.data.prompts_per_step, self.logging.timeline_prompts_per_step
+        return range(0, prompts if wanted else 0, -(-prompts // max(1, wanted)))
 
     @property
     def samples_per_step(self) -> int:

@@ -20,12 +20,14 @@ from infsample_rl.interruption import Interruption, Terminated
 from infsample_rl.metrics import RunLogger
 from infsample_rl.observing import add_phases, observe_step
 from infsample_rl.phases import phase
+from infsample_rl.sample_records import sample_records
 from infsample_rl.startup import Start
 from infsample_rl.step_metrics import (
     Metrics,
     RolloutStats,
     completion_records,
     evaluation_metrics,
+    forecast_metrics,
     rollout_metrics,
     sample_metrics,
     timing_metrics,
@@ -224,17 +226,11 @@ class Driver:
             synced = self._publish()
         self.cluster.metrics.observe("weight_sync_seconds", synced.seconds)
         self._count_failures(groups)
-        metrics = sample_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
+        metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
         metrics |= timing_metrics(groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended)
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
-        completions = completion_records(
-            groups,
-            self.cluster.completions,
-            self.tokenizer,
-            step=self.step,
-            limit=self.config.logging.completions_per_step,
-            stop_strings=self.config.rollout.stop_strings,
-        )
+        completions = completion_records(groups, self.cluster.completions, self.tokenizer, self.config, step=self.step)
+        self.log.log_samples(sample_records(groups, self.cluster.completions, self.tokenizer, self.config, step=self.step))
         self._expected.observe(groups.lengths_by_row())
         self.cluster.forget(groups.micro_groups)
         return metrics, completions
@@ -275,6 +271,7 @@ class Driver:
             return
         self._save_seconds = time.time() - started
         self.log.note(f"checkpoint {self.checkpoint} written in {self._save_seconds:.1f} s")
+        self.log.write_report()
 
     def _saved_step(self) -> int | None:
         return None if self.checkpoint is None else keeping.step_of(self.checkpoint)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.overlong import overlong_penalty
-from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult, SampleSpec
+from infsample_rl.types import Forecast, LossTotals, MicroGroupHeader, Prompt, RewardResult, RowStay, SampleSpec
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,6 +32,9 @@ class SampleRecord:
     rewarded: bool = False  # the reward worker has answered
     referenced: bool = False
     advantage: float = 0.0
+    worker: int = 0  # rollout worker that sampled it
+    forecast: Forecast | None = None
+    stays: list[RowStay] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,6 +119,10 @@ class StepGroups:
             SampleRecord(sample_index=index, length=length, finish_reason=reason, micro_group=key, position=position)
             for position, (index, length, reason) in enumerate(zip(header.sample_indices, header.lengths, header.finish_reasons, strict=True))
         ]
+        for record, forecast in zip(records, header.forecasts, strict=False):
+            record.forecast = forecast
+        for record, stays in zip(records, header.stays, strict=False):
+            record.worker, record.stays = header.worker, stays
         group.samples += records
         group.last_sample_at = max(group.last_sample_at, header.finished_at)
         if len(group.samples) > group.size:

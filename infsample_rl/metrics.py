@@ -1,7 +1,8 @@
-"""What a run shows and keeps: one call a step feeds the console, run.log, metrics.jsonl, completions.jsonl, W&B and TensorBoard."""
+"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html, W&B and TensorBoard."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ from infsample_rl.logging_outputs.records import append_record, json_value, open
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
 
-METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
+METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, REPORT_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "report.html"
+REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 
 
 class RunLogger:
     """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's step.
 
-    A resumed run cuts both JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
+    A resumed run cuts the JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
     On a terminal a progress bar stays below everything printed; in a pipe or a file every step is one plain line.
     """
 
@@ -28,6 +30,8 @@ class RunLogger:
         self._screen = Screen(run_dir / "run.log", total_steps=total_steps, start_step=start_step, progress=config.logging.progress)
         self._metrics_file = open_records(run_dir / METRICS_FILE, start_step)
         self._completions_file = open_records(run_dir / COMPLETIONS_FILE, start_step)
+        self._samples_file = open_records(run_dir / SAMPLES_FILE, start_step)
+        self._writes_report, self._report_due_at = config.logging.report, 0.0
         self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = None
         if mode != "disabled":
@@ -76,15 +80,36 @@ class RunLogger:
             self._wandb.log({"step": step, **known, **table})
         self._screen.step(step, known)
 
+    def log_samples(self, records: list[dict[str, Any]]) -> None:
+        """Keep who decoded when, records with a step (sample_records.py)."""
+        for record in records:
+            append_record(self._samples_file, json_value(record))
+
+    def write_report(self, *, is_last: bool = False) -> None:
+        """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the time."""
+        if not self._writes_report or (not is_last and time.monotonic() < self._report_due_at):
+            return
+        from infsample_rl.report.writing import write_report  # late: what it takes, a run that fails at start need not load
+
+        started = time.monotonic()
+        try:
+            write_report([self._run_dir], self._run_dir / REPORT_FILE)
+        except Exception as error:  # whatever a page stumbles over, the run and its exit code are not its business
+            self.warn(f"{REPORT_FILE} could not be written ({type(error).__name__}: {error})")
+        self._report_due_at = time.monotonic() + (time.monotonic() - started) / REPORT_SHARE
+
     def rewind(self, step: int) -> None:
-        """Forget steps after `step`, which are done again: both JSONL files are cut back as on a resume. 0: the first evaluation too."""
+        """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
         self._metrics_file = rewind_records(self._metrics_file, self._run_dir / METRICS_FILE, step or -1)
         self._completions_file = rewind_records(self._completions_file, self._run_dir / COMPLETIONS_FILE, step or -1)
+        self._samples_file = rewind_records(self._samples_file, self._run_dir / SAMPLES_FILE, step or -1)
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the bar, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
         self._screen.stop_bar()
+        if not self._metrics_file.closed:
+            self.write_report(is_last=True)  # before W&B, which may take longer than run.grace_s leaves
         if self._wandb is not None:
             run, self._wandb = self._wandb, None
             try:
@@ -93,6 +118,5 @@ class RunLogger:
                 self.warn(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {run.settings.sync_dir}")
         if self._tensorboard is not None:
             self._tensorboard.close()
-        self._metrics_file.close()
-        self._completions_file.close()
-        self._screen.close()
+        for file in (self._metrics_file, self._completions_file, self._samples_file, self._screen):
+            file.close()

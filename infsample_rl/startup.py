@@ -31,6 +31,7 @@ from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.secret_env import check_reward_environment
 from infsample_rl.types import Prompt
+from infsample_rl.versions import write_versions
 from infsample_rl.weight_sync.transport import choose_transport
 
 
@@ -88,6 +89,7 @@ def prepare(config: Config) -> Start:
     lock = keeping.lock_run_folder(run_dir)
     superseded = keeping.set_aside_after(run_dir, step)
     changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
+    write_versions(run_dir)
     return Start(
         prompts=prompts,
         eval_prompts=eval_prompts,

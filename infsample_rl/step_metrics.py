@@ -9,9 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from infsample_rl.config import Config
 from infsample_rl.groups import SampleRecord, StepGroups
 from infsample_rl.model.response_text import response_text
+from infsample_rl.rollout.length_prediction.accuracy import prompt_accuracy
 from infsample_rl.types import Completion
+
+FORECAST_PROMPTS = 16  # of a step, of which the length predictor's errors are computed
 
 Metrics = dict[str, float | None]
 RolloutStats = list[dict[str, float]]  # of every rollout worker that had work in a round of sampling
@@ -79,6 +83,32 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
     }
 
 
+def forecast_metrics(groups: StepGroups) -> Metrics:
+    """How good the first prediction of every sample's length was: errors over samples that ended by themselves, Kendall's tau-b within prompts.
+
+    Over FORECAST_PROMPTS of the step's prompts, spread evenly: a tau takes the square of G. Nothing where nothing was predicted.
+    """
+    every = -(-len(groups.groups) // FORECAST_PROMPTS)
+    found = [[sample for sample in group.samples if sample.forecast is not None] for group in groups.groups[::every]]
+    prompts = [
+        prompt_accuracy(
+            [max(sample.forecast.tokens, 1.0) for sample in samples],
+            [sample.length for sample in samples],
+            [sample.finish_reason == "length" for sample in samples],
+        )
+        for samples in found
+        if samples
+    ]
+    if not prompts:
+        return {}
+    ended, taus = sum(prompt.num_uncensored for prompt in prompts), [prompt.tau for prompt in prompts if prompt.tau is not None]
+    return {
+        "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
+        "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
+        "predictor/tau": statistics.fmean(taus) if taus else None,
+    }
+
+
 def update_metrics(updates: list[dict[str, float]]) -> Metrics:
     """Means over a step's updates; skipped ones are counted, the learning rate is the last one's."""
     means = {name: statistics.fmean(update[name] for update in updates) for name in updates[0]}
@@ -114,14 +144,13 @@ def completion_records(
     groups: StepGroups,
     fetch: Callable[[int], list[Completion] | None],
     tokenizer: PreTrainedTokenizerBase,
+    config: Config,
     *,
     step: int,
-    limit: int,
-    stop_strings: list[str],
 ) -> list[dict[str, Any]]:
-    """Up to `limit` samples, spread evenly over the step's (prompt, sample) order, as the text rewards saw with everything known of them."""
+    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text rewards saw and what is known."""
     everything = [(group, sample) for group in groups.groups for sample in group.sorted_samples()]
-    count = min(limit, len(everything))
+    count = min(config.logging.completions_per_step, len(everything))
     records = []
     for group, sample in (everything[index * len(everything) // count] for index in range(count)):
         micro_group = fetch(sample.micro_group)
@@ -135,7 +164,7 @@ def completion_records(
                 "row": group.prompt.row,
                 "sample_index": sample.sample_index,
                 "prompt": group.prompt.text,
-                "response": response_text(tokenizer, completion.token_ids.tolist(), stop_strings),
+                "response": response_text(tokenizer, completion.token_ids.tolist(), config.rollout.stop_strings),
                 "reward": sample.reward,
                 "components": sample.components,
                 "advantage": sample.advantage,

@@ -17,6 +17,8 @@ FILES = {  # what a run folder may hold, in the order it is listed
     "config.yaml": "every setting of this run",
     "metrics.jsonl": "one JSON object a step",
     "completions.jsonl": "samples with their rewards",
+    "samples.jsonl": "who decoded when, of a few prompts a step",
+    "report.html": "all of it on one page, for a browser",
     "reward_curve.png": "reward, held-out accuracy and response length over the steps",
     "run.log": "what was printed, with times",
     "checkpoints": "to resume from, and to load with transformers",

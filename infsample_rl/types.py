@@ -7,7 +7,7 @@ One type per stage: Prompt -> Completion -> (rewards, reference log-probabilitie
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,30 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward functions
 
 
+class RowStay(NamedTuple):
+    """One sample in one decode row of an engine without a pause. A preempted sample, or one that waited with its prefix, has several.
+
+    Example: RowStay(row=2, start=40, end=64, started=1763630000.25, ended=1763630001.5, tokens=24)
+    """
+
+    row: int
+    start: int  # running steps of the engine's call before its first token here
+    end: int  # running steps when it had left
+    started: float  # time.time()
+    ended: float
+    tokens: int  # sampled in this stay
+
+
+class Forecast(NamedTuple):
+    """The first length that was predicted for a sample.
+
+    Example: Forecast(known=8, tokens=31.5)
+    """
+
+    known: int  # tokens the sample had by then
+    tokens: float  # its whole length, as predicted
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained.
@@ -43,6 +67,8 @@ class Completion:
     sampling_logprobs: np.ndarray | None  # [tokens] float32 of the truncated distribution (top_p, top_k, min_p), else None
     finish_reason: str  # "stop": a stop token; "length": cut at max_new_tokens
     policy_version: int  # version of the weights that sampled it
+    stays: list[RowStay] = field(default_factory=list)  # when it decoded, and in which row
+    forecast: Forecast | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -77,6 +103,9 @@ class MicroGroupHeader:
     finish_reasons: list[str]
     policy_version: int
     finished_at: float  # time.time() when its last sample ended
+    worker: int = 0  # index of the rollout worker
+    forecasts: list[Forecast | None] = field(default_factory=list)  # of each sample; empty: none was made
+    stays: list[list[RowStay]] = field(default_factory=list)  # of each sample; empty: not wanted of this prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

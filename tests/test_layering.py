@@ -56,6 +56,10 @@ def test_nothing_imports_the_driver_but_main_and_its_async_kind():
     assert importers_of("infsample_rl.driver") - {"bench/scale_point.py"} == {"main.py", "async_driver.py"}
 
 
+def test_only_the_logger_imports_the_report():
+    assert {name for name in importers_of("infsample_rl.report") if not name.startswith("report/")} == {"metrics.py"}
+
+
 def test_stages_model_and_types_know_nothing_above_them():
     with_ray = (
         "actors",
@@ -70,7 +74,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "traffic",
         "weight_delivery",
     )
-    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline")
+    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline", "report", "sample_records")
     above = {f"infsample_rl.{name}" for name in (*with_ray, *driving)}
     below = [name for name in FILES if name.split("/")[0] in (*STAGES, "model", "weight_sync", "data") or name in ("types.py", "config.py")]
     wrong = {name: item for name in below for item in FILES[name] if any(item == a or item.startswith(a + ".") for a in above)}
@@ -95,6 +99,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "critical_path.py",
         "timeline.py",
         "logging_outputs/trace.py",
+        *(name for name in FILES if name.startswith("report/")),
         "config_cluster.py",
         "config_fields.py",
         "config_learner.py",

@@ -77,6 +77,44 @@ def test_resume_cuts_both_files_back_and_drops_a_torn_line(tmp_path: Path) -> No
     assert list(tmp_path.glob("*.tmp")) == []
 
 
+def test_timelines_go_on_after_a_resume_as_completions_do(tmp_path: Path) -> None:
+    for steps, start in ((range(1, 6), 0), (range(4, 7), 3)):
+        logger = RunLogger(config(), tmp_path, total_steps=9, start_step=start)
+        for step in steps:
+            logger.log_samples([{"step": step, "prompt_index": 0, "from": start}])
+        logger.close()
+    kept = [(record["step"], record["from"]) for record in read_records(tmp_path / "samples.jsonl")]
+    assert kept == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3), (6, 3)]
+    logger = RunLogger(config(), tmp_path, total_steps=9, start_step=6)
+    logger.log_samples([{"step": 7, "prompt_index": 0}])
+    logger.rewind(2)
+    logger.log_samples([{"step": 3, "prompt_index": 0}])
+    logger.close()
+    assert [record["step"] for record in read_records(tmp_path / "samples.jsonl")] == [1, 2, 3]
+
+
+def test_the_report_is_written_at_checkpoints_within_its_share_of_time_and_at_the_end(tmp_path: Path) -> None:
+    logger, page = RunLogger(config(), tmp_path, total_steps=2, start_step=0), tmp_path / "report.html"
+    logger.log_step(1, {"reward/mean": 0.25}, [sample(1)])
+    logger.write_report()
+    first = page.read_text()
+    logger.log_step(2, {"reward/mean": 0.5}, [sample(2)])
+    logger.write_report()  # too soon after the one before
+    assert page.read_text() == first
+    logger.close(failed=True)
+    assert page.read_text() != first
+    RunLogger(config(report=False), tmp_path / "none", total_steps=2, start_step=0).close()
+    assert not (tmp_path / "none" / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "report.html").mkdir()
+    logger = RunLogger(config(), tmp_path, total_steps=2, start_step=0)
+    logger.log_step(1, {"reward/mean": 0.25}, [sample(1)])
+    logger.close()
+    assert "warning: report.html could not be written (IsADirectoryError" in capsys.readouterr().out
+
+
 def test_cutting_back_keeps_the_bytes_of_a_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "x": 0.10000000000000001}\n{"step": 2}\n\xff\xfe\n{"step": 1, "y": 2}')

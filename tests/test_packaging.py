@@ -48,6 +48,7 @@ def test_installed_wheel_composes_every_experiment(installed, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_package_folder_is_in_the_wheel(installed):
-    inside = {path.relative_to(installed) for path in installed.rglob("*.py")}
-    assert [str(path) for path in (ROOT / "infsample_rl").rglob("*.py") if path.relative_to(ROOT) not in inside] == []
+def test_every_package_folder_and_asset_is_in_the_wheel(installed):
+    inside = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
+    source = [*(ROOT / "infsample_rl").rglob("*.py"), *(ROOT / "infsample_rl" / "report" / "assets").iterdir()]
+    assert [str(path) for path in source if path.relative_to(ROOT) not in inside] == []

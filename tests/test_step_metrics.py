@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.step_metrics import completion_records, evaluation_metrics, rollout_metrics, sample_metrics, timing_metrics, update_metrics
-from infsample_rl.types import Completion, MicroGroupHeader, Prompt, RewardResult
+from infsample_rl.step_metrics import (
+    completion_records,
+    evaluation_metrics,
+    forecast_metrics,
+    rollout_metrics,
+    sample_metrics,
+    timing_metrics,
+    update_metrics,
+)
+from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult
 
 
 def book() -> StepGroups:
@@ -45,10 +55,11 @@ def test_records_show_the_text_rewards_saw():
     ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
     figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
     completions = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in range(2)]
-    shown = [
-        [record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, step=1, limit=4, stop_strings=strings)]
-        for strings in ([], [" knave", "."])
-    ]
+    shown = []
+    for strings in ([], [" knave", "."]):
+        config = load_config([])
+        config.rollout.stop_strings = strings
+        shown.append([record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, config, step=1)])
     assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
 
 
@@ -95,3 +106,14 @@ def test_timing_of_a_step_whose_samples_were_drawn_before():
         group.last_sample_at += 1.5  # the last at 12.5
     metrics = timing_metrics(groups, following, started=11.5, backward_done=13.0, updated=14.0)
     assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (6.0, 0.5, 0.5)
+
+
+def test_forecasts_are_compared_with_the_lengths_that_came():
+    groups = book()
+    assert forecast_metrics(groups) == {}
+    for group, predicted in zip(groups.groups, ([4.0, 2.0], [6.0, 9.0]), strict=True):
+        for sample, tokens in zip(group.sorted_samples(), predicted, strict=True):
+            sample.forecast = Forecast(1, tokens)
+    metrics = forecast_metrics(groups)  # lengths 2, 4 in the wrong order; 6, 8 in the right one, 8 was cut at the maximum
+    assert metrics["predictor/tau"] == 0.0 and metrics["predictor/token_error"] == pytest.approx((2 + 2 + 0) / 3)
+    assert metrics["predictor/log_error"] == pytest.approx(2 * math.log(2) / 3)

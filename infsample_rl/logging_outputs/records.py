@@ -76,7 +76,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     """The record of a line, None if it is not a JSON object with a whole step."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets without end
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 

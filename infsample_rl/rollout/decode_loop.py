@@ -16,6 +16,7 @@ from infsample_rl.rollout.model_runner import ModelRunner
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.row_batch import RowBatch
 from infsample_rl.rollout.sampler import Drawn, DrawnTensors, Sampler
+from infsample_rl.rollout.stay_log import StayLog
 from infsample_rl.rollout.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion
 
@@ -68,6 +69,7 @@ class DecodeLoop:
         self.fixed_rows, self.run_ahead = fixed_rows, run_ahead and not keeps_first
         self.watch = watch
         self.stats = RolloutStats()
+        self._stay_log = StayLog()
         self._groups: list[PromptGroup] = list(planner.waiting)
         self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
         self._parked: dict[Sample, HostPages] = {}
@@ -126,6 +128,7 @@ class DecodeLoop:
             with phase("prefill"):
                 runner.rebuild(list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
         if plan.rows_changed:
+            self._stay_log.arrange(plan.rows, self.planner.running_steps - 1)
             self._rows = list(plan.rows)
             if self.fixed_rows is not None:
                 by_slot = {sample.slot: sample for sample in plan.rows}
@@ -191,6 +194,7 @@ class DecodeLoop:
                 ended.append(sample)
                 if self.watch is not None:
                     self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
+        self._stay_log.end(ended, self.planner.running_steps)
         self.planner.end_step(ended)
         for group in [group for group in self._prompt_logits if group.is_done]:
             del self._prompt_logits[group]
@@ -230,6 +234,8 @@ class DecodeLoop:
             sampling_logprobs=np.array(sample.sampling_logprobs, np.float32) if self.sampler.truncates else None,
             finish_reason=sample.finish_reason,
             policy_version=self.policy_version,
+            stays=self._stay_log.take(sample),
+            forecast=sample.forecast,
         )
 
     def _update_stats(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infsample_rl.rollout.schedule import Schedule, SharedQueue, make_schedule
+from infsample_rl.types import Forecast
 
 Predict = Callable[[list[int], list[list[int]]], list[float]]  # (prompt ids, prefixes) -> response lengths
 
@@ -33,6 +34,7 @@ class Sample:
     logprobs: array = field(default_factory=lambda: array("f"))
     sampling_logprobs: array = field(default_factory=lambda: array("f"))
     finish_reason: str = ""  # once it has ended
+    forecast: Forecast | None = None
 
     @property
     def group_id(self) -> int:
@@ -168,6 +170,7 @@ class PromptGroup:
                 lengths = self._predict(self.prompt_ids, [list(sample.tokens) for sample in waiting])
                 for sample, length in zip(waiting, lengths, strict=True):
                     sample.predicted = length
+                    sample.forecast = Forecast(len(sample.tokens), float(length))
             else:
                 lengths = with_means([sample.predicted for sample in waiting])
             self._schedule = self._make_schedule(len(waiting), lengths)

@@ -69,7 +69,7 @@ class RolloutWorker:
             if micro_group is None:
                 return
             if micro_group:
-                yield _header(micro_group, self.engine.last_step_at)
+                yield self._header(micro_group, evaluation)
             yield micro_group
 
     @phase("sync")
@@ -137,14 +137,17 @@ class RolloutWorker:
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
         return {name: float(getattr(stats, name)) for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)}
 
-
-def _header(micro_group: list[Completion], finished_at: float) -> MicroGroupHeader:
-    first = micro_group[0]
-    return MicroGroupHeader(
-        prompt_index=first.prompt_index,
-        sample_indices=[completion.sample_index for completion in micro_group],
-        lengths=[len(completion.token_ids) for completion in micro_group],
-        finish_reasons=[completion.finish_reason for completion in micro_group],
-        policy_version=first.policy_version,
-        finished_at=finished_at,
-    )
+    def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:
+        first = micro_group[0]
+        with_stays = not evaluation and first.prompt_index in self.config.timeline_prompts
+        return MicroGroupHeader(
+            prompt_index=first.prompt_index,
+            sample_indices=[completion.sample_index for completion in micro_group],
+            lengths=[len(completion.token_ids) for completion in micro_group],
+            finish_reasons=[completion.finish_reason for completion in micro_group],
+            policy_version=first.policy_version,
+            finished_at=self.engine.last_step_at,
+            worker=self.worker_index,
+            forecasts=[completion.forecast for completion in micro_group],
+            stays=[completion.stays for completion in micro_group] if with_stays else [],
+        )

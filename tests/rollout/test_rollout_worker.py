@@ -118,3 +118,14 @@ def test_figures_are_floats_by_metric_name(config):
     assert all(isinstance(value, float) for value in stats.values())
     assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1
     assert torch.get_num_threads() == 1
+
+
+def test_headers_carry_stays_of_the_prompts_asked_for_and_of_no_evaluation(config):
+    worker = RolloutWorker(config, 3)
+    assert list(config.timeline_prompts) == [0, 4]  # two of eight prompts a step
+    _, headers, groups = collect(worker.stream(WORK, step=1))
+    for header, group in zip(headers, groups, strict=True):
+        wanted = [completion.stays for completion in group] if header.prompt_index == 0 else []
+        assert header.stays == wanted and header.worker == 3
+        assert header.forecasts == [completion.forecast for completion in group]
+    assert [header.stays for header in collect(worker.stream(WORK, step=1, evaluation=True))[1]] == [[]] * len(headers)

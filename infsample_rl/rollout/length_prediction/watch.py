@@ -20,7 +20,7 @@ from infsample_rl.rollout.length_prediction.probe import LengthProbe
 from infsample_rl.rollout.length_prediction.replay import ReplayedGroup, ReplayedSample, ReplaySettings, replay
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
-from infsample_rl.types import ProbeReport, PublishedProbe
+from infsample_rl.types import Forecast, ProbeReport, PublishedProbe
 
 REPLAYED_GROUPS = 2  # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
 OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
@@ -122,6 +122,7 @@ class ProbeWatch:
             seen.num_tokens.append(count)
             if left is not None:
                 seen.predicted[count + 1] = count + left[row]
+                sample.forecast = sample.forecast or Forecast(count + 1, count + left[row])
                 if self.is_used:
                     sample.predicted = count + left[row]
         self.num_predicted += 0 if left is None else len(left)
