@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from infsample_rl.bench import models
-from infsample_rl.bench.peak import PeakMemory
+from infsample_rl.peak_memory import PeakMemory
 from infsample_rl.bench.workload import ModelOptions
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss

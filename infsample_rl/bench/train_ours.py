@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 
-from infsample_rl.bench.peak import PeakMemory, status_bytes
+from infsample_rl.peak_memory import PeakMemory, status_bytes
 from infsample_rl.bench.train_reward import Scorer
 from infsample_rl.colocated import ColocatedWorker
 from infsample_rl.config import (
