@@ -88,7 +88,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     if transport in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES
     elif transport == "object_store":
-        transient["weight bucket"] = min(BUCKET_BYTES, _item(config) * model.num_parameters)
+        transient["weight bucket and its copy"] = 2 * min(BUCKET_BYTES, _item(config) * model.num_parameters)
     largest = max(transient, key=transient.__getitem__)
     return lines | {largest: transient[largest]}
 
