@@ -40,7 +40,8 @@ class PeakMemory:
 
 @cache
 def process_memory(device_type: str) -> PeakMemory:
-    """The one PeakMemory of this process, made at the first call: what a worker holds before it loads a model is its idle footprint."""
+    """The one PeakMemory of this process, made at the first call: what a worker holds before it loads a model is its idle footprint:
+    interpreter, libraries as far as they are in use, tokenizer."""
     return PeakMemory(torch.device(device_type))
 
 

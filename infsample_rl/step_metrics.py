@@ -82,9 +82,7 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
 
 def update_metrics(updates: list[dict[str, float]]) -> Metrics:
     """Means over a step's updates; skipped ones are counted, the learning rate is the last one's, memory the most there was."""
-    means = {
-        name: (max if name.startswith("memory/") else statistics.fmean)([update[name] for update in updates]) for name in updates[0]
-    }
+    means = {name: (max if name.startswith("memory/") else statistics.fmean)([update[name] for update in updates]) for name in updates[0]}
     skipped = sum(update["learner/skipped_updates"] for update in updates)
     return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
 

@@ -28,7 +28,7 @@ from infsample_rl.config_loading import load_config
 from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.peak_memory import PeakMemory
+from infsample_rl.peak_memory import PeakMemory, process_memory
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
 from infsample_rl.rollout.worker import RolloutWorker
@@ -36,7 +36,7 @@ from infsample_rl.types import LossTotals, RolloutWork, SampleSpec, TrainingSamp
 from infsample_rl.weight_sync.buckets import stream_buckets
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of
 
-# No command's settings stop a process that is measured: random tokens are far from any policy's.
+# Random tokens are far from what any policy samples, and no check of that may stop the measurement.
 ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "objective=no_kl", "cluster.learner_ranks=1")
 TOY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
@@ -48,14 +48,13 @@ def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
     torch.set_num_threads(config.cluster.threads_per_worker)
     device = torch.device("cuda" if getattr(config.cluster, f"{part}_gpus") > 0 else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        run(toy_of(config, folder), None)
+        run(toy_of(config, folder))
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what the toy has left would be taken again, unseen
-    memory = PeakMemory(device)
-    memory.reset()
-    run(config, memory)
+    process_memory.cache_clear()
+    PeakMemory(device).reset()
+    measured = run(config)
     plan = plan_role(config, ModelOutline.of(config), part)
-    measured = memory.peak_bytes()
     found = {"part": part, "predicted_bytes": plan.sum_bytes, "measured_bytes": measured, "error": plan.sum_bytes / measured - 1}
     return found | {"lines": {name: round(size) for name, size in plan.lines.items()}, "settings": list(overrides), "device": str(device)}
 
@@ -72,12 +71,10 @@ def toy_of(config: Config, folder: str) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, path=folder, tokenizer_path=tokenizer))
 
 
-def train(config: Config, memory: PeakMemory | None) -> None:
-    """Two updates of all samples of a step, each as long as it may be; the peak is counted from the loaded policy on."""
+def train(config: Config) -> int:
+    """Two updates of all samples of a step, each as long as it may be; the worker's own peak."""
     learner = LearnerWorker(config, 0, 1, total_steps=2)
     learner.setup("", 0, None)
-    if memory is not None:
-        memory.reset()
     rows = full_rows(config, len(learner.tokenizer))
     samples = sum(map(len, rows))
     totals = LossTotals(num_sequences=samples, num_tokens=samples * config.rollout.max_new_tokens, length_normalizer=1)
@@ -85,6 +82,7 @@ def train(config: Config, memory: PeakMemory | None) -> None:
         for row in rows:
             learner.accumulate(row, totals)
         learner.step(totals)
+    return learner.memory.peak_bytes()
 
 
 def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
@@ -112,11 +110,9 @@ def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
     return [[sample(spec) for spec in row] for row in rows + planner.flush()]
 
 
-def sample(config: Config, memory: PeakMemory | None) -> None:
-    """Weights arrive, then prompts of full length are sampled; the peak is counted from the loaded policy on."""
+def sample(config: Config) -> int:
+    """Weights arrive, then prompts of full length are sampled; the worker's own peak."""
     worker = RolloutWorker(config, 0)
-    if memory is not None:
-        memory.reset()
     parameters = dict(worker.model.named_parameters())
     manifest = plan_weights(shapes_of(parameters.items()), 0)
     worker.load_weights(manifest, stream_buckets(((name, parameter.detach()) for name, parameter in parameters.items()), manifest))
@@ -126,6 +122,7 @@ def sample(config: Config, memory: PeakMemory | None) -> None:
         work = RolloutWork(prompt_index=place, prompt_ids=ids, sample_indices=list(range(size)))
         for _ in worker.stream([work], step=0):
             pass
+    return worker.memory.peak_bytes()
 
 
 def main() -> int:

@@ -79,8 +79,8 @@ class LearnerWorker:
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
             )
-        self.memory = process_memory(self.device.type)
         self.tokenizer = load_tokenizer(self.config.model)
+        self.memory = process_memory(self.device.type)
         lm, self.adapted = load_policy(self.config, self.device, checkpoint)
         self.policy = PackedPolicy(
             lm,

@@ -44,7 +44,8 @@ def largest_row(config: Config, model: ModelOutline, device: Device) -> int | No
     A row's bytes grow nearly in a line with its tokens, so a few tries between one that fits and one that does not are enough.
     """
     fewest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    most = min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens))
+    samples = config.rollout.group_size * config.rollout.max_new_tokens
+    most = min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + samples))
 
     def taken(tokens: int) -> int:
         return plan_role(with_settings(config, learner__max_tokens_per_micro_batch=tokens), model, "learner").sum_bytes

@@ -30,7 +30,9 @@ def device_of(config: Config, role: str) -> Device:
         return host()
     gpu = gpu_of(config)
     if gpu is None:
-        raise ValueError(f"cluster.device_type must be set where no GPU is found and cluster.{role}_gpus={gpus:g}, got null; e.g. cluster.device_type=h100")
+        raise ValueError(
+            f"cluster.device_type must be set where no GPU is found and cluster.{role}_gpus={gpus:g}, got null; e.g. cluster.device_type=h100"
+        )
     return gpu if gpus == 1 else replace(gpu, name=f"{gpus:g} of {gpu.name}", memory_bytes=int(gpus * gpu.memory_bytes))
 
 

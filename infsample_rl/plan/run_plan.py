@@ -55,7 +55,8 @@ class RunPlan:
     def record(self) -> dict[str, Any]:
         """One JSON object; `processes` as in plan.json."""
         processes = [
-            role.process.record() | {"device": role.device.name, "usable_bytes": role.device.usable_bytes, "fits": role.fits}
+            role.process.record()
+            | {"device": role.device.name, "usable_bytes": role.device.usable_bytes, "fits": role.fits}
             | {"largest": role.largest, "advice": role.advice}
             for role in self.roles
         ]

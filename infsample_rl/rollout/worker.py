@@ -29,6 +29,7 @@ class RolloutWorker:
         torch.set_num_threads(config.cluster.threads_per_worker)
         self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
+        tokenizer = load_tokenizer(config.model)
         self.memory = process_memory(self.device.type)
         self.model = load_model(config.model, self.device) if model is None else model
         if model is None:
@@ -40,7 +41,7 @@ class RolloutWorker:
         self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
         self.engine = SamplingEngine(
             self.model,
-            load_tokenizer(config.model),
+            tokenizer,
             config.rollout,
             deterministic=config.run.deterministic,
             max_prompt_tokens=config.data.max_prompt_tokens,
