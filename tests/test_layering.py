@@ -52,13 +52,19 @@ def test_stages_never_import_each_other(stage):
     assert wrong == {}
 
 
+def test_the_plan_starts_nothing():
+    above = ("driver", "cluster", "actors", "startup", "bench")
+    wrong = {name: item for name, found in FILES.items() if name.startswith("plan/") for item in found for a in above if item.startswith(f"infsample_rl.{a}.")}
+    assert wrong == {}
+
+
 def test_nothing_imports_the_driver_but_main_and_its_async_kind():
     assert importers_of("infsample_rl.driver") - {"bench/scale_point.py"} == {"main.py", "async_driver.py"}
 
 
 def test_stages_model_and_types_know_nothing_above_them():
     with_ray = ("actors", "asking", "cluster", "in_flight", "ray_calls", "ray_connection", "ray_session", "telemetry", "traffic", "weight_delivery")
-    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline")
+    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline", "plan")
     above = {f"infsample_rl.{name}" for name in (*with_ray, *driving)}
     below = [name for name in FILES if name.split("/")[0] in (*STAGES, "model", "weight_sync", "data") or name in ("types.py", "config.py")]
     wrong = {name: item for name in below for item in FILES[name] if any(item == a or item.startswith(a + ".") for a in above)}
@@ -71,6 +77,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "config.py",
         "types.py",
         "placement.py",
+        "plan/process_plan.py",
         "groups.py",
         "arrivals.py",
         "chaos.py",

@@ -12,7 +12,7 @@ from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.processes import plan_role
 from infsample_rl.plan.rollout_memory import pool_page_bytes, prompt_pages, response_pages
 
-ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**20, 6
+ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6
 
 
 def with_settings(config: Config, **changes: Any) -> Config:

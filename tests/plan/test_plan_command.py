@@ -55,6 +55,7 @@ def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its
     assert plan["traffic"][0]["num_bytes"] == 2 * parameters
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen3_8b, capsys):
     arguments = ["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=rtx4090"]
     status, plan = plan_json(capsys, *arguments)
@@ -64,6 +65,7 @@ def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen
     assert status == 0 and plan["fits"]
 
 
+@pytest.mark.slow
 def test_the_largest_row_fits_and_a_tenth_more_does_not():
     config = with_settings(load_config(["objective=no_kl", "cluster.learner_ranks=1", "rollout.group_size=512"]))
     model = ModelOutline.of(config)
