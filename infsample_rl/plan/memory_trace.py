@@ -7,19 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-FLASH_ATTENTION = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION.value
 
 
 class MemoryTrace(TorchDispatchMode):
     """Bytes of all storages that are alive, by the `moment` in which each was made, and the fullest state of every moment.
 
     What was there before, the tensors of `apart`, is not counted. An operator's own scratch memory is not seen, only what it returns.
-    On the meta device scaled_dot_product_attention runs as on a CPU: torch would choose the plain form there, with all its scores.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
@@ -30,8 +26,6 @@ class MemoryTrace(TorchDispatchMode):
         self._known = {_address(tensor) for tensor in apart}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._fused_sdp_choice.default:
-            return FLASH_ATTENTION
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and _address(tensor) not in self._known:
