@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from infsample_rl.config_fields import check_bounds, setting
 
+DEVICE_TYPES = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4", "l40s", "rtx3090", "rtx4090")  # plan/devices.py has their figures
+
 
 @dataclass(kw_only=True)
 class ClusterConfig:
@@ -15,6 +17,7 @@ class ClusterConfig:
     address: str | None = setting(None, "host:port of a running Ray cluster (auto: the one here); none: a new local one")
     allow_unauthenticated: bool = setting(False, "join a Ray cluster that asks for no token; whoever reaches its ports can run code on it")
     wait_for_nodes_s: float = setting(0.0, "seconds to wait for nodes that are still to come; 0: refuse at once what does not fit", low=0)
+    device_type: str | None = setting(None, "GPU that `plan` reckons with; none: the one found here", choices=DEVICE_TYPES)
     dashboard: bool = setting(False, "start Ray's dashboard with a new local cluster")
     dashboard_host: str = setting("127.0.0.1", "address that dashboard listens on; 0.0.0.0: every interface")
     colocate: bool = setting(False, "rollout and learner in one process for each learner rank; at one rank they share the weights")

@@ -24,6 +24,7 @@ from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.placement import Node, reference_text, refusal, total_cpus, total_gpus, worker_groups
+from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.rollout.kv_budget import num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
@@ -90,6 +91,7 @@ def prepare(config: Config) -> Start:
     superseded = keeping.set_aside_after(run_dir, step)
     changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
     write_versions(run_dir)
+    unplanned = write_plan(config, len(tokenizer), run_dir)
     return Start(
         prompts=prompts,
         eval_prompts=eval_prompts,
@@ -103,6 +105,7 @@ def prepare(config: Config) -> Start:
             *warnings,
             *(f"{path} is of a step that is done again: moved to checkpoints/superseded" for path in superseded),
             *(f"changed since this run began: {change}" for change in changed),
+            *([unplanned] if unplanned else []),
             *setting_warnings(config),
             *sampling_warnings(config, tokenizer, load_generation_config(config.model, architecture)),
         ],

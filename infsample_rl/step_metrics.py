@@ -75,6 +75,7 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
         "rollout/rounds": len(rounds),
         "rollout/peak_kv_bytes": max((worker["peak_kv_bytes"] for worker in workers), default=None),
         "rollout/kv_pool_bytes": max((worker["kv_pool_bytes"] for worker in workers), default=None),
+        "memory/rollout_peak_bytes": max((worker["peak_memory_bytes"] for worker in workers if "peak_memory_bytes" in worker), default=None),
         "rollout/row_utilisation": busy / steps if steps else None,
         "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in workers),
         "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in workers),
@@ -110,8 +111,8 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
 
 
 def update_metrics(updates: list[dict[str, float]]) -> Metrics:
-    """Means over a step's updates; skipped ones are counted, the learning rate is the last one's."""
-    means = {name: statistics.fmean(update[name] for update in updates) for name in updates[0]}
+    """Means over a step's updates; skipped ones are counted, the learning rate is the last one's, memory the most there was."""
+    means = {name: (max if name.startswith("memory/") else statistics.fmean)([update[name] for update in updates]) for name in updates[0]}
     skipped = sum(update["learner/skipped_updates"] for update in updates)
     return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
 

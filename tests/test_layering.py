@@ -52,6 +52,12 @@ def test_stages_never_import_each_other(stage):
     assert wrong == {}
 
 
+def test_the_plan_starts_nothing():
+    above = tuple(f"infsample_rl.{name}." for name in ("driver", "cluster", "actors", "startup", "bench"))
+    wrong = {name: item for name, found in FILES.items() if name.startswith("plan/") for item in found if item.startswith(above)}
+    assert wrong == {}
+
+
 def test_nothing_imports_the_driver_but_main_and_its_async_kind():
     assert importers_of("infsample_rl.driver") - {"bench/scale_point.py"} == {"main.py", "async_driver.py"}
 
@@ -74,7 +80,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "traffic",
         "weight_delivery",
     )
-    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline", "report", "sample_records")
+    driving = ("driver", "groups", "waves", "startup", "keeping", "main", "metrics", "summary", "timeline", "report", "sample_records", "plan")
     above = {f"infsample_rl.{name}" for name in (*with_ray, *driving)}
     below = [name for name in FILES if name.split("/")[0] in (*STAGES, "model", "weight_sync", "data") or name in ("types.py", "config.py")]
     wrong = {name: item for name in below for item in FILES[name] if any(item == a or item.startswith(a + ".") for a in above)}
@@ -87,6 +93,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "config.py",
         "types.py",
         "placement.py",
+        "plan/process_plan.py",
         "groups.py",
         "arrivals.py",
         "chaos.py",

@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor, nn
 
 from infsample_rl.bench import models
-from infsample_rl.bench.peak import PeakMemory
 from infsample_rl.bench.workload import ModelOptions
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss
@@ -24,6 +23,7 @@ from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import TrainingRow, pack_samples
+from infsample_rl.peak_memory import PeakMemory
 from infsample_rl.types import LossTotals, SampleSpec, TrainingSample
 
 OBJECTIVE = ObjectiveConfig(kl="none")

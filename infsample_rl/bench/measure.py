@@ -15,9 +15,9 @@ import torch
 import transformers
 
 from infsample_rl.bench import bandwidth, memory_points, models, ours, rivals
-from infsample_rl.bench.peak import PeakMemory
 from infsample_rl.bench.workload import Workload
 from infsample_rl.model.loading import stop_token_ids
+from infsample_rl.peak_memory import PeakMemory
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:

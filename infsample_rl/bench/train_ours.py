@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import transformers
 
-from infsample_rl.bench.peak import PeakMemory, status_bytes
 from infsample_rl.bench.train_reward import Scorer
 from infsample_rl.colocated import ColocatedWorker
 from infsample_rl.config import (
@@ -33,6 +32,7 @@ from infsample_rl.config import (
 )
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.row_plan import RowPlanner, assemble
+from infsample_rl.peak_memory import PeakMemory, status_bytes
 from infsample_rl.types import Completion, LossTotals, RolloutWork, SampleSpec
 
 Spec = dict[str, Any]

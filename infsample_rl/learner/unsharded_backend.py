@@ -34,7 +34,7 @@ class UnshardedBackend:
         if self.has_copies:
             self.masters = {name: nn.Parameter(parameter.detach().to(place, copy=True)) for name, parameter in self.trained.items()}
             for name, parameter in self.trained.items():
-                parameter.register_post_accumulate_grad_hook(lambda given, master=self.masters[name]: _move_gradient(given, master))
+                parameter.register_post_accumulate_grad_hook(lambda given, master=self.masters[name]: move_gradient(given, master))
             for parameter in policy.lm.parameters():
                 parameter.data = parameter.data.to(dtype)
         self.optimizer = build_optimizer(self.masters.values(), learner)
@@ -94,7 +94,7 @@ class UnshardedBackend:
 
 
 @torch.no_grad()
-def _move_gradient(parameter: Tensor, master: nn.Parameter) -> None:
+def move_gradient(parameter: Tensor, master: nn.Parameter) -> None:
     gradient = parameter.grad.to(master.device, torch.float32)
     parameter.grad = None
     if master.grad is None:

@@ -31,6 +31,7 @@ from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
 from infsample_rl.model.packing import PackedRow, TrainingRow, pack_row, pack_samples
+from infsample_rl.peak_memory import process_memory
 from infsample_rl.phases import phase
 from infsample_rl.rendezvous import host_store, open_store
 from infsample_rl.types import LossTotals, TrainingSample
@@ -79,6 +80,7 @@ class LearnerWorker:
                 timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
             )
         self.tokenizer = load_tokenizer(self.config.model)
+        self.memory = process_memory(self.device.type)
         lm, self.adapted = load_policy(self.config, self.device, checkpoint)
         self.policy = PackedPolicy(
             lm,
@@ -253,6 +255,7 @@ class LearnerWorker:
             "learner/grad_norm": 0.0 if skipped else norm,
             "learner/lr": lr,
             "learner/skipped_updates": float(skipped),
+            "memory/learner_peak_bytes": float(self.memory.peak_bytes()),
         } | sums.metrics()
 
     def _check_mismatch(self, sums: UpdateSums) -> None:

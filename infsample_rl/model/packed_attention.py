@@ -154,7 +154,7 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
     for segment in cuts.segments:
         span = slice(*segment.prompt)
         q, k, v = (tensor[span].transpose(0, 1)[None] for tensor in (query, key, value))
-        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)  # [1, H, P, D]
+        output = _fused_attention(q, k, v, scaling, mask=None)  # [1, H, P, D]
         outputs.append(output[0].transpose(0, 1))
     for fold in cuts.folds:
         if cuts.recompute:
@@ -167,8 +167,17 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float |
 def _attend_fold(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, fold: Fold) -> Tensor:
     q = _gather(query, fold).transpose(1, 2)  # [N, H, L, D]
     k, v = (_with_prompt(tensor, fold).transpose(1, 2) for tensor in (key, value))  # [N, K, P + L, D]
-    output = F.scaled_dot_product_attention(q, k, v, attn_mask=fold.mask, scale=scaling, enable_gqa=True)
+    output = _fused_attention(q, k, v, scaling, mask=fold.mask)
     return output.transpose(1, 2).flatten(0, 1)  # [N L, H, D]
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, mask: Tensor | None) -> Tensor:
+    """SDPA, causal without a `mask`. On the meta device torch takes its plain form, scores and all; plan/ is to see the tensors of the CPU's."""
+    if query.device.type != "meta":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+    numbers = None if mask is None else torch.empty(mask.shape, dtype=query.dtype, device=mask.device)  # SDPA makes them of booleans
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(query, key, value, 0.0, mask is None, attn_mask=numbers, scale=scaling)[0]
 
 
 def _gather(tensor: Tensor, fold: Fold) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements of the head that exist as float32 at a time: on the CPU a slice that stays in the cache, on CUDA 256 MB.
-_SLICE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+_SLICE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26, "meta": 2**19}
 
 
 def masked_index(bad_token_ids: Sequence[int], valid_vocab: int, device: torch.device | str) -> Tensor | None:

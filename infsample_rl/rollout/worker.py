@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
+from infsample_rl.peak_memory import process_memory
 from infsample_rl.phases import phase
 from infsample_rl.rendezvous import open_store
 from infsample_rl.rollout.engine import SamplingEngine
@@ -28,7 +29,11 @@ class RolloutWorker:
         torch.set_num_threads(config.cluster.threads_per_worker)
         self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
+        tokenizer = load_tokenizer(config.model)
+        self.memory = process_memory(self.device.type)
         self.model = load_model(config.model, self.device) if model is None else model
+        if model is None:
+            self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
         merges = config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
         self.link: WeightLink | None = None
@@ -36,7 +41,7 @@ class RolloutWorker:
         self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
         self.engine = SamplingEngine(
             self.model,
-            load_tokenizer(config.model),
+            tokenizer,
             config.rollout,
             deterministic=config.run.deterministic,
             max_prompt_tokens=config.data.max_prompt_tokens,
@@ -135,7 +140,8 @@ class RolloutWorker:
         """Figures of the last stream, by metric name."""
         stats = self.engine.stats
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
-        return {name: float(getattr(stats, name)) for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)}
+        found = {name: float(getattr(stats, name)) for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)}
+        return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:
         first = micro_group[0]

@@ -65,6 +65,7 @@ def unpack_buckets(model: nn.Module, manifest: WeightManifest, buckets: Iterable
             dtype = getattr(torch, dtype_name)
             stop = piece.offset + (piece.stop - piece.start) * dtype.itemsize
             parameters[name].detach().view(-1)[piece.start : piece.stop].copy_(bucket[piece.offset : stop].view(dtype))
+        del bucket  # a copy is not to live until the next one is made
     if next(source, None) is not None:  # asking also says that the last one was taken
         raise RuntimeError(f"weights version {manifest.version}: more buckets came than the manifest has")
 

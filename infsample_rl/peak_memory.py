@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -35,6 +36,13 @@ class PeakMemory:
     def reserved_bytes(self) -> int | None:
         """What torch's CUDA allocator held at most, unused pieces included; None on CPU."""
         return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None
+
+
+@cache
+def process_memory(device_type: str) -> PeakMemory:
+    """The one PeakMemory of this process, made at the first call: what a worker holds before it loads a model is its idle footprint:
+    interpreter, libraries as far as they are in use, tokenizer."""
+    return PeakMemory(torch.device(device_type))
 
 
 def status_bytes(field: str) -> int:

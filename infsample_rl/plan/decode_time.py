@@ -1,0 +1,71 @@
+"""How long sampling a step takes at least: running steps by the engine's own planner, each by what it must read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infsample_rl.config import Config
+from infsample_rl.plan.devices import Device
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages
+from infsample_rl.rollout.length_prediction.recordings import read_recordings
+from infsample_rl.rollout.simulator import simulate_prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTime:
+    """Of one rollout worker's part of a step. `step_seconds`: roofline, weights and KV read once, or the arithmetic where that is slower."""
+
+    lengths: str  # where they are from
+    running_steps: int
+    mean_rows: float
+    step_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all running steps."""
+        return self.running_steps * self.step_seconds
+
+
+def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
+    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens."""
+    rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
+    prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
+    groups = _groups(config, prompts, lengths)
+    pages = pool_pages(config, model, device.usable_bytes - size * model.num_parameters)
+    found = simulate_prompts(
+        groups,
+        rollout.schedule,
+        slots=rollout.num_slots,
+        prompts_at_once=rollout.prompts_at_once,
+        kv_budget_tokens=None if rollout.schedule == "full_group" else pages * rollout.page_size,
+        page_size=rollout.page_size,
+        prompt_tokens=config.data.max_prompt_tokens,
+        max_rows=rollout.most_rows if rollout.schedule == "token_budget" else None,
+        max_new_tokens=rollout.max_new_tokens,
+    )
+    token_bytes = pool_page_bytes(config, model) / rollout.page_size
+    own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.running_steps
+    resident = min(rollout.prompts_at_once, prompts) * config.data.max_prompt_tokens
+    rows = found.busy_row_steps / found.running_steps
+    read = size * model.parameters_read + token_bytes * (own + resident)
+    seconds = max(read / device.bandwidth, 2 * model.parameters_read * rows / device.flops)
+    return DecodeTime(
+        lengths="every response as long as it may be" if lengths is None else lengths.name,
+        running_steps=found.running_steps,
+        mean_rows=rows,
+        step_seconds=seconds,
+    )
+
+
+def _groups(config: Config, prompts: int, lengths: Path | None) -> list[list[int]]:
+    """Lengths of `prompts` groups; recorded ones are taken in turn, also the samples of a prompt that has fewer than G."""
+    size, cap = config.rollout.group_size, config.rollout.max_new_tokens
+    if lengths is None:
+        return [[cap] * size] * prompts
+    recorded = [recording.lengths for recording in read_recordings(lengths)]
+    chosen = [recorded[index % len(recorded)] for index in range(prompts)]
+    return [[min(cap, group[index % len(group)]) for index in range(size)] for group in chosen]

@@ -1,0 +1,145 @@
+"""Memory of a learner rank: what it keeps from update to update, and what its fullest row adds.
+
+The state is arithmetic over what the backends allocate (docs/learner.md); the row is traced (row_memory.py). Rows are taken as full and
+as the second of an update, so that the gradients of all parameters are there. One rank on CPU has been measured; several ranks, DeepSpeed,
+offload and CUDA follow from the code and have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from infsample_rl.config import Config
+from infsample_rl.learner.deepspeed_backend import BUCKET_ELEMENTS
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.row_memory import RowGroups, RowSettings, fullest_moment
+from infsample_rl.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.weight_sync.transport import choose_transport
+
+Lines = dict[str, int]
+BLOCK, SMALLEST_8BIT = 256, 4096  # of torchao's AdamW8bit: values that share a float32 scale, the smallest tensor that is quantised
+
+
+def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
+    """Bytes of one rank where it computes, and, of a rank on a GPU, in host memory."""
+    device, host = _state(config, model)
+    device |= _reference(config, model, host) | _row(config, model) | _buckets(config)
+    return {name: size for name, size in device.items() if size > 0}, host
+
+
+def row_groups(prompt_tokens: int, response_tokens: int, row_tokens: int, group_size: int, prompts: int) -> RowGroups:
+    """The fullest row: prompts and responses of these lengths, the last response cut, until the row is full or no sample is left.
+
+    row_groups(4, 10, 30, 2, 8) -> [(4, [10, 10]), (4, [2])]
+    """
+    groups: list[tuple[int, list[int]]] = []
+    left = row_tokens
+    while left > prompt_tokens and len(groups) < prompts:
+        left -= prompt_tokens
+        lengths: list[int] = []
+        while left > 0 and len(lengths) < group_size:
+            lengths.append(min(response_tokens, left))
+            left -= lengths[-1]
+        groups.append((prompt_tokens, lengths))
+    return groups
+
+
+def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
+    learner, size = config.learner, getattr(torch, config.model.dtype).itemsize
+    trained = model.adapter_sizes(config) if learner.lora_rank > 0 else model.sizes
+    count, frozen = sum(trained), model.num_parameters if learner.lora_rank > 0 else 0
+    ranks = config.cluster.learner_ranks
+    if learner.backend == "deepspeed":
+        lines = _zero_state(config, count, frozen, size)
+    elif ranks > 1:
+        lines = _fsdp_state(config, model, trained, count, frozen, size)
+    else:
+        masters = 0 if size == 4 else 4 * count
+        adapters = count * size if learner.lora_rank > 0 else 0
+        lines = {"weights": frozen * size + (adapters or count * size), "float32 masters": masters, "gradients": 4 * count}
+        lines |= {"optimizer's moments": _moments(trained, learner.optimizer)}
+    if not (learner.offload_optimizer and config.cluster.learner_gpus > 0):
+        return lines, {}
+    if ranks == 1 and learner.backend == "fsdp":
+        kept = {name: lines.pop(name) for name in ("float32 masters", "gradients", "optimizer's moments")}
+        return lines, kept | {"float32 masters": 4 * count}  # in float32 too they are copies, in host memory
+    moved = ("float32 shards", "gradients", "optimizer's moments") if learner.backend == "fsdp" else ("float32 masters", "optimizer's moments")
+    return lines, {name: lines.pop(name) for name in moved if name in lines}
+
+
+def _moments(sizes: Iterable[int], optimizer: str) -> int:
+    """AdamW's two moments; in 8 bits codes and a scale for each block, where a tensor has whole blocks and is not small."""
+    if optimizer == "adamw":
+        return 8 * sum(sizes)
+    return sum(2 * (count + 4 * count // BLOCK) if count >= SMALLEST_8BIT and count % BLOCK == 0 else 8 * count for count in sizes)
+
+
+def _fsdp_state(config: Config, model: ModelOutline, trained: list[int], count: int, frozen: int, size: int) -> Lines:
+    """FSDP2: float32 shards of everything trained; what is gathered has the model's dtype (frozen weights keep theirs)."""
+    shards = config.learner.shard_ranks or config.cluster.learner_ranks
+    lines = {
+        "float32 shards": (4 * count + size * frozen) // shards,
+        "gradients": 4 * count // shards,
+        "optimizer's moments": _moments(trained, config.learner.optimizer) // shards,
+    }
+    whole = model.num_parameters + (count if frozen else 0)
+    if config.learner.grad_sync == "last_row":
+        return lines | {"whole weights": size * whole, "whole gradients": 4 * count}
+    in_layer = count // model.num_layers if frozen else model.layer_parameters
+    return lines | {
+        "gathered: two layers": 2 * size * (model.layer_parameters + (in_layer if frozen else 0)),
+        "gathered: embeddings and head": size * model.root_parameters,
+        "gradients of a layer before and in reduction": (size + 4) * in_layer,
+    }
+
+
+def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
+    """DeepSpeed's stages, as in docs/learner.md."""
+    ranks, stage = config.cluster.learner_ranks, config.learner.zero_stage
+    return {
+        "weights": size * (count + frozen) // (ranks if stage == 3 else 1),
+        "gradients": 4 * count // (ranks if stage >= 2 else 1),
+        "float32 masters": 4 * count // ranks,
+        "optimizer's moments": 8 * count // ranks,
+        "reduction bucket": 4 * min(BUCKET_ELEMENTS, count),
+    }
+
+
+def _row(config: Config, model: ModelOutline) -> Lines:
+    """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
+    dtype = getattr(torch, config.model.dtype)
+    settings = RowSettings(
+        model=model,
+        dtype=dtype,
+        learner=config.learner,
+        masters=dtype != torch.float32 and config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp",
+        flex_attention=config.cluster.learner_gpus > 0,
+        head_fp32=config.model.lm_head_fp32,
+    )
+    return fullest_moment(settings, learner_row(config))
+
+
+def learner_row(config: Config) -> RowGroups:
+    """The fullest row that an update of these settings may have."""
+    prompts = -(-config.data.prompts_per_step // config.objective.mini_batches)
+    lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    return row_groups(*lengths, config.learner.max_tokens_per_micro_batch, config.rollout.group_size, prompts)
+
+
+def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
+    """The frozen copy of reference.placement=learner; with LoRA there is none. Its row is smaller than the one that is trained after it."""
+    if not config.objective.kl_in_loss or config.reference.placement != "learner" or config.learner.lora_rank > 0:
+        return {}
+    size = getattr(torch, config.model.dtype).itemsize
+    ranks = config.cluster.learner_ranks if config.learner.grad_sync == "every_row" else 1
+    if config.reference.offload and config.cluster.learner_gpus > 0:
+        host["reference"] = size * model.num_parameters // ranks
+        return {}  # its layers are there one at a time, in its own pass, before there are activations
+    return {"reference": size * model.num_parameters // ranks}
+
+
+def _buckets(config: Config) -> Lines:
+    """Buffers for weights on their way that live as long as the run; those of the object store are there between updates only."""
+    return {"weight buckets": 2 * BUCKET_BYTES} if choose_transport(config.cluster) in ("broadcast", "cuda_ipc") else {}

@@ -1,0 +1,131 @@
+"""What a plan needs to know of a model: counted on the meta device from its config alone, no weight is read."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from infsample_rl.config import Config
+from infsample_rl.model.loading import load_model_config, load_tokenizer
+from infsample_rl.model.lora import target_names
+from infsample_rl.model.packed_attention import check_packable
+
+
+def build_outline(architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The causal language model on the meta device, by default with all its layers."""
+    architecture = copy.deepcopy(architecture)
+    if layers is not None:
+        architecture.num_hidden_layers = layers
+        if getattr(architecture, "layer_types", None):
+            architecture.layer_types = architecture.layer_types[:layers]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutline:
+    """A model's config and its tokenizer's length, and what follows from them."""
+
+    architecture: PretrainedConfig
+    valid_vocab: int
+    trust_remote_code: bool = False
+
+    @classmethod
+    def of(cls, config: Config, valid_vocab: int | None = None) -> ModelOutline:
+        """The policy of these settings. `valid_vocab` None: the tokenizer's length, or the model's vocabulary where no tokenizer is to be had.
+
+        ValueError, in one line, for a config that cannot be had or a model that cannot be trained here.
+        """
+        architecture = load_model_config(config.model)
+        check_packable(architecture)
+        if valid_vocab is None:
+            try:
+                valid_vocab = len(load_tokenizer(config.model))
+            except ValueError:
+                valid_vocab = architecture.vocab_size
+        return cls(architecture=architecture, valid_vocab=min(valid_vocab, architecture.vocab_size), trust_remote_code=config.model.trust_remote_code)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The whole model, without memory."""
+        return build_outline(self.architecture, torch.float32, trust_remote_code=self.trust_remote_code)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of every parameter, a tied one once."""
+        return [parameter.numel() for parameter in self.model.parameters()]
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, tied ones once."""
+        return sum(self.sizes)
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """Elements of one decoder layer."""
+        names = self.model._no_split_modules or ()
+        layer = next(module for module in self.model.modules() if type(module).__name__ in names)
+        return sum(parameter.numel() for parameter in layer.parameters())
+
+    @property
+    def root_parameters(self) -> int:
+        """Elements outside the decoder layers: embeddings, last norm, head."""
+        return self.num_parameters - self.num_layers * self.layer_parameters
+
+    @property
+    def parameters_read(self) -> int:
+        """Elements a decode step reads: all but an input embedding that is not the head too, of which it gathers a few rows."""
+        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        return self.num_parameters - (0 if embedding is head else embedding.numel())
+
+    def adapter_sizes(self, config: Config) -> list[int]:
+        """Elements of every LoRA matrix of these settings."""
+        rank, sizes = config.learner.lora_rank, []
+        for name in target_names(self.model, config.learner.lora_targets):
+            outputs, inputs = self.model.get_submodule(name).weight.shape
+            sizes += [rank * inputs, rank * outputs]
+        return sizes
+
+    def adapted_parameters(self, config: Config) -> int:
+        """Elements of the weights that get LoRA adapters."""
+        return sum(self.model.get_submodule(name).weight.numel() for name in target_names(self.model, config.learner.lora_targets))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.architecture.num_hidden_layers
+
+    @property
+    def hidden(self) -> int:
+        """E."""
+        return self.architecture.hidden_size
+
+    @property
+    def inner(self) -> int:
+        """Width of a layer's MLP."""
+        return self.architecture.intermediate_size
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.architecture.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return getattr(self.architecture, "num_key_value_heads", None) or self.heads
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return getattr(self.architecture, "head_dim", None) or self.hidden // self.heads
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the head."""
+        return self.architecture.vocab_size

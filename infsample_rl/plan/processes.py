@@ -1,0 +1,104 @@
+"""The processes of a run and what each holds."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infsample_rl.config import Config
+from infsample_rl.model.loading import load_model_config
+from infsample_rl.placement import worker_groups
+from infsample_rl.plan.devices import Device, gpu_of, host
+from infsample_rl.plan.learner_memory import learner_lines, row_groups
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.process_plan import ProcessPlan
+from infsample_rl.plan.rollout_memory import rollout_lines
+from infsample_rl.plan.row_memory import RowSettings, fullest_moment
+
+FILE = "plan.json"
+
+
+def device_of(config: Config, role: str) -> Device:
+    """Where a process of the role computes; a part of a GPU is a GPU with as much less memory. ValueError where no GPU is known."""
+    gpus = getattr(config.cluster, f"{role}_gpus")
+    if gpus == 0:
+        return host()
+    gpu = gpu_of(config)
+    if gpu is None:
+        raise ValueError(
+            f"cluster.device_type must be set where no GPU is found and cluster.{role}_gpus={gpus:g}, got null; e.g. cluster.device_type=h100"
+        )
+    return gpu if gpus == 1 else replace(gpu, name=f"{gpus:g} of {gpu.name}", memory_bytes=int(gpus * gpu.memory_bytes))
+
+
+def plan_processes(config: Config, model: ModelOutline) -> list[ProcessPlan]:
+    """Every role that holds a model. Reward workers are not among them: rules take little, and a reward model is not known here."""
+    plans = [_plan(config, model, group.role, group.count, group.gpus) for group in worker_groups(config) if group.role != "reward"]
+    return [plan for plan in plans if plan is not None]
+
+
+def plan_role(config: Config, model: ModelOutline, role: str) -> ProcessPlan:
+    """One role of these settings."""
+    group = next(group for group in worker_groups(config) if group.role == role)
+    return _plan(config, model, role, group.count, group.gpus)
+
+
+def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: float) -> ProcessPlan:
+    if role == "rollout":
+        lines, host_lines = rollout_lines(config, model, device_of(config, "rollout"))
+    elif role == "reference":
+        lines, host_lines = reference_lines(config, model), {}
+    else:
+        lines, host_lines = learner_lines(config, model)
+        if config.cluster.colocate:
+            role, lines = "colocated", _together(config, model, lines)
+    return ProcessPlan(role=role, count=count, gpus=gpus, lines=lines, host_lines=host_lines)
+
+
+def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> dict[str, int]:
+    """A learner rank and a rollout worker in one process, which take turns: of one rank without adapters they share the weights."""
+    rollout, _ = rollout_lines(config, model, device_of(config, "learner"))
+    is_shared = config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp" and config.learner.lora_rank == 0
+    sampling = {f"sampling: {name}": size for name, size in rollout.items() if not (is_shared and name == "weights")}
+    sampling.pop("sampling: prefill of a prompt", None)  # a row of the learner does not run beside it
+    return learner | sampling
+
+
+def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
+    """A reference worker: weights, and the fullest row it runs, without gradient."""
+    dtype = getattr(torch, config.model.dtype)
+    if config.reference.path not in (None, config.model.path):
+        other = replace(config.model, path=config.reference.path)
+        model = replace(model, architecture=load_model_config(other))
+    settings = RowSettings(
+        model=model,
+        dtype=dtype,
+        learner=config.learner,
+        masters=False,
+        flex_attention=config.cluster.reference_gpus > 0,
+        head_fp32=config.model.lm_head_fp32,
+        with_gradient=False,
+    )
+    lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    row = row_groups(*lengths, config.reference.max_tokens_per_micro_batch, config.rollout.micro_group, 1)
+    return {"weights": dtype.itemsize * model.num_parameters} | fullest_moment(settings, row)
+
+
+def write_plan(config: Config, valid_vocab: int, run_dir: Path) -> str | None:
+    """Write plan.json into the run folder, for the report; a line that says why not, where the model cannot be planned or its device is not known.
+
+    {"processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes": 4}, ...], "sum_bytes": 4, "host_lines": []}]}
+    """
+    try:
+        record: dict[str, Any] = {"processes": [plan.record() for plan in plan_processes(config, ModelOutline.of(config, valid_vocab))]}
+    except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:  # a model unlike those that are known
+        return f"no {FILE}: {type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
+    written = run_dir / f"{FILE}.partial"
+    written.write_text(json.dumps(record, indent=1))
+    os.replace(written, run_dir / FILE)
+    return None

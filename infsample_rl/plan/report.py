@@ -1,0 +1,63 @@
+"""The plan on the screen."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from infsample_rl.plan.run_plan import RolePlan, RunPlan
+
+
+def gigabytes(num_bytes: float) -> str:
+    """1.5e9 -> "1.50 GB"; 2.4e6 -> "2.4 MB"."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def print_plan(plan: RunPlan, console: Console) -> None:
+    """A table for every role, then what travels, how long decoding takes and what to change."""
+    console.print(f"{plan.model}, {plan.parameters:,} parameters, {plan.dtype}")
+    for role in plan.roles:
+        console.print(_table(role))
+        console.print(_verdict(role), soft_wrap=True)
+    if len(plan.roles) > 1 and plan.host_bytes > 0:
+        console.print(f"host memory of all processes together: {gigabytes(plan.host_bytes)} of {gigabytes(plan.host_room)} free here")
+    for line in _time_lines(plan):
+        console.print(line, soft_wrap=True)
+    for role in plan.roles:
+        if not role.fits:
+            advice = " ".join(role.advice) or "a GPU with more memory: no setting that is known does it"
+            console.print(f"change first for the {role.process.role}: {advice}", style="bold", soft_wrap=True)
+
+
+def _table(role: RolePlan) -> Table:
+    process = role.process
+    each = f"{process.count} x {process.role}" + (f", {process.gpus:g} GPU each" if process.gpus else ", CPU")
+    table = Table(title=each, title_justify="left", show_header=False, min_width=52)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for name, size in process.lines.items():
+        table.add_row(name, gigabytes(size))
+    table.add_section()
+    table.add_row("sum", gigabytes(process.sum_bytes), style="bold")
+    for name, size in process.host_lines.items():
+        table.add_row(f"in host memory: {name}", gigabytes(size), style="dim")
+    return table
+
+
+def _verdict(role: RolePlan) -> str:
+    sizes = f"{gigabytes(role.process.sum_bytes)} of {gigabytes(role.device.usable_bytes)}"
+    return "; ".join([f"{'fits' if role.fits else 'DOES NOT FIT'} in {role.device.name}: {sizes}", *role.limits])
+
+
+def _time_lines(plan: RunPlan) -> list[str]:
+    lines = [
+        f"{traffic.what} per step: {gigabytes(traffic.num_bytes)}, {traffic.seconds:.3g} s at the link's full speed ({traffic.way})"
+        for traffic in plan.traffic
+    ]
+    decode = plan.decode
+    if decode is not None:
+        lines.append(
+            f"decoding: {decode.running_steps:,} running steps ({decode.lengths}), {decode.mean_rows:.1f} rows on average, each at least "
+            f"{1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
+        )
+    return lines

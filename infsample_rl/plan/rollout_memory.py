@@ -1,0 +1,171 @@
+"""Memory of a rollout worker: weights, KV pool, the rows of a step, logits, and the larger of a prefill and of weights that arrive.
+
+Arithmetic over what the engine allocates. The float32 path of the CPU has been measured; 16 bits, quantised KV and CUDA follow from the code.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infsample_rl.config import Config
+from infsample_rl.plan.devices import Device
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.row_memory import RowSettings, fullest_moment
+from infsample_rl.rollout.cpu_decoder import ANGLES
+from infsample_rl.rollout.cuda_decode import HEAD_ROWS
+from infsample_rl.rollout.decode_loop import LOGITS_AT_A_TIME
+from infsample_rl.rollout.decoder import ARCHITECTURES
+from infsample_rl.rollout.kv_budget import num_pool_pages
+from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.model_runner import PREFILL_TOKENS
+from infsample_rl.rollout.sampler import split_vocabulary
+from infsample_rl.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.weight_sync.transport import choose_transport
+
+Lines = dict[str, int]
+# Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a block.
+MAX_SPLITS, MAX_BLOCK = 16, 64
+CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch allots 32 MiB on Hopper to each stream that multiplies: the main one and that of graph captures
+
+
+def rollout_lines(config: Config, model: ModelOutline, device: Device) -> tuple[Lines, Lines]:
+    """Bytes of a rollout worker where it computes, and, of one on a GPU, in host memory. ValueError for a KV budget that is too small."""
+    weights = {"weights": _item(config) * model.num_parameters}
+    adapters, host = _adapters(config, model)
+    work = _work(config, model, device)
+    return weights | adapters | _pool(config, model, device, weights["weights"]) | work, host
+
+
+def pool_page_bytes(config: Config, model: ModelOutline) -> int:
+    """Bytes of a page of the pool, scales included."""
+    stored = stored_dtype(config.rollout.kv_dtype, getattr(torch, config.model.dtype))
+    return page_bytes(model.num_layers, config.rollout.page_size, model.kv_heads, model.head_dim, stored)
+
+
+def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
+    """Pages of the pool, where `free` bytes are free after the weights."""
+    prompts = [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
+    return num_pool_pages(config.rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
+
+
+def prompt_pages(config: Config) -> int:
+    """Pages of the prompts that are resident together, each of data.max_prompt_tokens."""
+    return config.rollout.prompts_at_once * -(-config.data.max_prompt_tokens // config.rollout.page_size)
+
+
+def response_pages(config: Config) -> int:
+    """Pages of one full response."""
+    return -(-config.rollout.max_new_tokens // config.rollout.page_size)
+
+
+def _pool(config: Config, model: ModelOutline, device: Device, weights: int) -> Lines:
+    pages, size = pool_pages(config, model, device.usable_bytes - weights), pool_page_bytes(config, model)
+    prompts = min(prompt_pages(config), pages)
+    return {"KV pool: responses": (pages - prompts + 1) * size, "KV pool: prompts": prompts * size}  # one page is scratch
+
+
+def _item(config: Config) -> int:
+    return getattr(torch, config.model.dtype).itemsize
+
+
+def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
+    """Rows that decode at a time, at most: a row has a page from its second token on."""
+    return min(config.rollout.most_rows, pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters))
+
+
+def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
+    """What lies beside weights and pool at the fullest moment: a step's tensors, and a prefill or a bucket of weights."""
+    rows = most_rows(config, model, device)
+    on_gpu = config.cluster.rollout_gpus > 0
+    if on_gpu:
+        lines = {"rows of a step": _rows_on_cuda(config, model, rows, device.multiprocessors), "cuBLAS workspaces": CUBLAS_WORKSPACE}
+        lines["logits and drawing"] = _drawing(config, model, min(rows, HEAD_ROWS))
+    else:
+        lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
+        lines["logits and drawing"] = _drawing(config, model, min(rows, max(8, LOGITS_AT_A_TIME // model.vocab)))
+    transient = {"prefill of a prompt": _prefill(config, model)}
+    transport = choose_transport(config.cluster)
+    if transport in ("broadcast", "cuda_ipc"):
+        lines["weight buckets"] = 2 * BUCKET_BYTES
+    elif transport == "object_store":
+        transient["weight bucket and its copy"] = 2 * min(BUCKET_BYTES, _item(config) * model.num_parameters)
+    largest = max(transient, key=transient.__getitem__)
+    return lines | {largest: transient[largest]}
+
+
+def _tables(config: Config, rows: int) -> int:
+    """Of RowBatch, and its copy for numpy."""
+    prompts = config.rollout.prompts_at_once
+    return rows * (2 * 4 * response_pages(config) + 5 * 8 + 3 * 4) + 4 * prompt_pages(config) + 12 * prompts
+
+
+def _is_compiled(config: Config, model: ModelOutline) -> bool:
+    """Whether the CPU's C++ decoder runs the layers."""
+    is_known = (model.architecture.architectures or [type(model.model).__name__])[0] in ARCHITECTURES
+    return is_known and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
+
+
+def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
+    hidden, query, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if _is_compiled(config, model):
+        workspace = 2 * hidden + max(hidden, query) + max(query + 2 * kv, model.inner)
+        places, reach = ANGLES, config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        while places < reach:
+            places *= 2
+        return _tables(config, rows) + 4 * rows * (workspace + hidden) + 8 * model.head_dim * places
+    size, tokens = _item(config), response_pages(config) * config.rollout.page_size
+    gathered = rows * tokens * (2 * kv * size + size + 1)  # one layer's pages as a dense copy, and the mask
+    prompts = 2 * kv * size * config.data.max_prompt_tokens
+    return _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * model.inner + 2 * query + 2 * kv)
+
+
+def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:
+    """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which graphs share."""
+    query, kv, size = model.heads * model.head_dim, model.kv_heads * model.head_dim, _item(config)
+    own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // MAX_BLOCK))
+    prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // MAX_BLOCK))
+
+    def parts(count: int) -> int:
+        blocks = -(-count * model.heads // model.kv_heads // MAX_BLOCK)
+        programs = 2 * multiprocessors
+        return min(prompt, -(-programs // (blocks * model.kv_heads))) + min(own, -(-programs // (count * model.kv_heads)))
+
+    attention = 4 * (query + model.heads) * max(count * parts(count) for count in range(1, rows + 1))
+    kept = _tables(config, rows) + attention + size * rows * model.hidden
+    return 2 * kept + size * rows * (3 * model.hidden + 3 * model.inner + 2 * query + 2 * kv)
+
+
+def _drawing(config: Config, model: ModelOutline, rows: int) -> int:
+    """Logits of so many rows, their float32 probabilities, the noise, and the logits kept of every resident prompt."""
+    vocab, size = model.vocab, 4 if config.model.lm_head_fp32 else _item(config)
+    blocks, block = split_vocabulary(vocab)
+    scaled = 4 if config.rollout.temperature != 1 and size < 4 else 0
+    padded = 4 if blocks * block != vocab else 0
+    noise = 8 * (blocks + block)  # float64, with its logarithms and what is added to them
+    return rows * (vocab * (size + scaled + 4 + padded) + 4 * noise) + vocab * size * config.rollout.prompts_at_once + noise
+
+
+def _prefill(config: Config, model: ModelOutline) -> int:
+    """The last piece of the longest prompt: activations, and one layer's earlier keys and values as a dense copy."""
+    on_gpu, longest = config.cluster.rollout_gpus > 0, config.data.max_prompt_tokens
+    tokens, size = min(longest, PREFILL_TOKENS["cuda" if on_gpu else "cpu"]), _item(config)
+    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    past = 2 * size * kv * (longest - tokens)
+    if _is_compiled(config, model) and not on_gpu:
+        attending = 2 * query + 2 * (query + kv) + 2 * kv  # query and keys before and after they are rotated, output, values
+        return 4 * tokens * (2 * model.hidden + max(attending, model.hidden + 3 * model.inner)) + past
+    settings = RowSettings(
+        model=model, dtype=getattr(torch, config.model.dtype), learner=config.learner, masters=False, flex_attention=on_gpu, with_gradient=False
+    )
+    return sum(fullest_moment(settings, [(max(1, tokens - 1), [1])]).values()) + past
+
+
+def _adapters(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
+    """With learner.lora_publish=adapters: what is received, and the base weights of the adapted layers, which lie in host memory."""
+    if config.learner.lora_rank == 0 or config.learner.lora_publish != "adapters" or config.cluster.colocate:
+        return {}, {}
+    size = _item(config)
+    received, base = size * sum(model.adapter_sizes(config)), size * model.adapted_parameters(config)
+    if config.cluster.rollout_gpus > 0:
+        return {"received adapters": received}, {"base weights of the adapted layers": base}
+    return {"received adapters": received, "base weights of the adapted layers": base}, {}

@@ -1,0 +1,168 @@
+"""What one packed row holds while it is run: the learner's own forward and backward, on the meta device.
+
+No weights are loaded and nothing is computed, yet every tensor that the real row allocates is counted when it comes and when it goes. The
+layers of a model are alike, so two shallow models are traced and the rest follows: every count is a straight line in the number of layers.
+
+A row's fullest moment is one of: its forward pass; the head's backward pass, where all activations and a chunk of logits are there; the
+backward pass of a layer; the embedding's gradient at the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from infsample_rl.config import LearnerConfig
+from infsample_rl.learner.unsharded_backend import move_gradient
+from infsample_rl.model.activation_checkpointing import checkpoint_every
+from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.lora import add_adapters
+from infsample_rl.model.packing import PackedRow, pack_row
+from infsample_rl.plan.memory_trace import MemoryTrace
+from infsample_rl.plan.model_outline import ModelOutline, build_outline
+
+FLEX_ATTENTION = "infsample_plan_flex"
+LINES = {  # moment in which memory was made -> line of the plan
+    "forward": "activations",
+    "head": "logits and the head's gradient",
+    "layer": "backward pass of a layer",
+    "embedding": "embedding's gradient",
+}
+RowGroups = Sequence[tuple[int, Sequence[int]]]  # (prompt tokens, tokens of its responses in the row), group by group
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """What decides how much memory a row takes, beside its tokens."""
+
+    model: ModelOutline
+    dtype: torch.dtype
+    learner: LearnerConfig
+    masters: bool  # float32 masters beside 16-bit parameters, which take every gradient as soon as it is there
+    flex_attention: bool  # as on CUDA; false: SDPA, as on the CPU
+    head_fp32: bool = False
+    with_gradient: bool = True  # false: a reference's row
+
+
+def fullest_moment(settings: RowSettings, groups: RowGroups) -> dict[str, int]:
+    """Bytes by LINES at the fullest moment of a row of these `groups`, beside weights, summed gradients and the optimizer's state.
+
+    Gradients of an earlier row are there already: they are added to, not made. Raises ValueError for a model that cannot be traced.
+    """
+    every, layers = max(1, settings.learner.activation_checkpointing), settings.model.num_layers
+    row = _on_meta(_pack(groups))
+    low = every + layers % every
+    if layers <= low + every:
+        found = _trace(settings, layers, row)
+    else:
+        near, far = _trace(settings, low, row), _trace(settings, low + every, row)
+        found = {moment: _extended(near[moment], far[moment], (layers - low) / every) for moment in near}
+    fullest = max(found.values(), key=Counter.total)
+    return {name: round(fullest[moment]) for moment, name in LINES.items() if fullest[moment] > 0}
+
+
+def _extended(near: Counter[str], far: Counter[str], steps: float) -> Counter[str]:
+    return Counter({name: near[name] + steps * (far[name] - near[name]) for name in near.keys() | far.keys()})
+
+
+def _pack(groups: RowGroups) -> PackedRow:
+    ids = [(np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths]) for prompt, lengths in groups]
+    return pack_row(ids, "cpu")
+
+
+def _on_meta(row: PackedRow) -> PackedRow:
+    folds = [replace(fold, index=fold.index.to("meta"), mask=fold.mask.to("meta")) for fold in row.cuts.folds]
+    tensors = {name: value.to("meta") for name, value in vars(row).items() if isinstance(value, Tensor)}
+    return replace(row, **tensors, cuts=replace(row.cuts, folds=folds, order=row.cuts.order.to("meta")))
+
+
+def _trace(settings: RowSettings, layers: int, row: PackedRow) -> dict[str, Counter[str]]:
+    """The fullest state of every moment, for a model of so many layers."""
+    policy = _build_policy(settings, layers)
+    kept = _keep_gradients(settings, policy)
+    with MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace, torch.set_grad_enabled(settings.with_gradient):
+        _follow(policy, trace)
+        logprobs, _ = policy(row, 1.0)
+        if settings.with_gradient:
+            trace.moment = "head"
+            logprobs.sum().backward()
+    return trace.fullest
+
+
+def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
+    learner, model = settings.learner, settings.model
+    lm = build_outline(model.architecture, settings.dtype, layers=layers, trust_remote_code=model.trust_remote_code)
+    if learner.lora_rank > 0 and settings.with_gradient:
+        add_adapters(lm, learner, seed=0, path="")
+        lm.to("meta")
+    policy = PackedPolicy(lm, valid_vocab=model.valid_vocab, chunk_tokens=learner.logprob_chunk_tokens, head_fp32=settings.head_fp32)
+    if settings.flex_attention:
+        lm.set_attn_implementation(FLEX_ATTENTION)
+    if learner.activation_checkpointing and settings.with_gradient:
+        checkpoint_every(lm, learner.activation_checkpointing)
+    return policy
+
+
+def _keep_gradients(settings: RowSettings, policy: PackedPolicy) -> list[Tensor]:
+    """Give every trained parameter the gradient of an earlier row; those and the masters, which are not counted here."""
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if not settings.masters or not settings.with_gradient:
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+        return [parameter.grad for parameter in trained]
+    kept = []
+    for parameter in trained:
+        master = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+        master.grad = torch.empty_like(master)
+        parameter.register_post_accumulate_grad_hook(lambda given, master=master: move_gradient(given, master))
+        kept += [master, master.grad]
+    return kept
+
+
+def _follow(policy: PackedPolicy, trace: MemoryTrace) -> None:
+    """Let `trace` know which moment of the row it is."""
+
+    def enter(moment: str) -> None:
+        trace.moment = moment
+
+    def after_embedding(_module: nn.Module, _inputs: object, hidden: Tensor) -> None:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: enter("embedding"))
+
+    def after_layers(_module: nn.Module, _inputs: object, output: object) -> None:
+        enter("head")
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(lambda _: enter("layer"))
+
+    policy.lm.get_input_embeddings().register_forward_hook(after_embedding)
+    policy.lm.base_model.register_forward_hook(after_layers)
+
+
+class _FlexAttention(torch.autograd.Function):
+    """The tensors of compiled FlexAttention: it keeps query, key, value, output and a float32 log-sum-exp, and expands no kv head."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, lse = ctx.saved_tensors
+        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        torch.empty_like(lse)  # delta, the row sums of output x gradient
+        return tuple(gradients)
+
+
+def _flex_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: object) -> tuple[Tensor, None]:
+    return _FlexAttention.apply(query, key, value).transpose(1, 2), None
+
+
+AttentionInterface.register(FLEX_ATTENTION, _flex_attention)

@@ -1,0 +1,126 @@
+"""python -m infsample_rl.plan: main's arguments, a model's config alone, sums of lines, verdicts that hold when planned again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import Qwen3Config
+
+from infsample_rl.config_cluster import DEVICE_TYPES
+from infsample_rl.config_loading import load_config
+from infsample_rl.plan.__main__ import main
+from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES
+from infsample_rl.plan.learner_memory import row_groups
+from infsample_rl.plan.limits import with_settings
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.processes import plan_role
+
+
+@pytest.fixture(scope="session")
+def qwen3_8b(tmp_path_factory):
+    """A folder with the config of Qwen3-8B and nothing else: no weights, no tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen3_8b")
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = Qwen3Config(**sizes, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False)
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def plan_json(capsys, *arguments):
+    status = main([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def lines(process):
+    return {line["name"]: line["bytes"] for line in process["lines"]}
+
+
+def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its_lines(qwen3_8b, capsys):
+    status, plan = plan_json(capsys, "+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=h100", "rollout.group_size=64")
+    assert status == 0 and plan["fits"]
+    assert [process["role"] for process in plan["processes"]] == ["rollout", "learner", "reference"]
+    for process in plan["processes"]:
+        assert process["sum_bytes"] == sum(lines(process).values())
+        assert process["usable_bytes"] == 81_559 * 2**20 - CUDA_RESERVE
+    rollout, learner, _ = plan["processes"]
+    parameters = 8_190_735_360
+    assert lines(rollout)["weights"] == 2 * parameters
+    page = 36 * 2 * 16 * 8 * 128 * 2  # layers, keys and values, tokens, kv heads, head size, bytes
+    settings = load_config(["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}"])
+    pages = settings.rollout.slots * -(-settings.rollout.max_new_tokens // 16)
+    assert lines(rollout)["KV pool: responses"] == (pages + 1) * page
+    assert lines(learner)["optimizer's moments"] == 8 * parameters // 4
+    assert plan["traffic"][0]["num_bytes"] == 2 * parameters
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen3_8b, capsys):
+    arguments = ["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=rtx4090"]
+    status, plan = plan_json(capsys, *arguments)
+    learner = plan["processes"][1]
+    assert status == 1 and not learner["fits"] and learner["advice"]
+    status, plan = plan_json(capsys, *arguments, *learner["advice"])
+    assert status == 0 and plan["fits"]
+
+
+@pytest.mark.slow
+def test_the_largest_row_fits_and_a_tenth_more_does_not():
+    config = with_settings(load_config(["objective=no_kl", "cluster.learner_ranks=1", "rollout.group_size=512"]))
+    model = ModelOutline.of(config)
+    from infsample_rl.plan.limits import largest_row
+
+    room = DEVICES["l4"]
+    fewer = with_settings(config, data__prompts_per_step=512)
+    tokens = largest_row(fewer, model, room)
+    assert plan_role(with_settings(fewer, learner__max_tokens_per_micro_batch=tokens), model, "learner").sum_bytes <= room.usable_bytes
+    more = with_settings(fewer, learner__max_tokens_per_micro_batch=int(1.1 * tokens))
+    assert plan_role(more, model, "learner").sum_bytes > room.usable_bytes
+
+
+def test_the_default_experiment_prints_a_table_for_every_process(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for text in ("2 x rollout, CPU", "2 x learner, CPU", "KV pool: prompts", "activations", "sum", "fits in host memory", "running steps"):
+        assert text in printed
+
+
+def test_recorded_lengths_give_the_running_steps(capsys):
+    recorded = "tests/data/lengths/llama3b_rgrl_step400_amc23_n50.jsonl"
+    _, longest = plan_json(capsys)
+    _, plan = plan_json(capsys, "--lengths", recorded)
+    assert plan["decode"]["lengths"] == "llama3b_rgrl_step400_amc23_n50.jsonl"
+    assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cluster.device_type=h10"], "cluster.device_type must be one of a100-40gb"),
+        (["model.path=/nowhere/model"], "model.path=/nowhere/model: no model config"),
+        (["rollout.group_sizes=3"], "did you mean rollout.group_size?"),
+        (["--lenghts", "x"], "flags are --lengths FILE, --json"),
+        (["--lengths", "/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
+        (["rollout.kv_budget_bytes=1KB"], "the smallest that would do is rollout.kv_budget_tokens="),
+    ],
+)
+def test_a_wrong_input_is_one_line_and_exit_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_without_a_gpu_a_run_on_gpus_asks_for_the_device(qwen3_8b, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}"]) == 2
+    assert "cluster.device_type must be set where no GPU is found" in capsys.readouterr().err
+
+
+def test_every_device_type_has_figures():
+    assert tuple(DEVICES) == DEVICE_TYPES
+
+
+def test_the_fullest_row_is_cut_at_its_tokens_and_at_the_samples_there_are():
+    assert row_groups(4, 10, 30, 2, 8) == [(4, [10, 10]), (4, [2])]
+    assert row_groups(4, 10, 100, 2, 2) == [(4, [10, 10]), (4, [10, 10])]

@@ -1,0 +1,132 @@
+"""What the parts of a plan follow: sharding, recomputation, adapters, the model's depth; and the measured peaks of real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from infsample_rl.config_loading import load_config
+from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.plan.limits import with_settings
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
+from infsample_rl.plan.row_memory import RowSettings, fullest_moment
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = 0.10  # the error that is allowed
+
+
+def settings(*overrides):
+    config = load_config(["objective=no_kl", "cluster.learner_ranks=1", *overrides])
+    return config, ModelOutline.of(config)
+
+
+def test_unsharded_state_is_what_the_learner_holds():
+    config, model = settings()
+    learner = LearnerWorker(config, 0, 1, total_steps=1)
+    learner.setup("", 0, None)
+    lines = plan_role(config, model, "learner").lines
+    assert lines["weights"] == sum(parameter.nbytes for parameter in learner.policy.parameters())
+    assert lines["gradients"] == lines["weights"] and lines["optimizer's moments"] == 2 * lines["weights"]
+    masters = plan_role(with_settings(config, model__dtype="bfloat16"), model, "learner").lines
+    assert (masters["weights"], masters["float32 masters"]) == (lines["weights"] // 2, lines["weights"])
+
+
+def test_ranks_share_the_state_and_recomputation_leaves_a_fraction_of_the_activations():
+    config, model = settings()
+    alone = plan_role(config, model, "learner").lines
+    shared = plan_role(with_settings(config, cluster__learner_ranks=4), model, "learner").lines
+    assert shared["gradients"] == alone["gradients"] // 4 and shared["optimizer's moments"] == alone["optimizer's moments"] // 4
+    recomputed = plan_role(with_settings(config, learner__activation_checkpointing=1), model, "learner")
+    assert recomputed.lines["activations"] < 0.2 * alone["activations"]
+    assert recomputed.sum_bytes < 0.7 * sum(alone.values())
+
+
+def test_adapters_take_the_place_of_gradients_and_moments():
+    config, model = settings("learner.lora_rank=8")
+    lines, whole = plan_role(config, model, "learner").lines, plan_role(settings()[0], model, "learner").lines
+    count = sum(model.adapter_sizes(config))
+    assert lines["gradients"] == 4 * count and lines["optimizer's moments"] == 8 * count
+    assert lines["weights"] == whole["weights"] + 4 * count
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(every):
+    config, model = settings(f"learner.activation_checkpointing={every}")
+    deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
+    shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
+    row = [(20, [30] * 6), (20, [10])]
+    extended = fullest_moment(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), row)
+    from infsample_rl.plan.row_memory import _on_meta, _pack, _trace
+
+    whole = _trace(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), 8, _on_meta(_pack(row)))
+    assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
+
+
+def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twice():
+    config, model = settings("cluster.colocate=true", "cluster.rollout_workers=1")
+    (plan,) = plan_processes(config, model)
+    assert plan.role == "colocated" and "weights" in plan.lines and "sampling: weights" not in plan.lines
+    assert plan.lines["sampling: KV pool: responses"] > 0
+
+
+def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
+    config, _ = settings()
+    assert write_plan(config, 60, tmp_path) is None
+    (rollout, learner) = json.loads((tmp_path / FILE).read_text())["processes"]
+    assert (rollout["role"], learner["role"]) == ("rollout", "learner")
+    assert learner["sum_bytes"] == sum(line["bytes"] for line in learner["lines"])
+    gone = with_settings(config, model__path=str(tmp_path / "gone"))
+    assert write_plan(gone, 60, tmp_path).startswith(f"no {FILE}: ValueError: model.path=")
+
+
+def save_policy(folder, kind, vocab, **sizes):
+    """A random model with a tokenizer of nearly as many words."""
+    model, config = {
+        "llama": (LlamaForCausalLM, LlamaConfig),
+        "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+        "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    }[kind]
+    torch.manual_seed(5)
+    model(config(vocab_size=vocab, max_position_embeddings=4096, eos_token_id=1, **sizes)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocab - 16)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    return str(folder)
+
+
+# Shapes and settings other than those the formulas were written with: (architecture, vocabulary, sizes, part, settings).
+KEPT_APART = {
+    "qwen3 tied, learner": ("qwen3", 5000, (288, 5, 768, 6, 3, 48, True), "learner", ("learner.max_tokens_per_micro_batch=640",)),
+    "llama untied, recomputed": (
+        *("llama", 7000, (448, 7, 1200, 7, 7, 64, False), "learner"),
+        ("learner.max_tokens_per_micro_batch=900", "learner.activation_checkpointing=1"),
+    ),
+    "qwen2 bf16, chunks": (
+        *("qwen2", 9000, (320, 4, 896, 10, 2, 32, False), "learner"),
+        ("learner.max_tokens_per_micro_batch=700", "learner.logprob_chunk_tokens=128", "model.dtype=bfloat16"),
+    ),
+    "llama tied, rollout": ("llama", 9000, (384, 6, 1024, 6, 6, 64, True), "rollout", ("rollout.slots=150",)),
+    "qwen3 untied, rollout": ("qwen3", 6000, (512, 3, 1536, 8, 4, 64, False), "rollout", ("rollout.kv_budget_bytes=150MB",)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT_APART)
+def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one_on_models_kept_apart(name, tmp_path):
+    kind, vocab, (hidden, layers, inner, heads, kv_heads, head_dim, tied), part, options = KEPT_APART[name]
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "tie_word_embeddings": tied}
+    path = save_policy(tmp_path / "model", kind, vocab, **sizes)
+    common = ["data.max_prompt_tokens=48", "rollout.max_new_tokens=80", "rollout.group_size=24", "data.prompts_per_step=2"]
+    command = [sys.executable, "-m", "infsample_rl.bench.plan_point", part, f"model.path={path}", *common, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["error"]) < MEASURED, found
