@@ -78,6 +78,7 @@ class DataConfig:
     answer_field: str | None = setting(None, "field the reward functions get as `answer`; none: found (answer, solution, ...)")
     system_prompt: str | None = setting(None, "system message before every question")
     instruction: str | None = setting(None, "text appended to every question, after a blank line")
+    apply_chat_template: bool = setting(True, "false: the model is given the plain text, as where its tokenizer has no chat template")
     chat_template_kwargs: dict[str, Any] = setting({}, "keywords of the model's chat template, e.g. {enable_thinking: false}")
     prompts_per_step: int = setting(8, "prompts of one step; samples of a step = prompts_per_step x rollout.group_size", low=1)
     max_prompt_tokens: int = setting(1024, "longest prompt in tokens", low=1)
