@@ -17,6 +17,9 @@ from infsample_rl.config_loading import SECTIONS
 _SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  # names of settings whose values are keys
 
 
+AS_HERE = "as it is here in any case, or part of a setting above"
+
+
 class NoEquivalent(ValueError):
     """A value of theirs that no setting here stands for; the message says why, or what to use instead."""
 
@@ -60,6 +63,7 @@ class Conversion:
         self.without_effect: list[str] = []
         self.unknown: list[str] = []
         self._read: set[str] = set()
+        self._shown: set[str] = set()  # named in the origin of a setting or in a list
 
     def is_given(self, name: str) -> bool:
         """Whether their file sets it."""
@@ -75,12 +79,14 @@ class Conversion:
         self._read.update(theirs)
         if not any(name in self.given for name in theirs) and not why and value == default_of(ours):
             return
+        self._shown.update(theirs)
         origin = ", ".join(self._spelled(name) for name in theirs)
         self.settings[ours] = Setting(value, "; ".join(part for part in (origin, why) if part))
 
     def lacks(self, name: str, why: str) -> None:
         """Say that a setting of theirs has no equivalent here, and why or what to use instead."""
         self._read.add(name)
+        self._shown.add(name)
         self.no_equivalent.append(f"{self._spelled(name)}: {why}")
 
     def refuse(self, name: str, ordinary: Sequence[Any], why: str) -> None:
@@ -102,11 +108,12 @@ class Conversion:
                 raise ValueError(f"{self._spelled(row.theirs)} is not a value that {self.version} takes") from None
 
     def finish(self, ignored: Mapping[str, str]) -> None:
-        """Put every setting that nothing read into its list; `ignored`: pattern of names -> why they do not change what is learnt."""
+        """Put every setting that is not shown yet into its list; `ignored`: pattern of names -> why they do not change what is learnt."""
         for name in self.given:
-            if name in self._read:
+            if name in self._shown:
                 continue
             why = next((why for pattern, why in ignored.items() if fnmatch.fnmatchcase(name, pattern)), None)
+            why = AS_HERE if why is None and name in self._read else why
             if why is None:
                 self.unknown.append(self._spelled(name))
             else:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=")
+_QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')  # the only quoted expansion that gives several words
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 _UNRESOLVED = re.compile(r"\$[({A-Za-z_@*#0-9]|`")
 
@@ -129,11 +130,15 @@ def _word(reader: _Reader, *, ends: str = " \t\r\n;&|", splits: bool = True) -> 
             end = text.find("'", reader.at + 1)
             end = len(text) if end < 0 else end
             current, quoted, reader.at = current + text[reader.at + 1 : end], True, end + 1
+        elif (found := _QUOTED_ARRAY.match(text, reader.at)) and not current and isinstance(reader.variables.get(found[1]), list):
+            parts += reader.variables[found[1]]
+            reader.at = found.end()
         elif character == '"':
             current, quoted = current + _double_quoted(reader), True
         elif character in "$`":
             value = _expansion(reader)
-            pieces = value if isinstance(value, list) else value.split() if splits and not is_unresolved(value) else [value]
+            whole = value if isinstance(value, list) else [value]
+            pieces = [piece for item in whole for piece in (item.split() if splits and not is_unresolved(item) else [item])]
             if pieces:
                 parts += [current + pieces[0], *pieces[1:]][:-1] if len(pieces) > 1 else []
                 current = pieces[-1] if len(pieces) > 1 else current + pieces[0]
@@ -167,9 +172,8 @@ def _expansion(reader: _Reader) -> str | list[str]:
     """What a $ or a backquote stands for; itself where only a shell could say."""
     text, start = reader.text, reader.at
     if text.startswith("$((", start):
-        end = text.find("))", start)
-        reader.at = len(text) if end < 0 else end + 2
-        return _arithmetic(text[start + 3 : end], reader.variables) or text[start : reader.at]
+        reader.at = _closing(text, start)
+        return _arithmetic(text[start + 3 : reader.at - 2], reader.variables) or text[start : reader.at]
     if text.startswith("$(", start) or text[start] == "`":
         reader.at = _closing(text, start)
         return _path_command(text[start + 2 : reader.at - 1], reader.variables) or text[start : reader.at]

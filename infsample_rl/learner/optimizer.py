@@ -93,8 +93,9 @@ def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, valu
 def lr_at(step: int, total_steps: int, learner: LearnerConfig) -> float:
     """Learning rate of update `step` (0, 1, ...) of `total_steps`.
 
-    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (warmup_ratio: of the share it is, rounded up). Then constant, or linear or
-    cosine down to min_lr_ratio x lr, which is reached after the last update. lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
+    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (of warmup_ratio: the share, rounded up).
+    Then constant, or linear or cosine down to min_lr_ratio x lr, which is reached after the last update.
+    lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
     """
     warmup_steps = learner.warmup_steps or math.ceil(learner.warmup_ratio * total_steps)
     if step < warmup_steps:
