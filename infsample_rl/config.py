@@ -113,6 +113,7 @@ class LoggingConfig:
     wandb_project: str = setting("infsample_rl", "W&B project")
     tensorboard: bool = setting(False, "also write TensorBoard files")
     trace_steps: int = setting(20, "steps kept in trace.json, the timeline of every worker's phases, the newest last; 0: no file", low=0)
+    record_every: int = setting(0, "steps between recordings of all samples for python -m infsample_rl.replay; 0: none", low=0)
     completions_per_step: int = setting(4, "samples a step writes to completions.jsonl and the W&B table; 0: none", low=0)
 
     def __post_init__(self) -> None:

@@ -10,13 +10,13 @@ from infsample_rl.logging_outputs.records import append_record, json_value, open
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
 
-METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
+METRICS_FILE, COMPLETIONS_FILE, LENGTHS_FILE = "metrics.jsonl", "completions.jsonl", "lengths.jsonl"
 
 
 class RunLogger:
     """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's step.
 
-    A resumed run cuts both JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
+    A resumed run cuts the JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
     On a terminal a progress bar stays below everything printed; in a pipe or a file every step is one plain line.
     """
 
@@ -28,6 +28,7 @@ class RunLogger:
         self._screen = Screen(run_dir / "run.log", total_steps=total_steps, start_step=start_step, progress=config.logging.progress)
         self._metrics_file = open_records(run_dir / METRICS_FILE, start_step)
         self._completions_file = open_records(run_dir / COMPLETIONS_FILE, start_step)
+        self._lengths_file = open_records(run_dir / LENGTHS_FILE, start_step)
         self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = None
         if mode != "disabled":
@@ -76,10 +77,16 @@ class RunLogger:
             self._wandb.log({"step": step, **known, **table})
         self._screen.step(step, known)
 
+    def keep_lengths(self, records: list[dict[str, Any]]) -> None:
+        """Keep the lengths of a step's samples, a record for every prompt."""
+        for record in records:
+            append_record(self._lengths_file, json_value(record))
+
     def rewind(self, step: int) -> None:
-        """Forget steps after `step`, which are done again: both JSONL files are cut back as on a resume. 0: the first evaluation too."""
+        """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
         self._metrics_file = rewind_records(self._metrics_file, self._run_dir / METRICS_FILE, step or -1)
         self._completions_file = rewind_records(self._completions_file, self._run_dir / COMPLETIONS_FILE, step or -1)
+        self._lengths_file = rewind_records(self._lengths_file, self._run_dir / LENGTHS_FILE, step or -1)
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -95,4 +102,5 @@ class RunLogger:
             self._tensorboard.close()
         self._metrics_file.close()
         self._completions_file.close()
+        self._lengths_file.close()
         self._screen.close()
