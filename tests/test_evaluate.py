@@ -30,11 +30,8 @@ def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsy
     assert (figures["problems"], figures["samples"], len(records)) == (5, 4, 20)
     rewards = [[record["reward"] for record in records if record["row"] == row] for row in range(1, 6)]
     assert figures["pass@1"]["value"] == pytest.approx(sum(map(sum, rewards)) / 20)
-    assert figures["pass@4"] == {
-        "value": sum(max(group) for group in rewards) / 5,
-        "low": figures["pass@4"]["low"],
-        "high": figures["pass@4"]["high"],
-    } | {"interval": "wilson"}
+    assert figures["pass@4"]["value"] == sum(max(group) for group in rewards) / 5
+    assert figures["pass@4"]["interval"] == "wilson"  # of 4 samples all are drawn: each problem passes or not
     assert figures["length"]["value"] == pytest.approx(sum(record["length"] for record in records) / 20)
     assert figures["cut"] == sum(record["finish_reason"] == "length" for record in records) / 20
     assert records[0]["components"]["compute_score/acc"] == 1.0
