@@ -78,6 +78,7 @@ class DataConfig:
     answer_field: str | None = setting(None, "field the reward functions get as `answer`; none: found (answer, solution, ...)")
     system_prompt: str | None = setting(None, "system message before every question")
     instruction: str | None = setting(None, "text appended to every question, after a blank line")
+    apply_chat_template: bool = setting(True, "false: the model is given the plain text, as where its tokenizer has no chat template")
     chat_template_kwargs: dict[str, Any] = setting({}, "keywords of the model's chat template, e.g. {enable_thinking: false}")
     prompts_per_step: int = setting(8, "prompts of one step; samples of a step = prompts_per_step x rollout.group_size", low=1)
     max_prompt_tokens: int = setting(1024, "longest prompt in tokens", low=1)
@@ -112,6 +113,7 @@ class LoggingConfig:
     wandb_project: str = setting("infsample_rl", "W&B project")
     tensorboard: bool = setting(False, "also write TensorBoard files")
     trace_steps: int = setting(20, "steps kept in trace.json, the timeline of every worker's phases, the newest last; 0: no file", low=0)
+    record_every: int = setting(0, "steps between recordings of all samples for python -m infsample_rl.replay; 0: none", low=0)
     completions_per_step: int = setting(4, "samples a step writes to completions.jsonl and the W&B table; 0: none", low=0)
     timeline_prompts_per_step: int = setting(
         2, "prompts of which a step writes to samples.jsonl who decoded when, all G samples with the ends of their texts; 0: none", low=0

@@ -98,7 +98,8 @@ class LearnerConfig:
     lr: float = setting(1e-6, "AdamW learning rate", above=0)
     lr_schedule: str = setting("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
     min_lr_ratio: float = setting(0.0, "lr at the end of linear and cosine, as a share of lr", low=0, high=1)
-    warmup_steps: int = setting(0, "steps of linear warm-up from 0", low=0)
+    warmup_steps: int = setting(0, "updates of linear warm-up from 0", low=0)
+    warmup_ratio: float = setting(0.0, "the same as a share of the run's updates; only with warmup_steps=0", low=0, high=1)
     weight_decay: float = setting(0.0, "AdamW weight decay, of matrices only", low=0)
     beta1: float = setting(0.9, "AdamW beta 1", low=0, high=0.999999)
     beta2: float = setting(0.999, "AdamW beta 2", low=0, high=0.999999)
@@ -117,3 +118,5 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_bounds("learner", self)
+        if self.warmup_steps > 0 and self.warmup_ratio > 0:
+            raise ValueError(f"give learner.warmup_steps={self.warmup_steps} or learner.warmup_ratio={self.warmup_ratio:g}, not both")

@@ -16,7 +16,7 @@ SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries
 class RewardFunctionConfig:
     """One reward function of the weighted sum."""
 
-    name: str = setting("", "gsm8k, math, kk, reasoning_gym, path/to/file.py:function, or model:<folder or hub name>")
+    name: str = setting("", "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, or model:<folder or hub name>")
     weight: float = setting(1.0, "factor in the sum")
     kwargs: dict[str, Any] = setting({}, "keywords passed to the function; no keys: name their variables in reward.environment")
 

@@ -20,12 +20,11 @@ from infsample_rl.interruption import Interruption, Terminated
 from infsample_rl.metrics import RunLogger
 from infsample_rl.observing import add_phases, observe_step
 from infsample_rl.phases import phase
-from infsample_rl.sample_records import sample_records
+from infsample_rl.recording import StepRecorder
 from infsample_rl.startup import Start
 from infsample_rl.step_metrics import (
     Metrics,
     RolloutStats,
-    completion_records,
     evaluation_metrics,
     forecast_metrics,
     rollout_metrics,
@@ -60,7 +59,6 @@ class Driver:
         self.run_dir = Path(config.run.dir or ".")
         self.prompts = start.prompts
         self.eval_prompts = start.eval_prompts
-        self.tokenizer = start.tokenizer
         self.total_steps = start.total_steps
         self.checkpoint = start.checkpoint
         self.probe = start.probe
@@ -72,6 +70,7 @@ class Driver:
         self._unsavable = ""  # why the learner could not save the last finished step now
         self._save_seconds = 0.0  # of the last checkpoint
         self.log = RunLogger(config, self.run_dir, total_steps=start.total_steps, start_step=start.step)
+        self.recorder = StepRecorder(config, self.run_dir, start.tokenizer, self.log, total_steps=start.total_steps)
         self.log.print_table(f"{config.run.name}: what was derived", start.table)
         for warning in start.warnings:
             self.log.warn(warning)
@@ -229,8 +228,7 @@ class Driver:
         metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
         metrics |= timing_metrics(groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended)
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
-        completions = completion_records(groups, self.cluster.completions, self.tokenizer, self.config, step=self.step)
-        self.log.log_samples(sample_records(groups, self.cluster.completions, self.tokenizer, self.config, step=self.step))
+        completions = self.recorder.keep(groups, self.cluster.completions, metrics, step=self.step)
         self._expected.observe(groups.lengths_by_row())
         self.cluster.forget(groups.micro_groups)
         return metrics, completions

@@ -213,6 +213,12 @@ def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
     ]
 
 
+def mini_batches(groups: list[Group], count: int) -> list[list[Group]]:
+    """The groups of each of a step's updates, in prompt order and as equal in number as can be."""
+    ordered = sorted(groups, key=lambda group: group.prompt.prompt_index)
+    return [ordered[len(ordered) * part // count : len(ordered) * (part + 1) // count] for part in range(count)]
+
+
 def loss_totals(groups: list[Group], config: Config) -> LossTotals:
     """Denominators of an update on these groups: their samples with a reward."""
     samples = [sample for group in groups for sample in group.trained_samples()]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
@@ -23,17 +24,32 @@ from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX
 VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")  # settings merge_weight knows nothing of
 
 
-@torch.no_grad()
 def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
     """Write the base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be merged."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"OUT={out} must be a new or an empty folder")
+    lm = load_merged(checkpoint, trust_remote_code=trust_remote_code)
+    lm.save_pretrained(out)
+    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
+
+
+def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
+    """The model of a checkpoint, whole or of adapters, in model.dtype: what sampled."""
+    folder = Path(model.path)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return load_model(model, device)
+    return load_merged(folder, trust_remote_code=model.trust_remote_code).to(device, getattr(torch, model.dtype)).eval()
+
+
+@torch.no_grad()
+def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be merged."""
     settings = read_adapter_settings(checkpoint)
     if settings is None:
         raise ValueError(f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole weights")
     used = [name for name in VARIANTS if settings.get(name)]
     if settings["peft_type"] != "LORA" or settings["bias"] != "none" or used:
         raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"OUT={out} must be a new or an empty folder")
     tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
     dtype = next(iter(tensors.values())).dtype
     base = ModelConfig(path=settings["base_model_name_or_path"], dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
@@ -43,8 +59,7 @@ def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = F
         layer = name.removesuffix(".lora_A.weight")
         weight = lm.get_submodule(layer.removeprefix(PEFT_PREFIX)).weight
         weight.copy_(merge_weight(weight, tensors[name], tensors[f"{layer}.lora_B.weight"], scale))
-    lm.save_pretrained(out)
-    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
+    return lm
 
 
 def main() -> int:

@@ -11,7 +11,9 @@ from infsample_rl.logging_outputs.records import append_record, json_value, open
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
 
-METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, REPORT_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "report.html"
+METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "lengths.jsonl"
+RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE)  # records with a step, cut back where steps are done again
+REPORT_FILE = "report.html"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 
 
@@ -28,9 +30,7 @@ class RunLogger:
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
         self._screen = Screen(run_dir / "run.log", total_steps=total_steps, start_step=start_step, progress=config.logging.progress)
-        self._metrics_file = open_records(run_dir / METRICS_FILE, start_step)
-        self._completions_file = open_records(run_dir / COMPLETIONS_FILE, start_step)
-        self._samples_file = open_records(run_dir / SAMPLES_FILE, start_step)
+        self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
         self._writes_report, self._report_due_at = config.logging.report, 0.0
         self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = None
@@ -67,9 +67,9 @@ class RunLogger:
         """
         values = json_value(metrics)
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
-        append_record(self._metrics_file, {"step": step, **values})
+        append_record(self._files[METRICS_FILE], {"step": step, **values})
         for sample in samples:
-            append_record(self._completions_file, sample)
+            append_record(self._files[COMPLETIONS_FILE], sample)
         known = {name: value for name, value in values.items() if value is not None}
         if self._tensorboard is not None:
             for name, value in known.items():
@@ -80,10 +80,10 @@ class RunLogger:
             self._wandb.log({"step": step, **known, **table})
         self._screen.step(step, known)
 
-    def log_samples(self, records: list[dict[str, Any]]) -> None:
-        """Keep who decoded when, records with a step (sample_records.py)."""
+    def append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Keep records with a step in one of RECORD_FILES."""
         for record in records:
-            append_record(self._samples_file, json_value(record))
+            append_record(self._files[name], json_value(record))
 
     def write_report(self, *, is_last: bool = False) -> None:
         """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the time."""
@@ -100,15 +100,13 @@ class RunLogger:
 
     def rewind(self, step: int) -> None:
         """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
-        self._metrics_file = rewind_records(self._metrics_file, self._run_dir / METRICS_FILE, step or -1)
-        self._completions_file = rewind_records(self._completions_file, self._run_dir / COMPLETIONS_FILE, step or -1)
-        self._samples_file = rewind_records(self._samples_file, self._run_dir / SAMPLES_FILE, step or -1)
+        self._files = {name: rewind_records(file, self._run_dir / name, step or -1) for name, file in self._files.items()}
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the bar, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
         self._screen.stop_bar()
-        if not self._metrics_file.closed:
+        if not self._files[METRICS_FILE].closed:
             self.write_report(is_last=True)  # before W&B, which may take longer than run.grace_s leaves
         if self._wandb is not None:
             run, self._wandb = self._wandb, None
@@ -118,5 +116,5 @@ class RunLogger:
                 self.warn(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {run.settings.sync_dir}")
         if self._tensorboard is not None:
             self._tensorboard.close()
-        for file in (self._metrics_file, self._completions_file, self._samples_file, self._screen):
+        for file in (*self._files.values(), self._screen):
             file.close()

@@ -2,10 +2,10 @@
 
 python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,token_budget]] [group_size=32] [noise=[0,0.5]] [json=true] ...
 
-A file has a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}. The engine's own planner is run on the
-lengths. Predictions are the true lengths x exp(sigma x normal noise) for every sigma of `noise` (0: the true lengths), at most the cap.
-Time is c0 per step + c1 per row and per recomputed token; c0 and c1 default to what docs/engine.md gives for SmolLM2-135M-Instruct in
-float32 on 2 CPU cores (python -m infsample_rl.bench.engine fits them to any model and machine).
+FILE is a run folder, or a file with a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}. The engine's own
+planner is run on the lengths. Predictions are the true lengths x exp(sigma x normal noise) for every sigma of `noise` (0: the true
+lengths), at most the cap. Time is c0 per step + c1 per row and per recomputed token; c0 and c1 default to what docs/engine.md gives for
+SmolLM2-135M-Instruct in float32 on 2 CPU cores (python -m infsample_rl.bench.engine fits them to any model and machine).
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class RewardResult:
     """
 
     rewards: list[float | None]
-    components: dict[str, list[float | None]]  # the unweighted value of every reward function
+    components: dict[str, list[float | None]]  # the unweighted value of every reward function, and "FUNCTION/NAME" of what it reported beside
     failures: list[str]  # one line for each failed call
     started_at: float
     finished_at: float

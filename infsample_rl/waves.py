@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from infsample_rl.cluster import Cluster
 from infsample_rl.config import Config
-from infsample_rl.groups import Group, loss_totals, provisional_totals, trainable_specs
+from infsample_rl.groups import Group, loss_totals, mini_batches, provisional_totals, trainable_specs
 from infsample_rl.learner.row_plan import RowPlanner, balanced_waves, row_tokens
 from infsample_rl.types import LossTotals, Prompt, RowWork, SampleSpec
 
@@ -68,7 +68,7 @@ class Waves:
             self.finish()
             yield loss_totals(self._groups, self._config), True
             return
-        batches = self._mini_batches()
+        batches = mini_batches(self._groups, self._config.objective.mini_batches)
         plans = [self._plan(batch) for batch in batches]
         number, row_ids = 0, self._row_ids(plans)
         for waves in plans[1:]:  # their first pass comes after an update
@@ -80,10 +80,6 @@ class Waves:
                 for wave in waves:
                     self._send(wave, totals, row_ids)
                 yield totals, number == self._config.objective.epochs * len(batches)
-
-    def _mini_batches(self) -> list[list[Group]]:
-        groups, count = sorted(self._groups, key=lambda group: group.prompt.prompt_index), self._config.objective.mini_batches
-        return [groups[len(groups) * part // count : len(groups) * (part + 1) // count] for part in range(count)]
 
     def _plan(self, groups: list[Group]) -> list[list[Row | None]]:
         planner = self._new_planner()

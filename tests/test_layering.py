@@ -58,6 +58,13 @@ def test_the_plan_starts_nothing():
     assert wrong == {}
 
 
+def test_conversions_and_the_commands_after_training_start_no_cluster():
+    """They read settings, engine and learner; Ray and the driver are for runs."""
+    after = [name for name in FILES if name.startswith("convert/") or name in ("evaluate.py", "chat.py", "replay.py", "run_settings.py")]
+    forbidden = ("infsample_rl.cluster", "infsample_rl.driver", "infsample_rl.actors", "infsample_rl.startup", "ray")
+    assert {name: item for name in after for item in FILES[name] if item.startswith(forbidden)} == {}
+
+
 def test_nothing_imports_the_driver_but_main_and_its_async_kind():
     assert importers_of("infsample_rl.driver") - {"bench/scale_point.py"} == {"main.py", "async_driver.py"}
 
@@ -114,6 +121,15 @@ def test_stages_model_and_types_know_nothing_above_them():
         "config_rollout.py",
         "config_secrets.py",
         "config_unread.py",
+        "convert/conversion.py",
+        "convert/python_script.py",
+        "convert/scalars.py",
+        "convert/shell.py",
+        "convert/trl.py",
+        "convert/verl.py",
+        "convert/openrlhf.py",
+        "pass_at_k.py",
+        "reward/peer_forms.py",
         "secret_env.py",
         "shared_files.py",
         "simulate.py",

@@ -81,14 +81,14 @@ def test_timelines_go_on_after_a_resume_as_completions_do(tmp_path: Path) -> Non
     for steps, start in ((range(1, 6), 0), (range(4, 7), 3)):
         logger = RunLogger(config(), tmp_path, total_steps=9, start_step=start)
         for step in steps:
-            logger.log_samples([{"step": step, "prompt_index": 0, "from": start}])
+            logger.append("samples.jsonl", [{"step": step, "prompt_index": 0, "from": start}])
         logger.close()
     kept = [(record["step"], record["from"]) for record in read_records(tmp_path / "samples.jsonl")]
     assert kept == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3), (6, 3)]
     logger = RunLogger(config(), tmp_path, total_steps=9, start_step=6)
-    logger.log_samples([{"step": 7, "prompt_index": 0}])
+    logger.append("samples.jsonl", [{"step": 7, "prompt_index": 0}])
     logger.rewind(2)
-    logger.log_samples([{"step": 3, "prompt_index": 0}])
+    logger.append("samples.jsonl", [{"step": 3, "prompt_index": 0}])
     logger.close()
     assert [record["step"] for record in read_records(tmp_path / "samples.jsonl")] == [1, 2, 3]
 

@@ -23,7 +23,7 @@ MOST_SIGMA = 10  # of a lognormal error
 class SimulateOptions:
     """Arguments of `python -m infsample_rl.simulate`."""
 
-    lengths: list[str] = option([], "files of recorded lengths, .jsonl or .jsonl.gz")
+    lengths: list[str] = option([], "run folders, or files of recorded lengths, .jsonl or .jsonl.gz")
     slots: int = option(4, "g; the KV memory is slots x cap + the resident prompts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
     group_size: int | None = option(None, "G, samples taken of every prompt; one with fewer is taken whole; none: all recorded", low=1)
@@ -76,11 +76,11 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def load(path: Path, options: SimulateOptions, name: str | None = None) -> Workload:
-    """A file's prompts, called `name` (None: by its base name).
+    """A file's prompts, called `name` (None: by its base name); of a run folder those of its lengths.jsonl.
 
     Raises ValueError for a file that cannot be read, a cap below a length, prompt_tokens that were not recorded.
     """
-    recordings = read_recordings(path)
+    recordings = read_recordings(path / "lengths.jsonl" if path.is_dir() else path)
     longest = max(max(recording.lengths) for recording in recordings)
     cap = options.cap or max(recording.max_new_tokens or longest for recording in recordings)
     if cap < longest:

@@ -37,7 +37,7 @@ class Scorer:
     def of_text(self, number: int, text: str) -> float:
         """The same of a response's text."""
         prompt = {"row": number, "messages": [], "text": "", "columns": self.columns[number]}
-        return float(call_function(self.function, prompt, [{"text": text}])[0])
+        return float(call_function(self.function, prompt, [{"text": text}])[0][0])
 
 
 def main() -> None:

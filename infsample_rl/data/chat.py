@@ -38,7 +38,7 @@ def render(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
         text = _texts([messages], tokenizer, data)[0]
     except (jinja2.TemplateError, TypeError) as error:
         raise ValueError(f"{problem.origin}, row {problem.row}: the chat template refuses it: {one_line(error)}") from error
-    return _prompt(problem, messages, text, _token_ids([text], tokenizer)[0])
+    return _prompt(problem, messages, text, _token_ids([text], tokenizer, data)[0])
 
 
 def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> Rendered:
@@ -57,9 +57,14 @@ def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> Ren
         refused = {row for row, _ in faults}
         kept = [index for index, problem in enumerate(problems) if problem.row not in refused]
         problems, chats = [problems[i] for i in kept], [chats[i] for i in kept]
-    prompts = [_prompt(*parts) for parts in zip(problems, chats, texts, _token_ids(texts, tokenizer), strict=True)]
+    prompts = [_prompt(*parts) for parts in zip(problems, chats, texts, _token_ids(texts, tokenizer, data), strict=True)]
     report_bad_rows([(p.row, "renders to no token") for p in prompts if len(p.token_ids) == 0], len(prompts), origin, bad_rows)
     return _fit([p for p in prompts if len(p.token_ids)], problems, tokenizer, data)
+
+
+def is_plain(tokenizer: Any, data: DataConfig) -> bool:
+    """Whether prompts are plain text: no chat template is there, or data.apply_chat_template is off."""
+    return tokenizer.chat_template is None or not data.apply_chat_template
 
 
 def chat_messages(problem: Problem, data: DataConfig) -> list[dict[str, str]]:
@@ -78,9 +83,9 @@ def check_template_kwargs(tokenizer: Any, data: DataConfig) -> None:
     """Say which keywords the chat template never mentions, as jinja passes them over in silence; ValueError for a misspelt one."""
     if not data.chat_template_kwargs:
         return
-    if tokenizer.chat_template is None:
-        name = tokenizer.name_or_path
-        logger.warning("data.chat_template_kwargs=%s has no effect: the tokenizer %s has no chat template", data.chat_template_kwargs, name)
+    if is_plain(tokenizer, data):
+        why = "data.apply_chat_template is false" if not data.apply_chat_template else f"the tokenizer {tokenizer.name_or_path} has no chat template"
+        logger.warning("data.chat_template_kwargs=%s has no effect: %s", data.chat_template_kwargs, why)
         return
     words = set(re.findall(r"\w+", tokenizer.get_chat_template()))
     own = inspect.signature(tokenizer.apply_chat_template).parameters
@@ -101,7 +106,7 @@ def _last_user(messages: list[dict[str, str]]) -> int:
 
 def _texts(chats: list[list[dict[str, str]]], tokenizer: Any, data: DataConfig) -> list[str]:
     """The chats as the model reads them, with the opening of its answer; plain text without a chat template."""
-    if tokenizer.chat_template is None:
+    if is_plain(tokenizer, data):
         return ["\n\n".join(message["content"] for message in messages) for messages in chats]
     return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs)
 
@@ -119,13 +124,13 @@ def _texts_one_by_one(
     return texts, faults
 
 
-def _token_ids(texts: list[str], tokenizer: Any) -> list[np.ndarray]:
+def _token_ids(texts: list[str], tokenizer: Any, data: DataConfig) -> list[np.ndarray]:
     """Tokens of rendered prompts. A chat template writes its own BOS, so none is added (as transformers does); to plain
     text the tokenizer's BOS is added where it adds one, never its EOS.
     """
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     bos = tokenizer.bos_token_id
-    if tokenizer.chat_template is None and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
+    if is_plain(tokenizer, data) and bos is not None and tokenizer("a")["input_ids"][:1] == [bos]:
         ids = [row if row[:1] == [bos] else [bos, *row] for row in ids]
     return [np.asarray(row, dtype=np.int32) for row in ids]
 
@@ -179,7 +184,7 @@ def _truncated(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
         shorter = dataclasses.replace(problem, messages=messages)
         messages = chat_messages(shorter, data)
         text = _texts([messages], tokenizer, data)[0]
-        return _prompt(problem, messages, text, _token_ids([text], tokenizer)[0])
+        return _prompt(problem, messages, text, _token_ids([text], tokenizer, data)[0])
 
     too_long, fits = 0, len(question) - 1  # first characters kept: bisected, as tokens of a part are not a part of the tokens
     best = cut(fits)

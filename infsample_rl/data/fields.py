@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.boxed import last_boxed
+from infsample_rl.boxed import RAW_ANSWER, last_boxed
 from infsample_rl.data.rows import Row, json_type, report_bad_rows
 
 PROMPT_FIELDS = ("question", "problem", "prompt", "quiz")
@@ -121,6 +121,7 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
         columns["answer"] = gold_answer(given, fields.answer)
         if fields.answer == "answer" and isinstance(given, str) and columns["answer"] != given.strip():
             columns.setdefault("solution", given)  # the worked solution the gold answer was cut from
+            columns[RAW_ANSWER] = given
     return Problem(row=row.number, origin=origin, messages=messages, columns=columns)
 
 

@@ -19,7 +19,7 @@ from infsample_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-REWARDS_OF_ANSWERS = ("gsm8k", "math")  # reward functions that read the column `answer`
+REWARDS_OF_ANSWERS = ("gsm8k", "math", "data_source")  # reward functions that read the column `answer`
 
 
 class PromptStream:

@@ -93,13 +93,15 @@ def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, valu
 def lr_at(step: int, total_steps: int, learner: LearnerConfig) -> float:
     """Learning rate of update `step` (0, 1, ...) of `total_steps`.
 
-    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1. Then constant, or linear or
-    cosine down to min_lr_ratio x lr, which is reached after the last update. lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
+    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (of warmup_ratio: the share, rounded up).
+    Then constant, or linear or cosine down to min_lr_ratio x lr, which is reached after the last update.
+    lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
     """
-    if step < learner.warmup_steps:
-        return learner.lr * (step + 1) / learner.warmup_steps
+    warmup_steps = learner.warmup_steps or math.ceil(learner.warmup_ratio * total_steps)
+    if step < warmup_steps:
+        return learner.lr * (step + 1) / warmup_steps
     if learner.lr_schedule == "constant":
         return learner.lr
-    progress = min(1.0, (step - learner.warmup_steps) / max(1, total_steps - learner.warmup_steps))
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     left = 1 - progress if learner.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return learner.lr * (learner.min_lr_ratio + (1 - learner.min_lr_ratio) * left)

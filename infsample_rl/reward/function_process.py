@@ -8,7 +8,7 @@ are pickled; replies are lines of JSON, so that the worker unpickles nothing a u
                                        <-    {"pid": ..., "per_sample": [...]} or {"error": "..."}
     (function, prompt, calls)          ->
                                        <-    {} (read: the time limit of the first call starts)
-                                       <-    {"values": [...], "problems": [...]}, once a call
+                                       <-    {"values": [...], "problems": [...], "reported": {"acc": [...]}}, once a call
                                        <-    {"died": "exit code 3"}, from the keeper, when all is over
 """
 
@@ -83,12 +83,14 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
 def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[str, Any]], isolation: Isolation) -> dict[str, Any]:
     """The reply to one call; whatever the function raises becomes the problem of its samples."""
     try:
-        values = call_function(function, pickle.loads(pickled_prompt), samples)
-        checked = [as_reward(value) for value in values]
+        values, reported = call_function(function, pickle.loads(pickled_prompt), samples)
+        checked = [(None, "") if value is None and function.may_skip else as_reward(value) for value in values]
+        numbers = {name: [as_reward(value)[0] for value in column] for name, column in reported.items() if len(column) == len(samples)}
     except BaseException as error:  # this process is the sandbox: sys.exit() in a function must not end it either
         problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
-        checked = [(None, without_values(problem, isolation))] * len(samples)
-    return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked]}
+        checked, numbers = [(None, without_values(problem, isolation))] * len(samples), {}
+    reported = {name: column for name, column in numbers.items() if any(value is not None for value in column)}  # texts are not kept
+    return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked], "reported": reported}
 
 
 def _limit_behind(error: BaseException, isolation: Isolation) -> str:

@@ -1,9 +1,7 @@
 """Every reward function by its name: which kind it is, how it is loaded, how it is called. Standard library only.
 
-Three forms of call:
-    rule   score(response, columns), one sample a call: the modules of RULES
-    verl   compute_score(data_source, solution_str, ground_truth, extra_info), one sample a call: a user's function
-    trl    function(prompts, completions, **columns), a whole micro-group a call: a user's function
+A rule is score(response, columns), one sample a call: the modules of RULES. A user's function has one of peer_forms' forms; TRL's and
+verl's batched one get a whole micro-group a call, the others one sample.
 """
 
 from __future__ import annotations
@@ -18,14 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
-from infsample_rl.reward.user_function import call_trl, call_verl, check_keywords, form_of, import_function
+from infsample_rl.reward.peer_forms import Called, call_openrlhf, call_trl, call_verl, call_verl_batch, check_keywords, form_of
+from infsample_rl.reward.user_function import import_function
 
 RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
     "gsm8k": "infsample_rl.reward.rule_gsm8k",
     "math": "infsample_rl.reward.rule_math",
     "kk": "infsample_rl.reward.rule_kk",
     "reasoning_gym": "infsample_rl.reward.rule_reasoning_gym",
+    "data_source": "infsample_rl.reward.rule_data_source",
+    "think_format": "infsample_rl.reward.rule_think_format",
 }
+CALLS = {"trl": call_trl, "verl": call_verl, "verl_batch": call_verl_batch, "openrlhf": call_openrlhf}
 MODEL_PREFIX = "model:"
 
 
@@ -33,7 +35,7 @@ MODEL_PREFIX = "model:"
 class LoadedFunction:
     """A reward function ready to be called in a function process."""
 
-    form: str  # rule, verl or trl
+    form: str  # rule, or one of CALLS
     function: Callable[..., Any]
     kwargs: dict[str, Any]
     path: str | None  # the user's file
@@ -41,7 +43,12 @@ class LoadedFunction:
     @property
     def per_sample(self) -> bool:
         """Whether one call scores one sample (else a whole micro-group)."""
-        return self.form != "trl"
+        return self.form not in ("trl", "verl_batch")
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether None means that the function does not apply to a sample (TRL's), not that it failed."""
+        return self.form == "trl"
 
 
 def kind_of(name: str) -> str:
@@ -86,16 +93,14 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
     return LoadedFunction(form=form, function=function, kwargs=config.kwargs, path=os.path.abspath(path))
 
 
-def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[dict[str, Any]]) -> list[Any]:
-    """The values of one call, whatever the function returned; it may raise anything.
+def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
+    """The values of one call, whatever the function returned, and what it reported beside; it may raise anything.
 
-    prompt: {"row", "messages", "text", "columns"}; a sample: {"text", "token_ids"}, one of them unless the form is trl.
+    prompt: {"row", "messages", "text", "columns", "label", "trainer_state"}; a sample: {"text", "token_ids"}, one of them where per_sample.
     """
-    if loaded.form == "trl":
-        return call_trl(loaded.function, loaded.kwargs, prompt, samples)
-    if loaded.form == "verl":
-        return [call_verl(loaded.function, loaded.kwargs, prompt, samples[0])]
-    return [loaded.function(samples[0]["text"], prompt["columns"], **loaded.kwargs)]
+    if loaded.form == "rule":
+        return [loaded.function(samples[0]["text"], prompt["columns"], **loaded.kwargs)], {}
+    return CALLS[loaded.form](loaded.function, loaded.kwargs, prompt, samples)
 
 
 def as_reward(value: Any) -> tuple[float | None, str]:

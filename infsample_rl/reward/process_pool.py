@@ -41,10 +41,11 @@ class FunctionProcessDied(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CallValues:
-    """What one call gave: a value (or None) and what is wrong with it (or "") for each of its samples."""
+    """What one call gave: for each of its samples a value and what is wrong with it; None with "" is a sample the function leaves out."""
 
     values: list[float | None]
     problems: list[str]
+    reported: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)  # further numbers, by name
 
 
 class FunctionProcess:
@@ -89,7 +90,7 @@ class FunctionProcess:
                 if not _are_values(reply, size):
                     self.kill()
                     raise FunctionProcessDied(_FORGED)
-                yield CallValues(values=reply["values"], problems=reply["problems"])
+                yield CallValues(values=reply["values"], problems=reply["problems"], reported=reply["reported"])
         except FunctionTimedOut:
             self.kill()
             raise
@@ -262,11 +263,15 @@ def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
 
 
 def _are_values(reply: dict[str, Any], size: int) -> bool:
-    """Whether a reply is the values and problems of a call of `size` samples."""
-    values, problems = reply.get("values"), reply.get("problems")
-    if not (isinstance(values, list) and isinstance(problems, list) and len(values) == len(problems) == size):
+    """Whether a reply is the values, problems and reported numbers of a call of `size` samples."""
+    values, problems, reported = reply.get("values"), reply.get("problems"), reply.get("reported")
+    if not (isinstance(values, list) and isinstance(problems, list) and isinstance(reported, dict) and len(problems) == size):
         return False
-    return all(value is None or isinstance(value, (int, float)) for value in values) and all(isinstance(problem, str) for problem in problems)
+    columns = [values, *reported.values()]
+    if not all(isinstance(column, list) and len(column) == size for column in columns):
+        return False
+    numbers = [value for column in columns for value in column if value is not None]
+    return all(isinstance(value, (int, float)) for value in numbers) and all(isinstance(problem, str) for problem in problems)
 
 
 def _names(functions: list[RewardFunctionConfig]) -> str:

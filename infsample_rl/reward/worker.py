@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import pickle
 import time
+from collections.abc import Set
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from infsample_rl.boxed import RAW_ANSWER
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
@@ -34,6 +36,8 @@ class RewardWorker:
         functions = config.reward.functions
         self.tokenizer = load_tokenizer(config.model)
         self.stop_strings = config.rollout.stop_strings
+        self.answer_field = config.data.answer_field
+        self.updates_per_step, self.steps = config.objective.updates_per_step, config.run.steps
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
         kinds = [kind_of(function.name) for function in functions]
@@ -72,23 +76,28 @@ class RewardWorker:
         """Rewards of completions of one prompt, in their order."""
         token_ids = [completion.token_ids.tolist() for completion in completions]
         texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
-        return self.score_texts(prompt, texts, token_ids)
+        return self.score_texts(prompt, texts, token_ids, step=completions[0].policy_version if completions else 0)
 
-    def score_texts(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None) -> RewardResult:
-        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids."""
+    def score_texts(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0) -> RewardResult:
+        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids, `step` counts in its trainer_state."""
         started_at = time.time()
         ids = token_ids if token_ids is not None else [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         samples = [{"text": text, "token_ids": list(row)} for text, row in zip(texts, ids, strict=True)]
-        futures = self._submit(prompt, samples) if samples else {}
+        futures = self._submit(prompt, samples, step) if samples else {}
         scored: dict[int, Scored] = {index: _model_scores(model, prompt, texts) for index, model in self._models.items()}  # while they run
+        reported: dict[str, list[float | None]] = {}
         for index in self._in_pool:
             calls = [call for future in futures.get(index, []) for call in future.result()]
             scored[index] = ([v for call in calls for v in call.values], [p for call in calls for p in call.problems])
+            reported |= _joined(self.names[index], calls)
         components = {name: [finite_or_none(value) for value in scored[index][0]] for index, name in enumerate(self.names)}
         problems = {name: scored[index][1] for index, name in enumerate(self.names)}
+        rewards = weighted_sum(components, dict(zip(self.names, self.weights, strict=True)), len(texts), skipped=_skipped(components, problems))
+        for name, sample in _skipped_by_all(components, problems, len(texts)):
+            problems[name][sample] = "returned None"
         return RewardResult(
-            rewards=weighted_sum(components, dict(zip(self.names, self.weights, strict=True)), len(texts)),
-            components=components,
+            rewards=rewards,
+            components=components | reported,
             failures=failure_lines(problems, prompt.row),
             started_at=started_at,
             finished_at=time.time(),
@@ -99,10 +108,15 @@ class RewardWorker:
         if self._pool:
             self._pool.close()
 
-    def _submit(self, prompt: Prompt, samples: list[dict[str, Any]]) -> dict[int, list[Future[list[CallValues]]]]:
-        """Hand the samples to the pool: whole to TRL's form, else one sample a call, dealt to all processes."""
+    def _submit(self, prompt: Prompt, samples: list[dict[str, Any]], step: int) -> dict[int, list[Future[list[CallValues]]]]:
+        """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all processes."""
         assert self._pool is not None or not self._in_pool
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
+        columns["label"] = prompt.columns.get(RAW_ANSWER, prompt.columns.get(self.answer_field or "answer", prompt.columns.get("answer")))
+        columns["trainer_state"] = {
+            "global_step": step * self.updates_per_step,  # TRL counts updates
+            "max_steps": -1 if self.steps is None else self.steps * self.updates_per_step,
+        }
         pickled = pickle.dumps(columns)
         futures: dict[int, list[Future[list[CallValues]]]] = {}
         for position, index in enumerate(self._in_pool):
@@ -126,12 +140,35 @@ def finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def weighted_sum(components: dict[str, list[float | None]], weights: dict[str, float], count: int) -> list[float | None]:
-    """Sum of weight x value for each of `count` samples; None where any value is, or where the sum overflows."""
+def _joined(name: str, calls: list[CallValues]) -> dict[str, list[float | None]]:
+    """What a function reported beside its values, under "FUNCTION/NAME", over all its calls; None where a call did not report it."""
+    reported = dict.fromkeys(key for call in calls for key in call.reported)
+    return {f"{name}/{key}": [v for call in calls for v in call.reported.get(key, [None] * len(call.values))] for key in reported}
+
+
+def _skipped(components: dict[str, list[float | None]], problems: dict[str, list[str]]) -> set[tuple[str, int]]:
+    """(function, sample) where a function left a sample out: None, and nothing wrong."""
+    missing = {(name, sample) for name, column in components.items() for sample, value in enumerate(column) if value is None}
+    return {(name, sample) for name, sample in missing if not problems[name][sample]}
+
+
+def _skipped_by_all(components: dict[str, list[float | None]], problems: dict[str, list[str]], count: int) -> list[tuple[str, int]]:
+    """The first function and each sample that every function left out: it has no reward, which is to be said."""
+    skipped = _skipped(components, problems)
+    return [(next(iter(components)), sample) for sample in range(count) if all((name, sample) in skipped for name in components)]
+
+
+def weighted_sum(
+    components: dict[str, list[float | None]], weights: dict[str, float], count: int, *, skipped: Set[tuple[str, int]] = frozenset()
+) -> list[float | None]:
+    """Sum of weight x value for each of `count` samples; None where any value is, or where the sum overflows.
+
+    `skipped`: (function, sample) that are left out of the sum, as TRL leaves out a function's None; None where all are.
+    """
     rewards: list[float | None] = []
     for sample in range(count):
-        values = {name: column[sample] for name, column in components.items()}
-        total = None if None in values.values() else math.fsum(weights[name] * value for name, value in values.items())
+        values = {name: column[sample] for name, column in components.items() if (name, sample) not in skipped}
+        total = None if None in values.values() or not values else math.fsum(weights[name] * value for name, value in values.items())
         rewards.append(finite_or_none(total))
     return rewards
 

@@ -167,6 +167,11 @@ class SamplingEngine:
             "preemptions": self.preemptions,
         }
 
+    def unfinished_tokens(self) -> dict[tuple[int, int], list[int]]:
+        """{(prompt_index, sample_index): response tokens so far} of the rows that decode; to be asked at a stream's pauses."""
+        running = [] if self._loop is None else self._loop.planner.running
+        return {(sample.group.prompt_index, sample.sample_index): list(sample.tokens) for sample in running}
+
     def give_back(self) -> dict[int, list[int]]:
         """From another thread: half of the samples of the stream that have not started, which it leaves out. {prompt_index: sample indices}."""
         asked: Future[dict[int, list[int]]] = Future()

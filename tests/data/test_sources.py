@@ -60,7 +60,7 @@ def test_raw_gsm8k_rows_yield_the_answer_after_the_hashes_without_commas(tmp_pat
     source = jsonl(tmp_path / "train.jsonl", [{"question": "How many?", "answer": solution}])
     (problem,) = load(source)
     assert problem.messages == [{"role": "user", "content": "How many?"}]
-    assert problem.columns == {"answer": "1042", "solution": solution}
+    assert problem.columns == {"answer": "1042", "solution": solution, "answer_as_given": solution}
     assert (problem.row, problem.origin) == (1, source)
 
 

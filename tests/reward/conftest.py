@@ -31,7 +31,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, b
     return {"score": float(solution_str == ground_truth) + bonus, "acc": 1.0}
 
 def verl_sees(data_source, solution_str, ground_truth, extra_info):
-    return float(data_source == "sums" and ground_truth == "3" and extra_info == {"split": "train"})
+    return float(data_source == "sums" and ground_truth == "3" and extra_info["split"] == "train" and extra_info["num_turns"] == 2)
 
 def no_score(data_source, solution_str, ground_truth, extra_info):
     return {"acc": 1.0}

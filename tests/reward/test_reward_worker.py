@@ -59,7 +59,7 @@ def test_rewards_get_the_text_before_the_first_stop_string(tiny_qwen3):
     rollout = RolloutConfig(stop_strings=["\n\n", "</a>"])
     worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), rollout=rollout, reward=reward))
     given = []
-    worker.score_texts = lambda prompt, texts, token_ids: given.append((texts, [len(row) for row in token_ids]))
+    worker.score_texts = lambda prompt, texts, token_ids, step: given.append((texts, [len(row) for row in token_ids]))
     try:
         worker.score(make_prompt(), [completion_of(worker, index, text) for index, text in enumerate(("3</a>", "4\n\n5</a>", "6</b", "</a"))])
     finally:
@@ -70,7 +70,8 @@ def test_rewards_get_the_text_before_the_first_stop_string(tiny_qwen3):
 def test_rewards_are_the_weighted_sum(open_worker):
     worker = open_worker({"name": "gsm8k", "weight": 2.0}, {"name": ":brevity", "weight": 0.5}, {"name": ":compute_score", "kwargs": {"bonus": 0.25}})
     result = worker.score_texts(make_prompt(), ["3", "13"])
-    assert result.components == {"gsm8k": [1.0, 0.0], "brevity": [-1.0, -2.0], "compute_score": [1.25, 0.25]}
+    scores = {"gsm8k": [1.0, 0.0], "brevity": [-1.0, -2.0], "compute_score": [1.25, 0.25]}
+    assert result.components == scores | {"compute_score/acc": [1.0, 1.0]}
     assert result.rewards == [2.0 - 0.5 + 1.25, -1.0 + 0.25]
 
 
@@ -91,7 +92,7 @@ def test_a_prompt_column_of_messages_gives_completions_as_messages(open_worker):
 
 def test_what_verl_functions_are_given(open_worker):
     result = open_worker(":verl_sees", ":compute_score").score_texts(make_prompt(), ["3", "4"])
-    assert result.components == {"verl_sees": [1.0, 1.0], "compute_score": [1.0, 0.0]}
+    assert result.components == {"verl_sees": [1.0, 1.0], "compute_score": [1.0, 0.0], "compute_score/acc": [1.0, 1.0]}
     assert open_worker(":compute_score").score_texts(make_prompt({"answer": "3"}), ["3"]).rewards == [1.0]
 
 

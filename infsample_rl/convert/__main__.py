@@ -1,0 +1,90 @@
+"""Another trainer's configuration into ours: python -m infsample_rl.convert trl|verl|openrlhf FILE [ARGUMENT ...]
+
+FILE      trl: a YAML file of its command line, a Python script with GRPOConfig or RLOOConfig, or a shell script; verl: a shell script
+          with `verl.trainer.main_ppo key=value ...`, or a Hydra YAML file; openrlhf: a shell script with `openrlhf.cli.train_ppo_ray --flags`
+ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME, data.train_batch_size=64
+
+The experiment is printed, every setting with its origin, below it what has no equivalent, differs, changes nothing or is unknown.
+Nothing of FILE is run. Exit codes: 0 done; 2 an input is wrong, or the settings contradict each other here (said after they are printed).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from infsample_rl.config_loading import load_config
+from infsample_rl.convert import openrlhf, trl, trl_files, verl
+from infsample_rl.convert.conversion import Conversion, Given
+from infsample_rl.convert.shell import Word, is_unresolved
+from infsample_rl.convert.written import experiment_yaml
+
+PEERS = ("trl", "verl", "openrlhf")
+
+
+def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
+    """Read and convert; ValueError in one line for what cannot be."""
+    words, environment = [Word(argument, 0) for argument in arguments], {**os.environ, "0": str(path)}
+    if not path.is_file():
+        raise ValueError(f"FILE={path}: there is no such file")
+    if peer == "trl":
+        given, trainer = trl_files.read(path, environment)
+        given |= trl_files.read_words(words, "argument")
+        given, unresolved = _resolved(given)
+        conversion = trl.convert(given, trainer=trainer)
+    elif peer == "verl":
+        given, unresolved = _resolved(verl.read(path, words, environment))
+        conversion = verl.convert(given)
+    else:
+        given, unresolved = _resolved(openrlhf.read(path, words, environment))
+        conversion = openrlhf.convert(given)
+    conversion.unknown += unresolved
+    return conversion
+
+
+def _resolved(given: dict[str, Given]) -> tuple[dict[str, Given], list[str]]:
+    """What has a value, and lines on what only a shell could resolve."""
+    unclear = {name: entry for name, entry in given.items() if any(is_unresolved(item) for item in _leaves(entry.value))}
+    lines = [f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name" for name, entry in unclear.items()]
+    return {name: entry for name, entry in given.items() if name not in unclear}, lines
+
+
+def _leaves(value: object) -> list[object]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_experiment(text: str) -> None:
+    """Compose the printed experiment and check it as a run would, but for models and data. ValueError where it cannot run."""
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = Path(folder) / "experiment" / "converted.yaml"
+        experiment.parent.mkdir()
+        experiment.write_text(text)
+        load_config(["+experiment=converted"], folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        if arguments[0] not in PEERS or len(arguments) < 2:
+            raise ValueError(f"give one of {', '.join(PEERS)} and a file, got {' '.join(arguments[:2])!r}")
+        peer, path = arguments[0], Path(arguments[1])
+        conversion = convert_file(peer, path, arguments[2:])
+        name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
+        text = experiment_yaml(conversion, command=f"python -m infsample_rl.convert {' '.join(arguments)}", name=name)
+        print(text, end="")
+        check_experiment(text)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

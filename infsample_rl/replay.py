@@ -1,0 +1,143 @@
+"""A recorded step into the learner alone: python -m infsample_rl.replay RUN step=K [json=true] [section.key=value ...]
+
+RUN  a run with logging.record_every; step K needs the checkpoint it began from, checkpoints/step_<K-1> (run.checkpoint_every=1
+     run.keep_checkpoints=100 keep all), or for step 1 the model itself
+
+One process, unsharded; any setting of the update may be changed, to see what it does to the same samples. Loss, gradient norm and the
+difference of engine and learner are shown beside the run's own. The other half, the scheduler on a run's lengths without a model, is
+python -m infsample_rl.simulate lengths=RUN. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infsample_rl import keeping
+from infsample_rl.bench.arguments import parse
+from infsample_rl.bench.report import print_table
+from infsample_rl.config import Config
+from infsample_rl.groups import Group, loss_totals, mini_batches, trainable_specs
+from infsample_rl.learner.row_plan import RowPlanner, assemble
+from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.recording import RecordedStep, read_recording
+from infsample_rl.run_settings import load_run_config
+from infsample_rl.step_metrics import update_metrics
+from infsample_rl.types import SampleSpec, TrainingSample
+
+
+@dataclass(kw_only=True)
+class ReplayOptions:
+    """What is no setting of a run."""
+
+    step: int = field(default=0, metadata={"doc": "the step", "low": 1, "choices": (), "key": None})
+    json: bool = field(default=False, metadata={"doc": "print one JSON object", "low": None, "choices": (), "key": None})
+
+
+def replay_config(run_dir: Path, overrides: list[str]) -> Config:
+    """The run's settings for one learner rank in this process. ValueError in one line."""
+    ours = ["cluster.learner_ranks=1", f"cluster.learner_gpus={int(torch.cuda.is_available())}", "cluster.colocate=false"]
+    ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
+    ours += ["learner.backend=fsdp", "learner.shard_ranks=null", "reference.placement=learner"]
+    ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
+    return load_run_config(run_dir, [*ours, *overrides])
+
+
+def start_of(run_dir: Path, step: int) -> Path | None:
+    """The checkpoint a step began from, None: the model itself. ValueError when it was not kept."""
+    if step == 1:
+        return None
+    kept = {keeping.step_of(folder): folder for folder in keeping.checkpoints(run_dir)}
+    if step - 1 not in kept:
+        there = ", ".join(map(str, kept)) or "none"
+        raise ValueError(
+            f"step={step} began from checkpoint {step - 1}, which {run_dir} has not kept (there are: {there}); "
+            "set run.checkpoint_every=1 run.keep_checkpoints=100 in a run to keep all"
+        )
+    return kept[step - 1]
+
+
+def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> dict[str, float]:
+    """Metrics of the recorded step's updates, made from `checkpoint`."""
+    worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
+    worker.setup("", 0, None if checkpoint is None else str(checkpoint))
+    reports, objective = [], config.objective
+    batches = mini_batches(recorded.groups, objective.mini_batches)
+    plans = [list(_rows(batch, recorded, config)) for batch in batches]
+    ids = {id(row): number for number, row in enumerate(row for plan in plans for row in plan)} if objective.updates_per_step > 1 else {}
+    try:
+        for row in (row for plan in plans[1:] for row in plan):  # their first pass comes after an update
+            worker.remember(row, ids[id(row)])
+        for epoch in range(objective.epochs):
+            for batch, plan in zip(batches, plans, strict=True):
+                totals = loss_totals(batch, config)
+                for row in plan:
+                    worker.accumulate(row, totals, ids.get(id(row)))
+                is_last = epoch + 1 == objective.epochs and batch is batches[-1]
+                reports.append(worker.step(totals, is_last=is_last))
+    finally:
+        worker.close()
+    return update_metrics(reports)
+
+
+def _rows(groups: list[Group], recorded: RecordedStep, config: Config) -> Iterator[list[TrainingSample]]:
+    """Packed learner rows of some groups."""
+    prompts = {group.prompt.prompt_index: group.prompt.token_ids for group in recorded.groups}
+    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()})
+    rows: list[list[SampleSpec]] = [row for group in groups for row in planner.add_group(trainable_specs(group, config))]
+    for row in rows + planner.flush():
+        yield assemble(row, prompts, [recorded.completions], [])
+
+
+def compare(run: dict[str, Any], replayed: dict[str, float]) -> list[dict[str, Any]]:
+    """Both figures of every name and their difference relative to the run's."""
+    rows = []
+    for name in (name for name in run if name in replayed and run[name] is not None):
+        was, now = float(run[name]), float(replayed[name])
+        difference = abs(now - was) / abs(was) if was else abs(now)
+        rows.append({"name": name, "run": was, "replay": now, "difference": difference})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    try:
+        if not arguments or "=" in arguments[0] or not (Path(arguments[0]) / "config.yaml").is_file():
+            raise ValueError("give a run folder first: python -m infsample_rl.replay RUN step=K")
+        run_dir = Path(arguments[0]).absolute()
+        own = [argument for argument in arguments[1:] if argument.partition("=")[0] in ("step", "json") or "=" not in argument]
+        options = parse(own, ReplayOptions)
+        if options.step == 0:
+            raise ValueError("give the step: python -m infsample_rl.replay RUN step=K")
+        recorded, checkpoint = read_recording(run_dir, options.step), start_of(run_dir, options.step)
+        config = replay_config(run_dir, [argument for argument in arguments[1:] if argument not in own])
+        replayed = replay(config, recorded, checkpoint)
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (RuntimeError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps({"step": options.step, "run": recorded.metrics, "replay": replayed}))
+        return 0
+    print(f"step {options.step} of {run_dir}, from {checkpoint or config.model.path}: {len(recorded.completions)} samples")
+    rows = [row | {name: f"{row[name]:.6g}" for name in ("run", "replay")} for row in compare(recorded.metrics, replayed)]
+    print_table(
+        [row | {"difference": f"{row['difference']:.1e}"} for row in rows], {"name": "", "run": "run", "replay": "replay", "difference": "relative"}
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Shell words, variables and values, resolved without a shell."""
+
+from __future__ import annotations
+
+import pytest
+
+from infsample_rl.convert.scalars import read_scalar
+from infsample_rl.convert.shell import is_unresolved, read_commands, read_flags
+
+
+def words_of(text, **environment):
+    commands, _ = read_commands(text, environment, keep=lambda words: bool(words) and words[0] == "run")
+    return [word.text for word in commands[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run a b", ["run", "a", "b"]),
+        ("A=1\nrun $A ${A}x '$A' \"$A $A\"", ["run", "1", "1x", "$A", "1 1"]),
+        ("run ${NONE:-7} ${NONE:-$HOME/x}", ["run", "7", "/home/me/x"]),
+        ("N=$((2 * (3 + 4)))\nrun $N $((N / 2))", ["run", "14", "7"]),
+        ("A=(x y 'z z')\nA+=(w)\nrun ${A[@]}", ["run", "x", "y", "z", "z", "w"]),
+        ('A=(x "z z")\nrun "${A[@]}"', ["run", "x", "z z"]),
+        ("A='b c'\nrun $A \"$A\"", ["run", "b", "c", "b c"]),
+        ("run a \\\n  b # c\nrun d", ["run", "a", "b"]),
+        ("export A=1 B=2; run $A$B", ["run", "12"]),
+        ('run "$@" $1 $(hostname) `date` $NONE', ["run", "$(hostname)", "`date`", "$NONE"]),
+        ("run $(basename /a/b.sh .sh) $(dirname /a/b)", ["run", "b", "/a"]),
+        ("if true; then\n  A=1\nelse\n  A=2\nfi\nrun $A", ["run", "2"]),
+    ],
+)
+def test_words_of_a_command(text, words):
+    assert words_of(text, HOME="/home/me") == words
+
+
+def test_what_only_a_shell_could_know_is_told_apart():
+    assert [is_unresolved(text) for text in ("$(hostname)", "${X}", "`date`", "a$", "5$", "plain")] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("8", 8),
+        ("-1", -1),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("True", True),
+        ("null", None),
+        ("no", "no"),
+        ("off", "off"),
+        ("[a,b]", ["a", "b"]),
+        ("['a', 1e-3]", ["a", 1e-3]),
+        ("{k: 1}", {"k": 1}),
+        ("'q'", "q"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("None", "None"),
+    ],
+)
+def test_values_are_read_as_their_trainers_read_them(word, value):
+    assert read_scalar(word) == value and type(read_scalar(word)) is type(value)
+
+
+def test_flags_take_as_many_values_as_stand_behind_them():
+    commands, _ = read_commands("run x --a 1 --b --c=2 --d 3 4 5 -- y", {}, keep=bool)
+    flags, others = read_flags(commands[0])
+    assert {name: value for name, (value, _) in flags.items()} == {"a": "1", "b": True, "c": "2", "d": ["3", "4", "5", "--", "y"]}
+    assert [word.text for word in others] == ["run", "x"]

@@ -1,0 +1,220 @@
+"""Reward functions of the shape TRL's, verl's and OpenRLHF's users write, as they are; and the rules their data sets need."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.data.prompts import build_train_prompts
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.reward.rule_data_source import rule_of
+from infsample_rl.reward.rule_data_source import score as data_source_score
+from infsample_rl.reward.rule_think_format import score as think_score
+from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.types import Completion
+
+PEERS = """
+import re
+from dataclasses import dataclass
+
+# --- TRL
+def last_number(text):
+    return (re.findall(r"-?\\d+", text) or [None])[-1]
+
+def exact(prompts, completions, answer, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    golds = [text.split("####")[1].strip() for text in answer]
+    return [1.0 if last_number(content) == gold else 0.0 for content, gold in zip(contents, golds)]
+
+def only_maths(completions, kind, log_extra=None, log_metric=None, **kwargs):
+    scores = [2.0 if topic == "maths" else None for topic in kind]
+    if log_extra:
+        log_extra("words", [str(len(completion[0]["content"].split())) for completion in completions])
+        log_extra("tokens", [len(ids) for ids in kwargs["completion_ids"]])
+    if log_metric:
+        log_metric("mean_words", sum(len(completion[0]["content"].split()) for completion in completions) / len(completions))
+    return scores
+
+def only_code(completions, kind, **kwargs):
+    return [5.0 if topic == "code" else None for topic in kind]
+
+def warms_up(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+async def judged(completions, answer, **kwargs):
+    return [0.25] * len(completions)
+
+class Length:
+    def __init__(self, most):
+        self.most = most
+    def __call__(self, completions, **kwargs):
+        return [min(1.0, len(completion[0]["content"]) / self.most) for completion in completions]
+
+length = Length(10)
+
+# --- verl
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = solution_str.strip().endswith(ground_truth)
+    assert data_source == "openai/gsm8k" and extra_info["index"] == 7 and extra_info["num_turns"] == 2
+    return {"score": 1.0 if right else -1.0, "acc": right, "pred": solution_str[-1:]}
+
+async def compute_score_async(data_source, solution_str, ground_truth, extra_info, strict=False, **kwargs):
+    return float(solution_str.strip() == ground_truth) if strict else 0.5
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [{"score": float(len(text)), "long": len(text) > 2} for text in solution_strs]
+
+# --- OpenRLHF
+class Tensor:  # what a torch tensor is to its caller
+    def __init__(self, values):
+        self.values = values
+    def tolist(self):
+        return self.values
+
+def reward_func(queries, prompts, labels, **kwargs):
+    responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    rewards = [1.0 if response.strip() == label.split("####")[1].strip() else 0.0 for response, label in zip(responses, labels)]
+    return {"rewards": Tensor(rewards), "scores": Tensor(rewards), "extra_logs": {"length": Tensor([float(len(responses[0]))])}}
+
+def reward_plain(queries, prompts, labels):
+    return Tensor([3.0])
+"""
+WORKED = "1 + 2 makes three.\n#### 3"
+
+
+@pytest.fixture
+def open_worker(tiny_qwen3, tmp_path):
+    """Builds a worker over functions of PEERS; every one is closed."""
+    path, workers = tmp_path / "peers.py", []
+    path.write_text(PEERS)
+
+    def build(*functions, source="unused.jsonl", answer_field=None):
+        entries = [{"name": function} if isinstance(function, str) else function for function in functions]
+        listed = [RewardFunctionConfig(**entry | {"name": f"{path}:{entry['name']}"}) for entry in entries]
+        data = DataConfig(source=str(source), answer_field=answer_field)
+        config = Config(model=ModelConfig(path=str(tiny_qwen3)), data=data, reward=RewardConfig(functions=listed), run=RunConfig(steps=8))
+        workers.append(RewardWorker(config))
+        return workers[-1]
+
+    yield build
+    for worker in workers:
+        worker.close()
+
+
+@pytest.fixture
+def prompt_of(tiny_qwen3, tmp_path):
+    """The first prompt of a data file that holds one row."""
+
+    def read(row, *, parquet=False, **settings):
+        path = tmp_path / ("train.parquet" if parquet else "train.jsonl")
+        if parquet:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        else:
+            path.write_text(json.dumps(row) + "\n")
+        model, reward = ModelConfig(path=str(tiny_qwen3)), RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
+        config = Config(model=model, data=DataConfig(source=str(path), **settings), reward=reward, rollout=RolloutConfig())
+        return build_train_prompts(config, load_tokenizer(model), None).next_batch(1)[0]
+
+    return read
+
+
+def trl_row(**columns):
+    return {"prompt": [{"role": "user", "content": "1 + 2 = ?"}], "answer": WORKED} | columns
+
+
+def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, prompt_of):
+    result = open_worker("exact", "judged", "length").score_texts(prompt_of(trl_row()), ["so 3", "so 4"])
+    assert result.failures == []
+    assert result.components == {"exact": [1.0, 0.0], "judged": [0.25, 0.25], "length": [0.4, 0.4]}
+
+
+def test_a_trl_function_that_returns_none_is_left_out_of_the_weighted_sum(open_worker, prompt_of):
+    worker = open_worker({"name": "exact", "weight": 2.0}, {"name": "only_maths", "weight": 0.5}, "only_code")
+    result = worker.score_texts(prompt_of(trl_row(kind="maths")), ["3", "two words"], token_ids=[[5], [6, 7]])
+    assert result.rewards == [2.0 * 1.0 + 0.5 * 2.0, 0.5 * 2.0]
+    assert result.failures == []
+    assert result.components["only_code"] == [None, None]
+    assert result.components["only_maths/tokens"] == [1.0, 2.0]  # log_extra
+    assert result.components["only_maths/mean_words"] == [1.5, 1.5]  # log_metric
+    assert "only_maths/words" not in result.components  # texts are not kept
+
+
+def test_a_sample_that_every_trl_function_leaves_out_has_no_reward_and_is_said(open_worker, prompt_of):
+    result = open_worker("only_maths", "only_code").score_texts(prompt_of(trl_row(kind="prose")), ["a", "b"])
+    assert result.rewards == [None, None]
+    assert result.failures == ["only_maths: returned None on prompt row 1 (2 samples)"]
+
+
+def test_trl_functions_see_how_far_the_run_is(open_worker, prompt_of):
+    worker = open_worker("warms_up")
+    token_ids = np.array(worker.tokenizer("3")["input_ids"], np.int32)
+    given = {"token_ids": token_ids, "logprobs": np.zeros(len(token_ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop"}
+    completion = Completion(prompt_index=0, sample_index=0, policy_version=2, **given)
+    assert worker.score(prompt_of(trl_row()), [completion]).rewards == [2 / 8]
+
+
+def verl_row():
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "1 + 2 = ?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "3"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+
+
+def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_worker, prompt_of):
+    prompt = prompt_of(verl_row(), parquet=True)
+    result = open_worker("compute_score").score_texts(prompt, ["it is 3", "4"])
+    assert (result.rewards, result.failures) == ([1.0, -1.0], [])
+    assert result.components == {"compute_score": [1.0, -1.0], "compute_score/acc": [1.0, 0.0]}
+    strict = {"name": "compute_score_async", "kwargs": {"strict": True}}
+    assert open_worker(strict, "compute_scores").score_texts(prompt, ["3", "333"]).components == {
+        "compute_score_async": [1.0, 0.0],
+        "compute_scores": [1.0, 3.0],
+        "compute_scores/long": [0.0, 1.0],
+    }
+
+
+def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it(open_worker, prompt_of):
+    prompt = prompt_of({"input": "1 + 2 = ?", "label": WORKED}, prompt_field="input", answer_field="label")
+    result = open_worker("reward_func", "reward_plain", answer_field="label").score_texts(prompt, ["3", " 4"])
+    assert result.failures == []
+    assert result.components == {"reward_func": [1.0, 0.0], "reward_func/length": [1.0, 2.0], "reward_plain": [3.0, 3.0]}
+    named_answer = prompt_of({"input": "1 + 2 = ?", "answer": WORKED}, prompt_field="input")
+    assert open_worker("reward_func").score_texts(named_answer, ["3"]).rewards == [1.0]
+
+
+def test_the_rule_of_a_row_is_its_data_source():
+    assert rule_of("openai/gsm8k") == "gsm8k"
+    assert rule_of("DigitalLearningGmbH/MATH-lighteval") == rule_of("aime2024") == "math"
+    assert data_source_score("so #### 3", {"data_source": "openai/gsm8k", "answer": "3"}) == 1.0
+    assert data_source_score(r"\boxed{\frac12}", {"data_source": "lighteval/MATH", "answer": "0.5"}) == 1.0
+    with pytest.raises(ValueError, match="data_source is 'codeforces', which has no rule here"):
+        rule_of("codeforces")
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>\na\n</think>\nb", 1.0),
+        ("<think></think>", 1.0),
+        ("a</think>b", 0.0),
+        ("<think>a", 0.0),
+        ("<think>a<think></think>b", 0.0),
+        ("b", 0.0),
+    ],
+)
+def test_think_format_wants_one_thought_before_the_answer(response, reward):
+    assert think_score(response, {}) == reward
+
+
+def test_without_the_chat_template_a_prompt_is_its_plain_text(prompt_of):
+    row = {"prompt": "1 + 2 = ?", "answer": "3"}
+    assert prompt_of(row).text == "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(row, apply_chat_template=False).text == "1 + 2 = ?"

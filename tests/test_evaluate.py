@@ -1,0 +1,83 @@
+"""The evaluate and chat commands on a small model: same engine, same rewards, figures that add up."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from infsample_rl import chat, evaluate
+from infsample_rl.chat import Chat, ChatOptions, chat_config, talk
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': float(len(solution_str) % 2), 'acc': 1.0}\n"
+
+
+@pytest.fixture
+def arguments(tiny_qwen3, tmp_path):
+    """Arguments of evaluate on five problems."""
+    data, reward = tmp_path / "problems.jsonl", tmp_path / "reward.py"
+    data.write_text("".join(json.dumps({"question": f"{n} + 1 = ?", "answer": str(n + 1)}) + "\n" for n in range(5)))
+    reward.write_text(REWARD)
+    return [str(tiny_qwen3), f"data.source={data}", f"reward.functions=[{{name: '{reward}:compute_score'}}]", "rollout.max_new_tokens=12"]
+
+
+def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsys):
+    out = tmp_path / "completions.jsonl"
+    assert evaluate.main([*arguments, "samples=4", "k=[1,4]", f"out={out}", "json=true"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert (figures["problems"], figures["samples"], len(records)) == (5, 4, 20)
+    rewards = [[record["reward"] for record in records if record["row"] == row] for row in range(1, 6)]
+    assert figures["pass@1"]["value"] == pytest.approx(sum(map(sum, rewards)) / 20)
+    assert figures["pass@4"]["value"] == sum(max(group) for group in rewards) / 5
+    assert figures["pass@4"]["interval"] == "wilson"  # of 4 samples all are drawn: each problem passes or not
+    assert figures["length"]["value"] == pytest.approx(sum(record["length"] for record in records) / 20)
+    assert figures["cut"] == sum(record["finish_reason"] == "length" for record in records) / 20
+    assert records[0]["components"]["compute_score/acc"] == 1.0
+    assert evaluate.main([*arguments, "samples=4", "run.eval_prompts=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "pass@4" in shown and "over problems" in shown and "a sample passes at a reward of 0.5" in shown
+
+
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, capsys):
+    for wrong, message in (
+        (["samples=0"], "must be >= 1"),
+        (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
+        (["smaples=2"], "is not a setting"),
+        (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
+        (["data.sauce=x"], "did you mean data.source?"),
+    ):
+        assert evaluate.main([*arguments, *wrong]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert evaluate.main([arguments[0], arguments[2]]) == 2
+    assert "data.source is empty" in capsys.readouterr().err
+
+
+def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
+    options = ChatOptions(temperature=0.0, max_new_tokens=8)
+    config = chat_config(str(tiny_qwen3), options, [])
+    one = Chat(config, options, "cpu")
+    pieces = list(one.answer("hello"))
+    assert one.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "".join(pieces)}]
+    first = one.messages[1]["content"]
+    assert len(pieces) > 1  # not all at once
+    list(one.answer("and now?"))
+    assert len(one.messages) == 4
+    one.reset()
+    assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
+    assert one.obey("/temperature 0.3") == "temperature 0.3" and one.temperature == 0.3
+    assert one.obey("/temperature hot") == "temperature must be between 0 and 10, got 'hot'"
+    assert one.obey("/help") == chat.HELP
+
+
+def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_qwen3):
+    options = ChatOptions(temperature=0.0, max_new_tokens=6)
+    out = io.StringIO()
+    one = Chat(chat_config(str(tiny_qwen3), options, []), options, "cpu")
+    talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\n"), out)
+    lines = out.getvalue().split("\n")
+    assert "forgotten" in lines
+    assert any(line.startswith("error: prompt 0 of") and "/reset forgets" in line for line in lines)
+    assert len(one.messages) == 2  # what did not fit is not in the talk
