@@ -173,23 +173,6 @@ time.sleep(600)
     again.open()  # what the killed run held has come back
 
 
-@pytest.mark.slow
-def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path):
-    mine, notes = session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
-    added = []
-    late = threading.Timer(3.0, lambda: added.append(patiently(lambda: two_nodes.add_node(**SECOND))))
-    late.start()
-    try:
-        mine.open()
-    finally:
-        late.join()
-        two_nodes.remove_node(added[0], allow_graceful=False)
-    waiting = [note for note in notes if note.startswith("waiting for nodes")]
-    assert waiting and "of 120 s" in waiting[0] and "no place for" in waiting[0]
-    assert "7 rollout workers" not in notes.text().split("placement")[1], "on three nodes"
-    wait_for_nodes(2)
-
-
 @pytest.fixture
 def short_path():
     """A folder for a node of Ray: the paths of its sockets may have 107 characters."""
@@ -223,6 +206,25 @@ def stop_node(node: subprocess.Popen) -> None:
         except ProcessLookupError:
             pass
     node.wait()
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, short_path):
+    mine, notes = session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
+    ports = ["--min-worker-port=23000", "--max-worker-port=23900"]
+    arguments = [f"--address={two_nodes.address}", f"--temp-dir={short_path}", *ports]
+    added = []
+    late = threading.Timer(3.0, lambda: added.append(start_node(arguments, os.environ | {"RAY_AUTH_MODE": "disabled"})))
+    late.start()
+    try:
+        mine.open()
+    finally:
+        late.join()
+        stop_node(added[0])
+    waiting = [note for note in notes if note.startswith("waiting for nodes")]
+    assert waiting and "of 120 s" in waiting[0] and "no place for" in waiting[0]
+    assert "7 rollout workers" not in notes.text().split("placement")[1], "on three nodes"
+    wait_for_nodes(2)
 
 
 def has_mount_namespaces() -> bool:
