@@ -114,7 +114,7 @@ def test_figures_are_floats_by_metric_name(config):
     collect(worker.stream(WORK, step=0))
     stats = worker.stats()
     counts = {"recomputed_tokens", "preemptions", "parked_tokens", "predict_seconds"}
-    assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation"} | counts
+    assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "peak_memory_bytes"} | counts
     assert all(isinstance(value, float) for value in stats.values())
     assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1
     assert torch.get_num_threads() == 1
