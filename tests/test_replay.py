@@ -52,7 +52,8 @@ def recorded_run(arguments, tmp_path):
         indices, reasons = [completion.sample_index for completion in completions], [completion.finish_reason for completion in completions]
         known = {"prompt_index": completions[0].prompt_index, "policy_version": 0, "finished_at": 0.0}
         groups.add_micro_group(key, MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known))
-        rewards = [None if length % 7 == 3 else float(sum(ids) % 11) for length, ids in zip(lengths, (c.token_ids for c in completions), strict=True)]
+        sums = [int(completion.token_ids.sum()) for completion in completions]
+        rewards = [None if value % 5 == 0 else float(value % 11) for value in sums]
         groups.add_rewards(key, RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0))
     trained = groups.take_complete()
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
