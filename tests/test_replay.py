@@ -72,8 +72,10 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert replay.main([str(recorded_run.folder), "step=1", "json=true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["run"]["learner/grad_norm"] > 0
-    for name in ("learner/loss", "learner/grad_norm", "learner/kl", "learner/entropy", "learner/lr"):
-        assert found["replay"][name] == pytest.approx(found["run"][name], rel=1e-5, abs=1e-9), name
+    for name in ("learner/grad_norm", "learner/entropy", "learner/lr"):
+        assert found["replay"][name] == pytest.approx(found["run"][name], rel=1e-5, abs=0), name
+    for name in ("learner/loss", "learner/kl"):  # zero but for rounding: on policy advantages cancel, and the reference is the policy
+        assert found["replay"][name] == pytest.approx(found["run"][name], abs=1e-6), name
     assert found["replay"]["learner/logprob_diff_max"] < 1e-4
     assert replay.main([str(recorded_run.folder), "step=1", "objective.loss=dapo"]) == 0
     shown = capsys.readouterr().out
