@@ -52,7 +52,8 @@ def recorded_run(arguments, tmp_path):
         indices, reasons = [completion.sample_index for completion in completions], [completion.finish_reason for completion in completions]
         known = {"prompt_index": completions[0].prompt_index, "policy_version": 0, "finished_at": 0.0}
         groups.add_micro_group(key, MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known))
-        rewards = [None if length % 7 == 3 else float(sum(ids) % 11) for length, ids in zip(lengths, (c.token_ids for c in completions), strict=True)]
+        sums = [int(completion.token_ids.sum()) for completion in completions]
+        rewards = [None if value % 5 == 0 else float(value % 11) for value in sums]
         groups.add_rewards(key, RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0))
     trained = groups.take_complete()
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
@@ -71,8 +72,10 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert replay.main([str(recorded_run.folder), "step=1", "json=true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["run"]["learner/grad_norm"] > 0
-    for name in ("learner/loss", "learner/grad_norm", "learner/kl", "learner/entropy", "learner/lr"):
-        assert found["replay"][name] == pytest.approx(found["run"][name], rel=1e-5, abs=1e-9), name
+    for name in ("learner/grad_norm", "learner/entropy", "learner/lr"):
+        assert found["replay"][name] == pytest.approx(found["run"][name], rel=1e-5, abs=0), name
+    for name in ("learner/loss", "learner/kl"):  # zero but for rounding: on policy advantages cancel, and the reference is the policy
+        assert found["replay"][name] == pytest.approx(found["run"][name], abs=1e-6), name
     assert found["replay"]["learner/logprob_diff_max"] < 1e-4
     assert replay.main([str(recorded_run.folder), "step=1", "objective.loss=dapo"]) == 0
     shown = capsys.readouterr().out
