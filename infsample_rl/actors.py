@@ -164,17 +164,17 @@ class LearnerCalls(Observed):
         """Join the process group, load and shard the policy."""
         return self.learner.setup(host, port, checkpoint)
 
-    def accumulate(self, work: RowWork, *payloads: Any) -> dict[str, float]:
-        """One wave: forward and backward of one packed row, of weight zero when this rank has none."""
-        started = time.time()
-        report = self.learner.accumulate(_samples(work, payloads), work.totals, work.row_id)
-        return report | {"started_at": started, "ended_at": time.time()}
+    def learn(self, rows: list[RowWork], *payloads: Any) -> list[dict[str, float]]:
+        """Rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's first update."""
+        return [self._learn_row(row, payloads) for row in rows]
 
-    def remember(self, work: RowWork, *payloads: Any) -> dict[str, float]:
-        """One wave: log-probabilities of a row before the step's first update."""
-        started = time.time()
-        self.learner.remember(_samples(work, payloads), work.row_id)
-        return {"started_at": started, "ended_at": time.time()}
+    def _learn_row(self, work: RowWork, payloads: tuple[Any, ...]) -> dict[str, float]:
+        started, samples, report = time.time(), _samples(work, payloads), {}
+        if work.totals is None:
+            self.learner.remember(samples, work.row_id)
+        else:
+            report = self.learner.accumulate(samples, work.totals, work.row_id)
+        return report | {"started_at": started, "ended_at": time.time()}
 
     def step(self, totals: LossTotals, is_last: bool) -> dict[str, float]:
         """Clip, step the optimizer, report."""
@@ -237,15 +237,10 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
                 self._count_micro_group(item)
                 yield item
 
-    def accumulate(self, *arguments: Any) -> dict[str, float]:
-        """As LearnerCalls.accumulate, between running steps."""
+    def _learn_row(self, *arguments: Any) -> dict[str, float]:
+        """As LearnerCalls._learn_row, between running steps."""
         with self.turn:
-            return super().accumulate(*arguments)
-
-    def remember(self, *arguments: Any) -> dict[str, float]:
-        """As LearnerCalls.remember, between running steps."""
-        with self.turn:
-            return super().remember(*arguments)
+            return super()._learn_row(*arguments)
 
     def publish_here(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights. Every rank must be asked."""

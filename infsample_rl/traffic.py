@@ -20,6 +20,7 @@ from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 from infsample_rl.watchdog import Watchdog
 
 MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
+MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
 
 
 class Traffic:
@@ -35,6 +36,7 @@ class Traffic:
         self._work: dict[int, RolloutWork] = {}  # of micro-groups, by key
         self._references: dict[int, ray.ObjectRef] = {}
         self._unscored: list[tuple[int, Prompt]] = []  # micro-groups that no reward worker has yet
+        self._unsent_rows: dict[int, list[tuple[RowWork, list[int]]]] = {}  # by learner rank, and the micro-groups they are made of
         self._next_key = 0
 
     # sending
@@ -76,13 +78,23 @@ class Traffic:
         self._references[key] = payload
 
     def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:
-        """Send a learner rank its row of a wave."""
+        """Send a learner rank its row of a wave, together with the others that are ready at the same time."""
+        self._unsent_rows.setdefault(rank, []).append((work, keys))
+
+    def _send_rows(self) -> None:
+        unsent, self._unsent_rows = self._unsent_rows, {}
+        for rank, rows in unsent.items():
+            for first in range(0, len(rows), MOST_ROWS_AT_ONCE):
+                self._send_to_learn(rank, rows[first : first + MOST_ROWS_AT_ONCE])
+
+    def _send_to_learn(self, rank: int, rows: list[tuple[RowWork, list[int]]]) -> None:
         handle = self._crew.all("learner")[rank]
-        method = handle.remember if work.totals is None else handle.accumulate
+        method = handle.learn
         if self._config.cluster.colocate:  # in a thread beside the stream
             method = method.options(concurrency_group="learner")
+        keys = sorted({key for _, of_row in rows for key in of_row})
         payloads = [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
-        self._calls[method.remote(work, *payloads)] = Call("learner", rank, handle, [], _never)
+        self._calls[method.remote([work for work, _ in rows], *payloads)] = Call("learner", rank, handle, [], _never)
 
     # what has arrived
 
@@ -97,6 +109,7 @@ class Traffic:
             self._interruption.check()
             self.rollout.deal_backlog()
             self._send_unscored()
+            self._send_rows()
             ready = self._wait()
             if ready:
                 watchdog.moved()
@@ -107,10 +120,10 @@ class Traffic:
                 yield from self._take(ref, opened)
 
     def _is_busy(self) -> bool:
-        return bool(self._calls or self._unscored) or not self.rollout.is_done
+        return bool(self._calls or self._unscored or self._unsent_rows) or not self.rollout.is_done
 
     def _learner_is_idle(self) -> bool:
-        return all(call.role != "learner" for call in self._calls.values())
+        return not self._unsent_rows and all(call.role != "learner" for call in self._calls.values())
 
     def _wait(self) -> list[Any]:
         """All that is ready, or nothing after a while."""
@@ -153,7 +166,7 @@ class Traffic:
                 raise self._learner_failure(error) from error
             raise
         if call.role == "learner":
-            return [RowArrival(call.index, value)]
+            return [RowArrival(call.index, report) for report in value]
         held = [(key, one) for key, one in zip(call.keys, value if call.role == "reward" else [value], strict=True) if key in self._micro_groups]
         return [(RewardArrival if call.role == "reward" else ReferenceArrival)(key, one) for key, one in held]
 
@@ -208,7 +221,7 @@ class Traffic:
     def abandon(self) -> None:
         """Drop the unfinished step: end the streams, forget everything in flight."""
         self.rollout.abandon()
-        for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored):
+        for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored, self._unsent_rows):
             book.clear()
 
     def statistics(self) -> dict[str | tuple[str, str], float]:
