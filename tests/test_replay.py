@@ -18,8 +18,9 @@ from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.groups import StepGroups, loss_totals, provisional_totals, trainable_specs
 from infsample_rl.learner.row_plan import assemble
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.metrics import RunLogger
 from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.recording import length_records, read_recording, write_recording
+from infsample_rl.recording import StepRecorder, length_records, read_recording, write_recording
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.types import MicroGroupHeader, RewardResult
 
@@ -65,7 +66,7 @@ def recorded_run(arguments, tmp_path):
         learner.accumulate(assemble(row, by_prompt, micro_groups, []), provisional_totals(config))
     metrics = learner.step(loss_totals(trained, config))
     assert write_recording(run_dir, groups, lambda key: micro_groups[key], metrics, step=1, total_steps=2)
-    return SimpleNamespace(folder=run_dir, config=config, groups=groups, metrics=metrics)
+    return SimpleNamespace(folder=run_dir, config=config, groups=groups, metrics=metrics, fetch=lambda key: micro_groups[key])
 
 
 def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys):
@@ -106,6 +107,25 @@ def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
     workload = load(recorded_run.folder, options)
     assert workload.groups == [[sample.length for sample in group.sorted_samples()] for group in recorded_run.groups.groups]
     assert workload.cap == 24
+
+
+def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(recorded_run, tmp_path):
+    config, folder = recorded_run.config, tmp_path / "kept"
+    log = RunLogger(config, folder, total_steps=2, start_step=0)
+    recorder = StepRecorder(config, folder, load_tokenizer(config.model), log, total_steps=2)
+    try:
+        shown = recorder.keep(recorded_run.groups, recorded_run.fetch, recorded_run.metrics, step=1)
+        assert len(shown) == config.logging.completions_per_step == 4
+        assert [record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())] == [
+            [sample.length for sample in group.sorted_samples()] for group in recorded_run.groups.groups
+        ]
+        assert len(read_recording(folder, 1).completions) == 12
+        recorder.keep(recorded_run.groups, lambda key: None, recorded_run.metrics, step=2)  # their worker is gone
+        assert not (folder / "recordings" / "step_000002").exists()
+        log.rewind(1)
+        assert len((folder / "lengths.jsonl").read_text().splitlines()) == 3
+    finally:
+        log.close()
 
 
 @pytest.mark.slow
