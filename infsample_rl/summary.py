@@ -16,6 +16,7 @@ from infsample_rl.logging_outputs.screen import duration
 FILES = {  # what a run folder may hold, in the order it is listed
     "config.yaml": "every setting of this run",
     "metrics.jsonl": "one JSON object a step",
+    "warnings.jsonl": "what was noticed, with the step",
     "completions.jsonl": "samples with their rewards",
     "reward_curve.png": "reward, held-out accuracy and response length over the steps",
     "run.log": "what was printed, with times",
