@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ray import cloudpickle
 
 from infsample_rl.config import (
@@ -29,6 +30,7 @@ from infsample_rl.config import (
 from infsample_rl.failures import Restarts
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.out_of_memory import KernelKills, explain, is_out_of_memory
+from infsample_rl.phases import phase
 from infsample_rl.ray_calls import _said
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import LossTotals, TrainingSample
@@ -87,9 +89,15 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
         resource.setrlimit(resource.RLIMIT_AS, before)
     text = f"learner rank 0: {_said(travelled(raised.value))}"
     line = explain(text, settings)
-    assert re.match(r"learner rank 0 ran out of memory in phase (forward|backward); it asked for [\d.]+ [KMG]B; the plan said 8.1 GB for it, ", line)
+    assert re.match(r"learner rank 0 ran out of memory( in phase \w+)?; it asked for [\d.]+ [KMG]B; the plan said 8.1 GB for it, ", line)
     assert "most of it activations 6 GB, weights 2 GB, logits 100 MB; set learner.max_tokens_per_micro_batch=4096, or learner.activation" in line
     assert explain(line, settings) == line and "\n" not in line
+
+
+def test_the_innermost_phase_travels_with_an_exception():
+    with pytest.raises(RuntimeError) as raised, phase("outer"), phase("inner"):
+        torch.empty(2**58)
+    assert _said(travelled(raised.value)).endswith("; in phase inner")
 
 
 def test_a_pool_that_does_not_fit_names_the_rollout_worker_and_a_smaller_one(tiny_qwen3, tmp_path):
