@@ -25,6 +25,7 @@ from infsample_rl.types import (
     PublishedProbe,
     ReferenceResult,
     RewardResult,
+    RolloutNow,
     RolloutWork,
     RowWork,
     TrainingSample,
@@ -102,6 +103,11 @@ class RolloutCalls(Observed):
     def progress(self) -> int:
         """Running steps since the start: grows while the worker is alive and decoding."""
         return self.rollout.progress()
+
+    @ray.method(concurrency_group="control")
+    def now(self) -> RolloutNow:
+        """The rows that decode and how full the KV pool is."""
+        return self.rollout.now()
 
     @ray.method(concurrency_group="control")
     def halt(self, number: int) -> None:

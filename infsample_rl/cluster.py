@@ -17,14 +17,15 @@ from infsample_rl.crew import Answer, Crew, Handle
 from infsample_rl.failures import Restarts, StepLost, WorkerLost, worker_name
 from infsample_rl.interruption import Interruption
 from infsample_rl.model.loading import load_model_config
+from infsample_rl.out_of_memory import KernelKills, explain
 from infsample_rl.phases import WorkerPhases, phase
 from infsample_rl.placement import worker_groups
 from infsample_rl.ray_calls import NOT_STARTED
 from infsample_rl.ray_session import RaySession
 from infsample_rl.secret_env import worker_secrets
-from infsample_rl.telemetry import MetricsExporter, PhaseRequests, Statistics, metrics_addresses
+from infsample_rl.telemetry import MetricsExporter, Requests, RowsShown, Statistics, metrics_addresses
 from infsample_rl.traffic import Traffic
-from infsample_rl.types import Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, RowWork, WeightSyncReport
+from infsample_rl.types import ClusterNow, Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, RowWork, WeightSyncReport
 from infsample_rl.weight_delivery import WeightDelivery
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.weight_sync.transport import check_object_store, choose_transport
@@ -56,13 +57,15 @@ class Cluster:
         self._config, self._total_steps, self._note, self._actors = config, total_steps, note, actors
         self._interruption = interruption or Interruption()
         self._session, self._secrets = RaySession(config, note), worker_secrets(config)
-        self.restarts = Restarts(config.cluster.max_restarts, note, self._interruption.sleep)
+        self._kernel_kills = KernelKills()
+        self.restarts = Restarts(config.cluster.max_restarts, note, self._interruption.sleep, self._explain_loss)
         self._crew = Crew(self._spawn, ray.kill, _is_there, self.restarts)
         self._traffic = Traffic(config, self._crew, note, self._interruption, lambda index: self._weights.bring_back(index))
         self._asking = Asking(self._crew, note, self._interruption, self._traffic.waiting)
         self._weights = WeightDelivery(config, self._crew, self._asking, note, self._interruption)
         self._probe_reports: dict[ray.ObjectRef, int] = {}
-        self._phase_requests = PhaseRequests()
+        self._phase_requests = Requests(lambda worker: worker.phases.remote())
+        self._rows_shown = RowsShown()
         self.metrics: MetricsExporter | None = None  # once started
         self._started_at = time.monotonic()
 
@@ -231,6 +234,11 @@ class Cluster:
             except (WorkerLost, StepLost) as lost:
                 reason = str(lost)
 
+    def _explain_loss(self, said: str) -> str:
+        if self._kernel_kills.new():
+            said += "; out of memory: the kernel's OOM killer has ended a process on the driver's machine"
+        return explain(said, self._config)
+
     def abandon_step(self) -> None:
         """Give the unfinished step up: streams end, what is in flight is forgotten."""
         self._traffic.abandon()
@@ -250,6 +258,11 @@ class Cluster:
     def phases(self, *, wait_s: float = 0.0) -> list[WorkerPhases]:
         """What workers that were asked have answered, within `wait_s` seconds."""
         return self._phase_requests.take(wait_s)
+
+    def now(self) -> ClusterNow:
+        """What is in flight, and the rows as rollout workers said last; asks them again and waits for nobody. For one thread, any."""
+        rollout = self._rows_shown.ask(list(self._crew.all("rollout").values()))
+        return ClusterNow(rollout, self._traffic.rollout.num_owed, self._traffic.num_in_flight())
 
     def _statistics(self) -> Statistics:
         busy = time.monotonic() - self._started_at - self._traffic.waiting.seconds

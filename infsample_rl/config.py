@@ -108,7 +108,8 @@ class DataConfig:
 class LoggingConfig:
     """What the user sees and what is kept."""
 
-    progress: bool = setting(True, "progress bar (plain lines when not a terminal)")
+    progress: bool = setting(True, "the live view on a terminal, a line a step elsewhere; false: notes and warnings alone")
+    verbose: bool = setting(False, "more lines: a step's figures, what it waited for, every worker's phases")
     wandb: str = setting("auto", "auto: online with a key, else offline", choices=("auto", "online", "offline", "disabled"))
     wandb_project: str = setting("infsample_rl", "W&B project")
     tensorboard: bool = setting(False, "also write TensorBoard files")

@@ -77,8 +77,8 @@ class Driver:
         self.log.note("first prompt: " + repr(start.prompts.first_rendered))
         self.interruption = Interruption()
         self.cluster = Cluster(config, total_steps=start.total_steps, note=self.log.note, interruption=self.interruption)
-        path, keep_steps = self.run_dir / "trace.json", config.logging.trace_steps
-        self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep)
+        path, keep_steps, verbose = self.run_dir / "trace.json", config.logging.trace_steps, config.logging.verbose
+        self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep, verbose=verbose)
 
     def run(self) -> None:
         """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is finished."""
@@ -87,7 +87,7 @@ class Driver:
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
             self._publish()
-            self.log.start_progress()
+            self.log.start_progress(self.cluster.now)
             while not self._is_finished():
                 try:
                     self._go_on()
@@ -194,7 +194,8 @@ class Driver:
             prompts = self.prompts.next_batch(missing, len(groups.groups))
             groups.extend(prompts)
         if len(groups.trained()) < wanted:
-            self.log.warn(f"step {self.step + 1}: {len(groups.trained())} of {wanted} groups have a signal after {len(rounds)} rounds of sampling")
+            found = f"{len(groups.trained())} of {wanted} groups have a signal"
+            self.log.warn_seldom(f"step {self.step + 1}: {found} after {len(rounds)} rounds of sampling")
         return rounds
 
     @phase("update")
@@ -331,14 +332,14 @@ class Driver:
                 groups.forget(key)
             case RewardArrival(key, result):
                 for failure in result.failures[: max(0, FAILURES_SHOWN - len(groups.failures))]:
-                    self.log.warn(failure)
+                    self.log.warn_seldom(failure)
                 groups.add_rewards(key, result)
             case ReferenceArrival(key, kl_sums):
                 groups.add_reference(key, kl_sums)
 
     def _count_failures(self, groups: StepGroups) -> None:
         if len(groups.failures) > FAILURES_SHOWN:
-            self.log.warn(f"... and {len(groups.failures) - FAILURES_SHOWN} more failed reward calls after step {self.step}")
+            self.log.warn_seldom(f"... and {len(groups.failures) - FAILURES_SHOWN} more failed reward calls after step {self.step}")
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)

@@ -27,22 +27,27 @@ def worker_name(role: str, index: int) -> str:
 class Restarts:
     """Counts restarts: at most `limit` between two finished steps, with pauses that double from the second on."""
 
-    def __init__(self, limit: int, note: Callable[[str], None], sleep: Callable[[float], None]) -> None:
+    def __init__(
+        self, limit: int, note: Callable[[str], None], sleep: Callable[[float], None], explain: Callable[[str], str] = lambda text: text
+    ) -> None:
+        """`explain`: adds to what is said of a lost worker what is known beside."""
+        self._explain = explain
         self.by_part: dict[str, int] = {}  # of the run
         self._limit, self._note, self._sleep = limit, note, sleep
         self._in_a_row = 0
 
     def begin(self, who: str, reason: str) -> None:
         """Say that `who` is started again, and wait for its turn. RuntimeError when there were too many."""
+        said = self._explain(f"{who}: {reason}")
         if self._in_a_row >= self._limit:
             raise RuntimeError(
-                f"{who}: {reason}; cluster.max_restarts={self._limit}: {self._in_a_row} restarts since the last finished step are enough"
+                f"{said}; cluster.max_restarts={self._limit}: {self._in_a_row} restarts since the last finished step are enough"
             )
         self._in_a_row += 1
         self.by_part[who] = self.by_part.get(who, 0) + 1
         pause = 0.0 if self._in_a_row == 1 else min(LONGEST_PAUSE_S, 0.5 * 2.0 ** (self._in_a_row - 2))
         after = f" after {pause:g} s" if pause else ""
-        self._note(f"{who}: {reason}; started again{after} (restart {self._in_a_row} of at most {self._limit} before a step is finished)")
+        self._note(f"{said}; started again{after} (restart {self._in_a_row} of at most {self._limit} before a step is finished)")
         self._sleep(pause)
 
     @property

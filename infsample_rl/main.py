@@ -57,6 +57,7 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     """Check the inputs, then run; every failure is one line and an exit code."""
     from infsample_rl.async_driver import AsyncDriver
     from infsample_rl.driver import Driver
+    from infsample_rl.out_of_memory import explain
     from infsample_rl.startup import prepare
 
     try:
@@ -67,12 +68,12 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
         return 130
     except ValueError as error:
         return _fail(error, 2)
-    except (RuntimeError, OSError) as error:
-        return _fail(error, 1)
+    except (RuntimeError, OSError, MemoryError) as error:
+        return _fail(explain(str(error) or type(error).__name__, config), 1)
     return 0
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     lines = [line.strip() for line in str(error).splitlines()]
     print("error: " + " ".join(line for line in lines if line), file=sys.stderr)
     return code

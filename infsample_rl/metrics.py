@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.logging_outputs.records import append_record, json_value, open_records, rewind_records
+from infsample_rl.health import Health
+from infsample_rl.logging_outputs.live_view import LiveView, step_figures
+from infsample_rl.logging_outputs.records import append_record, json_value, open_records, read_records, rewind_records
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
+from infsample_rl.types import ClusterNow
 
 METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "lengths.jsonl"
-RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE)  # records with a step, cut back where steps are done again
+WARNINGS_FILE = "warnings.jsonl"
+RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)  # with a step: cut back where steps are done again
 REPORT_FILE = "report.html"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
+WARN_EVERY_STEPS = 20  # of warnings that may come with every step, one of a kind in so many is said
 
 
 class RunLogger:
     """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's step.
 
     A resumed run cuts the JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
-    On a terminal a progress bar stays below everything printed; in a pipe or a file every step is one plain line.
+    On a terminal a live view stays below everything printed; in a pipe or a file every step is one plain line, more with logging.verbose.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
@@ -29,9 +36,16 @@ class RunLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
-        self._screen = Screen(run_dir / "run.log", total_steps=total_steps, start_step=start_step, progress=config.logging.progress)
+        self._verbose = config.logging.verbose
+        sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
+        self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
+        options = {"total_steps": total_steps, "start_step": start_step, "progress": config.logging.progress}
+        self._screen = Screen(run_dir / "run.log", self._view, **options)
         self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
         self._writes_report, self._report_due_at = config.logging.report, 0.0
+        self._step = start_step
+        self._health = Health(config, read_records(run_dir / METRICS_FILE) if start_step else ())
+        self._seldom: dict[str, tuple[int, int]] = {}  # kind of warning -> step it was said at, how many were kept back since
         self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
         self._wandb = None
         if mode != "disabled":
@@ -49,22 +63,41 @@ class RunLogger:
         self._screen.line(text)
 
     def keep(self, text: str) -> None:
-        """Keep a line in run.log alone."""
-        self._screen.keep(text)
+        """Keep a line in run.log; with logging.verbose print it too."""
+        (self._screen.line if self._verbose else self._screen.keep)(text)
 
-    def warn(self, text: str) -> None:
-        """Print a warning, also when logging.progress is false."""
-        self._screen.line(f"warning: {text}", style="yellow")
+    def warn(self, text: str, rule: str = "") -> None:
+        """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py, where one found it."""
+        self._screen.warn(text)
+        append_record(self._files[WARNINGS_FILE], {"step": self._step, "rule": rule or None, "text": text})
 
-    def start_progress(self) -> None:
-        """Show the progress bar already before the first step ends. Optional: log_step does it too."""
-        self._screen.start_bar()
+    def warn_seldom(self, text: str) -> None:
+        """A warning that may come with every step: said once in WARN_EVERY_STEPS of those that differ in numbers alone, the others counted."""
+        kind = re.sub(r"\d+", "#", text)
+        said_at, kept_back = self._seldom.get(kind, (None, 0))
+        if said_at is not None and self._step - said_at < WARN_EVERY_STEPS:
+            self._seldom[kind] = said_at, kept_back + 1
+            if self._verbose:
+                self._screen.keep(f"warning: {text}")
+            return
+        self._seldom[kind] = self._step, 0
+        self.warn(f"{text} (and {kept_back:,} more like it since step {said_at})" if kept_back else text)
+
+    def start_progress(self, source: Callable[[], ClusterNow] | None = None) -> None:
+        """Show the live view before the first step ends. `source`: what is in flight, without waiting; asked on a terminal only."""
+        if self._screen.is_live:
+            self._view.watch(source)
+        self._screen.start_live()
 
     def log_step(self, step: int, metrics: dict[str, float | None], completions: list[dict[str, Any]]) -> None:
         """Keep and show one step. Call it before the step's checkpoint gets its name, or a kill in between loses the record.
 
         `completions`: dicts with the keys COMPLETION_COLUMNS; the first logging.completions_per_step are kept.
         """
+        self._step = step
+        findings = self._health.enter(step, metrics)
+        if step:
+            metrics = {**metrics, "health/warnings": self._health.num_holding}
         values = json_value(metrics)
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
         append_record(self._files[METRICS_FILE], {"step": step, **values})
@@ -79,6 +112,11 @@ class RunLogger:
             table = {"completions": wandb_table(samples)} if samples else {}
             self._wandb.log({"step": step, **known, **table})
         self._screen.step(step, known)
+        if self._verbose:
+            for name, parts in step_figures(known):
+                self._screen.line(f"  {name:<8} {', '.join(parts)}")
+        for finding in findings:
+            self.warn(finding.text, finding.rule)
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""
@@ -100,12 +138,15 @@ class RunLogger:
 
     def rewind(self, step: int) -> None:
         """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
-        self._files = {name: rewind_records(file, self._run_dir / name, step or -1) for name, file in self._files.items()}
+        for name, file in self._files.items():  # a warning before the first step stays
+            self._files[name] = rewind_records(file, self._run_dir / name, step if name == WARNINGS_FILE else step or -1)
+        self._health.rewind(step)
+        self._step = step
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop the bar, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
-        self._screen.stop_bar()
+        """Stop the live view, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
+        self._screen.stop_live()
         if not self._files[METRICS_FILE].closed:
             self.write_report(is_last=True)  # before W&B, which may take longer than run.grace_s leaves
         if self._wandb is not None:

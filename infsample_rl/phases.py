@@ -60,8 +60,10 @@ class phase(ContextDecorator):  # noqa: N801 -- reads as a statement: with phase
         self._start = _recorder.begin(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         _recorder.end(self, self._start)
+        if isinstance(error, Exception) and "__notes__" not in error.__dict__:  # the innermost phase says where it was
+            error.add_note(f"in phase {self.name}")
 
 
 class _Recorder:

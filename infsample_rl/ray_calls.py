@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from infsample_rl.failures import StepLost, WorkerLost, worker_name
+from infsample_rl.out_of_memory import is_out_of_memory
 from infsample_rl.types import WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
@@ -45,7 +46,7 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         if isinstance(cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)):
             raise PayloadLost(f"{who}: {cause}") from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
-        raise kind(f"{who}: {cause}") from error
+        raise kind(f"{who}: {_said(cause)}") from error
     except ray.exceptions.RayActorError as error:  # died, or cannot be reached: to the run it is the same
         refused = re.findall(r"^ValueError: (.+)$", str(error), re.MULTILINE)  # raised where the worker was constructed
         if refused:
@@ -53,8 +54,17 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         raise WorkerLost(role, index, _in_short(error)) from error
     except ray.exceptions.ObjectLostError as error:
         raise PayloadLost(f"{who}: {error}") from error
+    except ray.exceptions.OutOfMemoryError as error:
+        raise WorkerLost(role, index, "its process died (Ray's memory monitor ended it: the node ran low on memory)") from error
     except ray.exceptions.RayError as error:
         raise RuntimeError(f"{who}: {type(error).__name__}: {error}") from error
+
+
+def _said(cause: Exception) -> str:
+    """What a worker raised; of memory that was not there also in which phase (phases.py notes it)."""
+    text = str(cause) or type(cause).__name__  # a MemoryError of Python's own has no text
+    notes = cause.__dict__.get("__notes__", [])
+    return "; ".join([text, *notes[:1]]) if isinstance(cause, MemoryError) or is_out_of_memory(text) else text
 
 
 def _in_short(error: Exception) -> str:
@@ -62,7 +72,7 @@ def _in_short(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "creation task" in text:
         return f"{NOT_STARTED}: {str(error).strip().splitlines()[-1].strip()}"
-    known = re.search(r"Worker exit type: \w+|actor's node was terminated|node has (?:died|been marked dead)[^.]*", text)
+    known = re.search(r"low on memory|Worker exit type: \w+|actor's node was terminated|node has (?:died|been marked dead)[^.]*", text)
     return f"its process died ({known[0] if known else text[:160]})"
 
 

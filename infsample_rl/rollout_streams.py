@@ -75,6 +75,12 @@ class RolloutStreams:
         return list(self._streams.values())
 
     @property
+    def num_owed(self) -> int:
+        """Samples that were dealt and have not arrived; may be asked from another thread."""
+        owed = [*self._backlog, *(work for stream in self.streams for work in list(stream.owed.values()))]
+        return sum(len(work.sample_indices) for work in owed)
+
+    @property
     def returns(self) -> list[Return]:
         """Rollout workers on their way to the weights."""
         return list(self._returns.values())

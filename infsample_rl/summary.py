@@ -16,6 +16,7 @@ from infsample_rl.logging_outputs.screen import duration
 FILES = {  # what a run folder may hold, in the order it is listed
     "config.yaml": "every setting of this run",
     "metrics.jsonl": "one JSON object a step",
+    "warnings.jsonl": "what was noticed, with the step",
     "completions.jsonl": "samples with their rewards",
     "samples.jsonl": "who decoded when, of a few prompts a step",
     "report.html": "all of it on one page, for a browser",

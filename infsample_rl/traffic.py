@@ -224,10 +224,14 @@ class Traffic:
         for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored, self._unsent_rows):
             book.clear()
 
+    def num_in_flight(self) -> dict[str, int]:
+        """Calls on reward, reference and learner that have not been answered; may be asked from another thread."""
+        roles = [call.role for call in list(self._calls.values())]
+        return {role: roles.count(role) for role in ("reward", "reference", "learner")}
+
     def statistics(self) -> dict[str | tuple[str, str], float]:
         """What is in flight at this moment, and sums since the start, by metric name; may be asked from another thread."""
-        roles = [call.role for call in list(self._calls.values())]
-        return {("calls_in_flight", role): float(roles.count(role)) for role in ("reward", "reference", "learner")} | {
+        return {("calls_in_flight", role): float(count) for role, count in self.num_in_flight().items()} | {
             "workers_decoding": len(self.rollout.streams),
             "micro_groups_held": len(self._micro_groups),
             "micro_groups_arrived": self.num_arrived,

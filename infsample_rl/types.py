@@ -150,6 +150,41 @@ class WorkerStatus:
     stack: str  # innermost frames of the threads that run our code
 
 
+class RowNow(NamedTuple):
+    """A sample that decodes.
+
+    Example: RowNow(prompt_index=2, sample_index=7, tokens=120, predicted=181.5)
+    """
+
+    prompt_index: int
+    sample_index: int
+    tokens: int  # sampled so far
+    predicted: float | None  # its whole length; None: nobody has predicted it
+
+
+class RolloutNow(NamedTuple):
+    """A rollout worker at one moment.
+
+    Example: RolloutNow(worker=1, rows=[RowNow(2, 7, 120, 181.5)], pages=100, pages_used=81)
+    """
+
+    worker: int
+    rows: list[RowNow]
+    pages: int  # of the KV pool; 0: not allocated yet
+    pages_used: int
+
+
+class ClusterNow(NamedTuple):
+    """What is in flight at one moment, for a screen.
+
+    Example: ClusterNow(rollout=[], owed=32, in_flight={"reward": 3, "reference": 0, "learner": 1})
+    """
+
+    rollout: list[RolloutNow]  # what the first few rollout workers said last
+    owed: int  # samples that were dealt to rollout workers and have not arrived
+    in_flight: dict[str, int]  # micro-groups at reward and reference workers, rows at the learner, queued or running
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSample:
     """A completion with its advantage: what a learner row is packed from.

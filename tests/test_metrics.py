@@ -52,7 +52,7 @@ def test_metrics_are_one_json_object_a_step_with_nan_as_null(tmp_path: Path) -> 
     logger.log_step(1, {"reward/mean": 0.1, "learner/loss": float("nan"), "a": float("inf"), "b": None, "c": np.float32(0.5), "d": np.int64(3)}, [])
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [  # read before close: every line is flushed
         '{"step": 0, "eval/accuracy": 0.25}',
-        '{"step": 1, "reward/mean": 0.1, "learner/loss": null, "a": null, "b": null, "c": 0.5, "d": 3}',
+        '{"step": 1, "reward/mean": 0.1, "learner/loss": null, "a": null, "b": null, "c": 0.5, "d": 3, "health/warnings": 0}',
     ]
     logger.close()
     logger.close()
@@ -160,6 +160,51 @@ def test_without_progress_only_notes_and_warnings_are_printed(tmp_path: Path, ca
     assert "step 1/2  reward 0.500" in (tmp_path / "run.log").read_text()
 
 
+def test_verbose_prints_a_step_s_figures_and_what_is_else_kept_in_run_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in (False, True):
+        logger = RunLogger(config(verbose=verbose), tmp_path / str(verbose), total_steps=2, start_step=0)
+        logger.log_step(1, {"reward/mean": 0.5, "reward/std": 0.25, "learner/entropy": 0.3, "learner/kl": 0.0}, [])
+        logger.keep("step 1: critical path, 10.4 s: decode 71 %")
+        logger.close()
+        printed = capsys.readouterr().out.splitlines()
+        more = ["  reward   0.500 \u00b1 0.250", "  policy   entropy 0.3", "step 1: critical path, 10.4 s: decode 71 %"]
+        assert printed == ["step 1/2  reward 0.500", *(more if verbose else [])]
+        assert "critical path" in (tmp_path / str(verbose) / "run.log").read_text()
+
+
+def test_what_health_finds_is_printed_once_and_kept_in_warnings_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = RunLogger(config(), tmp_path, total_steps=20, start_step=0)
+    for step in range(1, 10):
+        logger.log_step(step, {"response/cut": 1.0}, [])
+    logger.close()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "cut at rollout.max_new_tokens=256" in line
+    (record,) = read_records(tmp_path / "warnings.jsonl")
+    assert record == {"step": 5, "rule": "all_cut", "text": line.removeprefix("warning: ")}
+    assert [record["health/warnings"] for record in read_records(tmp_path / "metrics.jsonl")] == [0] * 4 + [1] * 5
+    resumed = RunLogger(config(), tmp_path, total_steps=20, start_step=4)
+    assert list(read_records(tmp_path / "warnings.jsonl")) == []
+    resumed.log_step(5, {"response/cut": 1.0}, [])  # with the four steps before, as they were kept
+    resumed.close()
+    assert [record["step"] for record in read_records(tmp_path / "warnings.jsonl")] == [5]
+
+
+def test_a_warning_of_every_step_is_said_once_in_twenty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logger = RunLogger(config(progress=False), tmp_path, total_steps=60, start_step=0)
+    for step in range(1, 42):
+        logger.warn_seldom(f"gsm8k: timed out after 30 s on prompt row {17 * step} (4 samples)")
+        logger.log_step(step, {}, [])
+    logger.warn_seldom("another")
+    logger.close()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split(" on ")[-1] for line in printed] == [
+        "prompt row 17 (4 samples)",
+        "prompt row 357 (4 samples) (and 19 more like it since step 0)",
+        "prompt row 697 (4 samples) (and 19 more like it since step 20)",
+        "warning: another",
+    ]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
 def test_durations_read_as_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
@@ -185,7 +230,7 @@ def script_command(run_dir: Path) -> list[str]:
     return [sys.executable, "-c", SCRIPT, str(run_dir), str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
-def test_a_terminal_gets_a_bar_below_the_lines_and_its_cursor_back(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_view_below_the_lines_and_its_cursor_back(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(script_command(tmp_path), stdout=follower, stderr=follower, env=env) as process:
@@ -199,9 +244,9 @@ def test_a_terminal_gets_a_bar_below_the_lines_and_its_cursor_back(tmp_path: Pat
     os.close(leader)
     text = output.decode()
     assert process.returncode == 0, text
-    assert "\u2501" in text and "reward 0.750  length 7" in text
-    worker, last_bar = text.index("a worker's line"), text.rindex("step 9/9")
-    assert worker < last_bar
+    assert "\u2501" in text and "0.750" in text
+    worker, last_view = text.index("a worker's line"), text.rindex("step 9/9")
+    assert worker < last_view
     assert text.count(f"{ESCAPE}[?25l") == 1 and text.index(f"{ESCAPE}[?25l") < text.index(f"{ESCAPE}[?25h") < worker
     assert text.rstrip().endswith("wandb imported: False")
 

@@ -1,4 +1,4 @@
-"""The console half of a run's log: a live bar on a terminal, plain lines in a pipe, both copied to run.log."""
+"""The console half of a run's log: a live view on a terminal, plain lines in a pipe; what is said is copied to run.log."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ import time
 from collections import deque
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from infsample_rl.logging_outputs.live_view import LiveView
 
 RATE_STEPS = 20  # time left is estimated over this many steps
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen:
-    """The console and run.log: a live bar below the printed lines on a terminal, plain lines without escape codes elsewhere."""
+    """The console and run.log: a live view below the printed lines on a terminal, plain lines without escape codes elsewhere."""
 
-    def __init__(self, log_path: Path, *, total_steps: int, start_step: int, progress: bool) -> None:
+    def __init__(self, log_path: Path, view: LiveView, *, total_steps: int, start_step: int, progress: bool) -> None:
         self._log = log_path.open("a", encoding="utf-8", errors="backslashreplace")
         self._total, self._step, self._progress = total_steps, start_step, progress
         self._marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)  # (step, time it ended)
         self._rate: float | None = None  # seconds a step
-        self._figures = "waiting for the first step"
+        self._view = view
         self._terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = Console(file=sys.stdout, force_terminal=True) if self._terminal else None
         self._live: Live | None = None
+
+    def warn(self, text: str) -> None:
+        """A line that is also kept in the live view."""
+        self._view.warn(printable(text))
+        self.line(f"warning: {text}", style="yellow")
 
     def line(self, text: str, style: str = "") -> None:
         """Print text as it is: no markup, control characters made visible; also to run.log."""
@@ -57,20 +63,20 @@ class Screen:
         self._console.print(table)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Move the bar, or print the step's line."""
+        """Bring the view up to date, or print the step's line."""
         self._step = step
         self._marks.append((step, time.monotonic()))
         (first_step, first_time), (_, last_time) = self._marks[0], self._marks[-1]
         self._rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
         figures, accuracy = step_figures(metrics), metrics.get("eval/accuracy")
-        self._figures = figures or self._figures
         held_out = "" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
         seconds = f"{metrics['timing/step']:.1f} s" if "timing/step" in metrics else ""
         text = "  ".join(filter(None, [self._position(), figures, seconds, held_out, self._time_left()]))
         self._write_log(text)
         if not self._progress:
             return
-        self.start_bar()
+        self._view.step(step, metrics)
+        self.start_live()
         if self._live is None:
             self._print(text)
             return
@@ -82,18 +88,25 @@ class Screen:
         """Go on after `step`: what came later is done again."""
         self._step = step
         self._marks.clear()
+        self._view.rewind(step)
 
-    def start_bar(self) -> None:
-        """Start the bar, once, on a terminal and with logging.progress."""
-        if self._console is None or self._live is not None or not self._progress:
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a view to be watched: on a terminal, with logging.progress."""
+        return self._console is not None and self._progress
+
+    def start_live(self) -> None:
+        """Start the live view, once."""
+        if not self.is_live or self._live is not None:
             return
-        # Lines of other processes (Ray prints workers' output here) stay above the bar; a stderr that goes to a file is left alone.
-        self._live = Live(console=self._console, get_renderable=self._bar, refresh_per_second=2, redirect_stderr=sys.stderr.isatty())
+        # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file is left alone.
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2, redirect_stderr=sys.stderr.isatty())
         self._live.start(refresh=True)
         self._console.show_cursor(True)  # rich hides it, and a killed run could not bring it back
 
-    def stop_bar(self) -> None:
-        """Leave the bar's last state on the screen."""
+    def stop_live(self) -> None:
+        """Leave the view's last state on the screen."""
+        self._view.watch(None)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -102,15 +115,11 @@ class Screen:
         """Close run.log."""
         self._log.close()
 
-    def _bar(self) -> Table:
-        left, right = self._position(), "  ".join(filter(None, [self._figures, self._time_left()]))
-        grid = Table.grid(padding=(0, 1))
-        width = self._console.width - len(left) - len(right) - 3
-        parts = [Text(left), Text(right, no_wrap=True, overflow="ellipsis")]
-        if width >= 4:  # a narrow terminal gets the figures, not the bar
-            parts.insert(1, ProgressBar(total=max(self._total, 1), completed=self._step, width=min(width, 40)))
-        grid.add_row(*parts)
-        return grid
+    def _render(self) -> Group:
+        width, height = self._console.size
+        unicode = self._console.encoding.startswith("utf")
+        # Two lines are left: a view as high as the terminal would push itself out of the top.
+        return Group(*self._view.lines(width, height - 2, time_left=self._time_left(), unicode=unicode))
 
     def _position(self) -> str:
         return f"step {self._step:>{len(str(self._total))}}/{self._total}"

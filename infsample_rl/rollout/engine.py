@@ -28,7 +28,7 @@ from infsample_rl.rollout.sampler import EVALUATION, TRAINING, Sampler, sample_k
 from infsample_rl.rollout.step_planner import StepPlanner
 from infsample_rl.rollout.stop_strings import StopStrings
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Completion, ProbeReport
+from infsample_rl.types import Completion, ProbeReport, RowNow
 
 
 class SamplingEngine:
@@ -171,6 +171,11 @@ class SamplingEngine:
         """{(prompt_index, sample_index): response tokens so far} of the rows that decode; to be asked at a stream's pauses."""
         running = [] if self._loop is None else self._loop.planner.running
         return {(sample.group.prompt_index, sample.sample_index): list(sample.tokens) for sample in running}
+
+    def rows_now(self) -> list[RowNow]:
+        """The samples that decode at this moment; from another thread as statistics() is."""
+        running = [] if self._loop is None else list(self._loop.planner.running)
+        return [RowNow(sample.group.prompt_index, sample.sample_index, sample.num_tokens, sample.predicted) for sample in running]
 
     def give_back(self) -> dict[int, list[int]]:
         """From another thread: half of the samples of the stream that have not started, which it leaves out. {prompt_index: sample indices}."""

@@ -16,7 +16,7 @@ from infsample_rl.peak_memory import process_memory
 from infsample_rl.phases import phase
 from infsample_rl.rendezvous import open_store
 from infsample_rl.rollout.engine import SamplingEngine
-from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutWork, WeightManifest
+from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutNow, RolloutWork, WeightManifest
 from infsample_rl.weight_sync.link import WeightLink, join_link
 from infsample_rl.weight_sync.sync import WeightSyncReport, load_published, receive_weights
 
@@ -135,6 +135,11 @@ class RolloutWorker:
     def statistics(self) -> dict[str, float]:
         """KV pool, rows and sums since the start, by metric name; also while a stream runs."""
         return self.engine.statistics()
+
+    def now(self) -> RolloutNow:
+        """The rows that decode and how full the KV pool is; also while a stream runs."""
+        statistics = self.engine.statistics()
+        return RolloutNow(self.worker_index, self.engine.rows_now(), int(statistics["kv_pages"]), int(statistics["kv_pages_used"]))
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""

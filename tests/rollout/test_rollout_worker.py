@@ -50,6 +50,18 @@ def test_headers_and_micro_groups_alternate_and_agree(config):
     assert worker.progress() == worker.stats()["running_steps"] > 0
 
 
+def test_a_worker_tells_who_decodes_how_far_and_how_full_its_pool_is(config):
+    worker = RolloutWorker(config, 5)
+    assert worker.now().rows == []
+    stream = worker.stream(WORK, step=1, pause_every=3)
+    assert next(stream) == []  # after three running steps
+    now = worker.now()
+    assert now.worker == 5 and 0 < now.pages_used <= now.pages == worker.engine.runner.kv.num_pages
+    assert sorted(now.rows) == [(0, 3, 3, None), (2, 0, 3, None), (2, 1, 3, None), (2, 2, 3, None)]
+    list(stream)
+    assert worker.now() == (5, [], now.pages, 0)
+
+
 def test_a_stream_closed_early_leaves_a_worker_that_gives_the_same_samples(config):
     worker = RolloutWorker(config, 0)
     first = worker.stream(WORK, step=1)
