@@ -163,7 +163,7 @@ def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
     rows = metrics(tmp_path / "out")
     assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in done.stdout
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["rollout/predictor_used"] == 0 and row["rollout/predict_seconds"] >= 0 for row in rows), "so little cannot be fitted"
+    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0 for row in rows), "so little cannot be fitted"
     assert (tmp_path / "out" / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
 
 

@@ -1,0 +1,24 @@
+"""What the site's builder (mkdocs.yml) does to a page: the same Markdown reads well in a repository's browser and on the site."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?:infsample_rl|tests|configs|scripts|launch|README|SECURITY|CONTRIBUTING)[^)]*\)")
+LIST_OR_TABLE = re.compile(r"\s*([-*] |\d+\. |\|)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files that are not pages become their text, and lists and tables are set apart from the paragraph above, as the builder wants them."""
+    lines: list[str] = []
+    in_fence = False
+    for line in OUTSIDE.sub(r"\1", markdown).split("\n"):
+        if line.lstrip().startswith("```"):
+            in_fence = not in_fence
+        before = lines[-1] if lines else ""
+        starts = LIST_OR_TABLE.match(line) and not in_fence
+        if starts and before.strip() and not LIST_OR_TABLE.match(before) and not before.startswith((" ", "\t")):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
