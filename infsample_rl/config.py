@@ -109,8 +109,9 @@ class LoggingConfig:
 
     progress: bool = setting(True, "progress bar (plain lines when not a terminal)")
     wandb: str = setting("auto", "auto: online with a key, else offline", choices=("auto", "online", "offline", "disabled"))
-    wandb_project: str = setting("infsample_rl", "W&B project")
+    wandb_project: str = setting("infsample_rl", "W&B project, MLflow experiment")
     tensorboard: bool = setting(False, "also write TensorBoard files")
+    mlflow: str | None = setting(None, "also log to MLflow at this tracking URI, e.g. sqlite:///FILE or http://HOST:5000; none: no MLflow")
     trace_steps: int = setting(20, "steps kept in trace.json, the timeline of every worker's phases, the newest last; 0: no file", low=0)
     completions_per_step: int = setting(4, "samples a step writes to completions.jsonl and the W&B table; 0: none", low=0)
 

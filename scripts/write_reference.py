@@ -48,7 +48,7 @@ def settings_page() -> str:
         "`none` is written `null`. A value out of bounds, or one that contradicts another, is one line before anything starts; "
         "`python -m infsample_rl.main --cfg job` prints all settings as composed.\n"
     )
-    columns = ("setting", "type", "default", "bound", "meaning")
+    columns = ("setting", "meaning", "type", "default", "bound")
     for name, section in SECTIONS.items():
         parts += [f"## {name}\n", (section.__doc__ or "").strip() + "\n", table(columns, _settings(name, section))]
         if name == "reward":
@@ -64,7 +64,7 @@ def _settings(section: str, schema: type) -> list[tuple[str, ...]]:
         bound = spec.metadata
         name = f"{section}.{spec.name}" if section else spec.name
         meaning = bound["doc"] if bound else "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
-        rows.append((f"`{name}`", str(spec.type).replace(" | None", ""), _default(spec), _bound(spec), meaning))
+        rows.append((f"`{name}`", meaning, str(spec.type).replace(" | None", ""), _default(spec), _bound(spec)))
     return rows
 
 
