@@ -14,6 +14,7 @@ from infsample_rl.config import Config
 from infsample_rl.logging_outputs.trackers import COMPLETION_COLUMNS, kept_id, new_id
 from infsample_rl.metric_names import GROUPS
 
+PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of the public server, the older name and the one since 0.31
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
 
@@ -36,12 +37,13 @@ def has_wandb_key() -> bool:
     """Whether WANDB_API_KEY or the netrc file has a key for the W&B server (WANDB_BASE_URL)."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    own = os.environ.get("WANDB_BASE_URL")
+    hosts = (urlsplit(own).netloc,) if own else PUBLIC_HOSTS
     try:
-        entry = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")).authenticators(host)
+        entries = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
     except (OSError, netrc.NetrcParseError):  # no file, or not one W&B could read either
         return False
-    return entry is not None and bool(entry[2])
+    return any(entry is not None and bool(entry[2]) for entry in map(entries.authenticators, hosts))
 
 
 class WandbTracker:
