@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from infsample_rl.metric_names import undescribed
+
 REWARD = '''
 def vowels(prompts, completions, answer, **columns):
     """Share of vowels and digits: something a random model's samples differ in."""
@@ -108,6 +110,10 @@ def test_metrics_have_their_final_names(finished):
     assert names <= set(rows[1]) and "eval/accuracy" in rows[0] and "eval/accuracy" in rows[2]
     assert rows[1]["learner/logprob_diff_max"] < 1e-4 and rows[1]["learner/grad_norm"] > 0
     assert rows[1]["rollout/peak_kv_bytes"] <= rows[1]["rollout/kv_pool_bytes"]
+
+
+def test_every_metric_of_a_run_has_unit_and_meaning(finished):
+    assert undescribed(name for row in metrics(finished[0]) for name in row) == []
 
 
 def test_rewards_start_before_their_group_has_ended(finished):
