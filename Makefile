@@ -10,9 +10,10 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := .venv-docs
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint gpu tables smollm2 lock clean
+.PHONY: run test test-all lint gpu tables docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -35,6 +36,20 @@ tables: $(READY)
 	$(BIN)/python -m infsample_rl.bench.tables out=docs/paper_tables.md
 	$(BIN)/python -m infsample_rl.bench.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs
 
+# The documentation's site, build/docs/index.html, with a builder in an environment of its own. The pages of docs/reference/ are written
+# from the code by `make reference`.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo "build/docs/index.html"
+
+reference: $(READY)
+	$(BIN)/python scripts/write_reference.py
+
+$(DOCS)/.ready: requirements-docs.lock
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q -r requirements-docs.lock
+	touch $@
+
 smollm2: $(READY)
 	$(BIN)/python -m infsample_rl.model.fetch_smollm2
 
@@ -56,4 +71,4 @@ lock:
 	mv requirements.new requirements.lock
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache

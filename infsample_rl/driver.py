@@ -303,11 +303,11 @@ class Driver:
         """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has ended."""
         if self.probe is None:
             return {}
-        metrics = {"rollout/predictor_used": float(self.probe.published().is_used)}
+        metrics = {"predictor/used": float(self.probe.published().is_used)}
         switched = self.probe.enter(self.cluster.probe_reports())
         if switched:
             self.log.note(f"after step {self.step}: {switched}")
-        return metrics | {"rollout/replay_steps_saved": self.probe.steps_saved}
+        return metrics | {"predictor/steps_saved": self.probe.steps_saved}
 
     def _start_rollout(self, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
         """`batch`: number of the step that these samples will train, which their noise is made from."""

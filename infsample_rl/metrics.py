@@ -1,4 +1,4 @@
-"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html, W&B and TensorBoard."""
+"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html and the trackers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from infsample_rl.health import Health
 from infsample_rl.logging_outputs.live_view import LiveView, step_figures
 from infsample_rl.logging_outputs.records import append_record, json_value, open_records, read_records, rewind_records
 from infsample_rl.logging_outputs.screen import Screen
-from infsample_rl.logging_outputs.trackers import FINISH_TIMEOUT_S, start_tensorboard, start_wandb, wandb_mode, wandb_table
+from infsample_rl.logging_outputs.timeline_picture import draw_timeline, newest_step
+from infsample_rl.logging_outputs.trackers import start_trackers
 from infsample_rl.types import ClusterNow
 
 METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "lengths.jsonl"
 WARNINGS_FILE = "warnings.jsonl"
 RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)  # with a step: cut back where steps are done again
-REPORT_FILE = "report.html"
+REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 WARN_EVERY_STEPS = 20  # of warnings that may come with every step, one of a kind in so many is said
+PICTURE_EVERY_S = 60.0  # trackers get a timeline; drawing one takes a part of a second
 
 
 class RunLogger:
@@ -32,7 +34,8 @@ class RunLogger:
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
-        mode = wandb_mode(config.logging.wandb)  # first: it may refuse
+        self._trackers = start_trackers(config, run_dir, start_step)  # first: it may refuse
+        self._pictured, self._picture_due_at = start_step, time.monotonic() + PICTURE_EVERY_S
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
@@ -46,13 +49,10 @@ class RunLogger:
         self._step = start_step
         self._health = Health(config, read_records(run_dir / METRICS_FILE) if start_step else ())
         self._seldom: dict[str, tuple[int, int]] = {}  # kind of warning -> step it was said at, how many were kept back since
-        self._tensorboard = start_tensorboard(run_dir, start_step) if config.logging.tensorboard else None
-        self._wandb = None
-        if mode != "disabled":
-            self._wandb, reason = start_wandb(config, run_dir, mode, start_step)
-            if reason:
-                self.warn(f"W&B goes offline: {reason}")
-            self.note(f"W&B: {self._wandb.url or 'offline, in ' + str(run_dir / 'wandb')}")
+        self._say_of_trackers()
+        for tracker in self._trackers:
+            if tracker.place:
+                self.note(tracker.place)
 
     def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Print names and values below a title."""
@@ -104,13 +104,11 @@ class RunLogger:
         for sample in samples:
             append_record(self._files[COMPLETIONS_FILE], sample)
         known = {name: value for name, value in values.items() if value is not None}
-        if self._tensorboard is not None:
-            for name, value in known.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            table = {"completions": wandb_table(samples)} if samples else {}
-            self._wandb.log({"step": step, **known, **table})
+        for tracker in self._trackers:
+            tracker.log(step, known, samples)
+        if time.monotonic() >= self._picture_due_at:
+            self._show_timeline()
+        self._say_of_trackers()
         self._screen.step(step, known)
         if self._verbose:
             for name, parts in step_figures(known):
@@ -136,26 +134,40 @@ class RunLogger:
             self.warn(f"{REPORT_FILE} could not be written ({type(error).__name__}: {error})")
         self._report_due_at = time.monotonic() + (time.monotonic() - started) / REPORT_SHARE
 
+    def _show_timeline(self) -> None:
+        """Give the trackers a picture of the newest step that trace.json has, if they have not got it."""
+        self._picture_due_at = time.monotonic() + PICTURE_EVERY_S
+        found = newest_step(self._run_dir / TRACE_FILE) if self._trackers else None
+        if found is None or found[0] <= self._pictured:
+            return
+        self._pictured, picture = found[0], draw_timeline(*found)
+        for tracker in self._trackers:
+            tracker.show(found[0], "timeline", picture)
+
+    def _say_of_trackers(self) -> None:
+        for tracker in self._trackers:
+            for line in tracker.said:
+                self.warn(line)
+            tracker.said.clear()
+
     def rewind(self, step: int) -> None:
         """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
         for name, file in self._files.items():  # a warning before the first step stays
             self._files[name] = rewind_records(file, self._run_dir / name, step if name == WARNINGS_FILE else step or -1)
         self._health.rewind(step)
-        self._step = step
+        self._step, self._pictured = step, min(self._pictured, step)
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop the live view, finish W&B (as a failed run if `failed`) and close the files. Calling it again does nothing."""
+        """Stop the live view, finish the trackers (as a failed run if `failed`) and close the files. Calling it again does nothing."""
         self._screen.stop_live()
         if not self._files[METRICS_FILE].closed:
-            self.write_report(is_last=True)  # before W&B, which may take longer than run.grace_s leaves
-        if self._wandb is not None:
-            run, self._wandb = self._wandb, None
-            try:
-                run.finish(exit_code=1 if failed else 0)
-            except TimeoutError:
-                self.warn(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {run.settings.sync_dir}")
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+            self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
+        if self._trackers:
+            self._show_timeline()
+            for tracker in self._trackers:
+                tracker.close(failed=failed)
+            self._say_of_trackers()
+            self._trackers = []
         for file in (*self._files.values(), self._screen):
             file.close()

@@ -80,7 +80,7 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
         "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in workers),
         "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in workers),
         "rollout/preemptions": sum(worker["preemptions"] for worker in workers),
-        "rollout/predict_seconds": max((worker["predict_seconds"] for worker in workers), default=None),
+        "predictor/seconds": max((worker["predict_seconds"] for worker in workers), default=None),
     }
 
 

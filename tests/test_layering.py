@@ -109,6 +109,7 @@ def test_stages_model_and_types_know_nothing_above_them():
         "dealing.py",
         "failures.py",
         "interruption.py",
+        "metric_names.py",
         "phases.py",
         "critical_path.py",
         "timeline.py",

@@ -13,7 +13,7 @@ import pytest
 from infsample_rl.config import Config, DataConfig, LoggingConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
 from infsample_rl.logging_outputs.records import cut_back, read_records
 from infsample_rl.logging_outputs.screen import duration
-from infsample_rl.logging_outputs.trackers import wandb_mode
+from infsample_rl.logging_outputs.wandb_tracker import wandb_mode
 from infsample_rl.metrics import RunLogger
 
 ESCAPE = "\x1b"

@@ -71,7 +71,7 @@ def test_rollout_figures_of_workers_side_by_side():
     ]
     metrics = rollout_metrics([stats])
     assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (30, 48, 0.625)
-    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["rollout/predict_seconds"] == 0.25  # side by side: the longest
+    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["predictor/seconds"] == 0.25  # side by side: the longest
 
 
 def test_rounds_of_sampling_come_one_after_the_other():

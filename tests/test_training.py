@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from infsample_rl.metric_names import undescribed
+
 REWARD = '''
 def vowels(prompts, completions, answer, **columns):
     """Share of vowels and digits: something a random model's samples differ in."""
@@ -123,6 +125,10 @@ def test_metrics_have_their_final_names(finished):
     assert rows[1]["rollout/peak_kv_bytes"] <= rows[1]["rollout/kv_pool_bytes"]
 
 
+def test_every_metric_of_a_run_has_unit_and_meaning(finished):
+    assert undescribed(name for row in metrics(finished[0]) for name in row) == []
+
+
 def test_rewards_start_before_their_group_has_ended(finished):
     assert metrics(finished[0])[1]["timing/reward_lead"] > 0
 
@@ -176,7 +182,7 @@ def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
     rows = metrics(tmp_path / "out")
     assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in done.stdout
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["rollout/predictor_used"] == 0 and row["rollout/predict_seconds"] >= 0 for row in rows), "so little cannot be fitted"
+    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0 for row in rows), "so little cannot be fitted"
     assert (tmp_path / "out" / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
 
 

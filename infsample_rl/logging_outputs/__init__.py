@@ -1,1 +1,1 @@
-"""Where a run's log goes: the screen, JSONL records, W&B and TensorBoard."""
+"""Where a run's log goes: the screen, JSONL records, the timeline, and W&B, TensorBoard and MLflow."""

@@ -1,0 +1,47 @@
+"""What the site's builder (mkdocs.yml) does to a page: the same Markdown reads well in a repository's browser and on the site."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?:infsample_rl|tests|configs|scripts|launch|README|SECURITY|CONTRIBUTING)[^)]*\)")
+ELSEWHERE = re.compile(r'<script src="?https://unpkg\.com/iframe-worker/shim"?></script>')  # the one script that the theme takes from outside
+LIST_OR_TABLE = re.compile(r"\s*([-*] |\d+\. |\|)")
+
+COMING = {"plan.md", "live_view.md", "report.md", "evaluate.md", "switching.md"}  # pages in the navigation that are not written yet
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """Leave out of the navigation what is still to come; any other page that is not there ends the build."""
+    docs = Path(config["docs_dir"])
+    for section in config["nav"]:
+        for name, pages in section.items():
+            section[name] = [page for page in pages if page not in COMING or (docs / page).exists()]
+    return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to files that are not pages become their text, and lists and tables are set apart from the paragraph above, as the builder wants them."""
+    lines: list[str] = []
+    in_fence = False
+    for line in OUTSIDE.sub(r"\1", markdown).split("\n"):
+        if line.lstrip().startswith("```"):
+            in_fence = not in_fence
+        before = lines[-1] if lines else ""
+        starts = LIST_OR_TABLE.match(line) and not in_fence
+        if starts and before.strip() and not LIST_OR_TABLE.match(before) and not before.startswith((" ", "\t")):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """The search of a page that is opened as a file runs by a script of ours, docs/site_search.js."""
+    return ELSEWHERE.sub(f'<script src="{"../" * page.url.count("/")}site_search.js"></script>', output)
+
+
+def on_post_template(output_content: str, **_: Any) -> str:
+    """The page for wrong addresses has no search to offer."""
+    return ELSEWHERE.sub("", output_content)

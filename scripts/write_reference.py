@@ -1,0 +1,175 @@
+"""Write docs/reference/: every setting, metric and command, from the code itself: python scripts/write_reference.py [--check]
+
+  --check   write nothing; exit code 1 if a page is not what the code says
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from infsample_rl.config_loading import SECTIONS, config_folder
+from infsample_rl.config_reward import RewardFunctionConfig
+from infsample_rl.metric_names import GROUPS, METRICS
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "infsample_rl"
+OUT = ROOT / "docs" / "reference"
+WRITTEN = "Written by `python scripts/write_reference.py`; a test fails when it is not what the code says.\n"
+LAUNCHERS = ("local.sh", "submit.sh", "slurm.sbatch")
+
+
+def pages() -> dict[str, str]:
+    """Name of every page and its text."""
+    return {"settings.md": settings_page(), "metrics.md": metrics_page(), "commands.md": commands_page()}
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table; what Markdown would read in cells is escaped."""
+    lines = [columns, ("---",) * len(columns), *([_escaped(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _escaped(cell: str) -> str:
+    """A bar ends a cell; a tag in plain text would be swallowed (in code it is shown)."""
+    plain_and_code = cell.replace("|", "\\|").split("`")
+    return "`".join(part if place % 2 else part.replace("<", "&lt;") for place, part in enumerate(plain_and_code))
+
+
+def settings_page() -> str:
+    """Every setting of the schema, section by section, then the groups of configs/."""
+    parts = ["# Settings\n", WRITTEN]
+    parts.append(
+        "Given as `name=value` behind `python -m infsample_rl.main`, or in YAML of your own laid out like `configs/` (`--config-dir DIR`). "
+        "`none` is written `null`. A value out of bounds, or one that contradicts another, is one line before anything starts; "
+        "`python -m infsample_rl.main --cfg job` prints all settings as composed.\n"
+    )
+    columns = ("setting", "meaning", "type", "default", "bound")
+    for name, section in SECTIONS.items():
+        parts += [f"## {name}\n", (section.__doc__ or "").strip() + "\n", table(columns, _settings(name, section))]
+        if name == "reward":
+            parts += ["An entry of `reward.functions`:\n", table(columns, _settings("", RewardFunctionConfig))]
+    parts += ["## Groups\n", "`GROUP=CHOICE` takes a whole file of `configs/GROUP/`, `+experiment=NAME` a whole run's:\n"]
+    parts.append(table(("group", "choices"), _groups()))
+    return "\n".join(parts)
+
+
+def _settings(section: str, schema: type) -> list[tuple[str, ...]]:
+    rows = []
+    for spec in dataclasses.fields(schema):
+        bound = spec.metadata
+        name = f"{section}.{spec.name}" if section else spec.name
+        meaning = bound["doc"] if bound else "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+        rows.append((f"`{name}`", meaning, str(spec.type).replace(" | None", ""), _default(spec), _bound(spec)))
+    return rows
+
+
+def _default(spec: dataclasses.Field) -> str:
+    value = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
+    if value is None:
+        return "none"
+    if value == "":
+        return "(must be given)"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _bound(spec: dataclasses.Field) -> str:
+    bound = spec.metadata
+    if not bound:
+        return ""
+    texts = [f">= {bound['low']}" if bound["low"] is not None else "", f"> {bound['above']}" if bound["above"] is not None else ""]
+    texts += [f"<= {bound['high']}" if bound["high"] is not None else "", ", ".join(f"`{choice}`" for choice in bound["choices"])]
+    return ", ".join(filter(None, texts))
+
+
+def _groups() -> list[tuple[str, ...]]:
+    folders = sorted(path for path in config_folder().iterdir() if path.is_dir() and list(path.glob("*.yaml")))
+    return [(f"`{folder.name}`", ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))) for folder in folders]
+
+
+def metrics_page() -> str:
+    """Every metric, group by group."""
+    parts = ["# Metrics\n", WRITTEN]
+    parts.append(
+        "One JSON object a step in `metrics.jsonl`, and the same names in W&B, TensorBoard and MLflow (which takes no `@` and gets `_at_`). "
+        "Where a step has no value (nobody was evaluated, no sample had a reward) the name is absent or null. Metrics for Prometheus, of queues and "
+        "processes, are another set: [observability](../observability.md).\n"
+    )
+    for group, about in GROUPS.items():
+        rows = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in METRICS.items() if name.startswith(group + "/")]
+        parts += [f"## {group}\n", about + "\n", table(("metric", "unit", "meaning"), rows)]
+    return "\n".join(parts)
+
+
+def commands_page() -> str:
+    """Every command with its own usage text; measurements and shell scripts apart."""
+    parts = ["# Commands\n", WRITTEN]
+    parts.append("Exit codes, where nothing else is said: 0 done, 1 failed, 2 a setting or an input is wrong (one line says which).\n")
+    found = [path for path in sorted(PACKAGE.rglob("*.py")) if _is_command(path)]
+    found.sort(key=lambda path: (path.parent.name == "bench", path.name != "main.py", path.as_posix()))
+    for path in found:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        parts += [f"## {module}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or ""), *_arguments(path, module)]
+    for path in sorted((ROOT / "scripts").glob("*.py")):
+        parts += [f"## scripts/{path.name}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or "")]
+    for name in LAUNCHERS:
+        comment = [line for line in (ROOT / "launch" / name).read_text().split("set -euo")[0].splitlines()[1:] if not line.startswith("#SBATCH")]
+        parts += [f"## launch/{name}\n", _text("\n".join(line.removeprefix("#").removeprefix(" ") for line in comment).strip())]
+    return "\n".join(parts)
+
+
+def _is_command(path: Path) -> bool:
+    """A module that users start: it says how in its docstring. Those that other commands start answer with a record, not an exit code."""
+    tree = ast.parse(path.read_text())
+    mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    if mains and (mains[0].returns is None or ast.unparse(mains[0].returns) != "int"):
+        return False
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return f"python -m {module}" in (ast.get_docstring(tree) or "") and 'if __name__ == "__main__"' in path.read_text()
+
+
+def _text(text: str) -> str:
+    return f"```text\n{text}\n```\n"
+
+
+def _arguments(path: Path, module: str) -> list[str]:
+    """The table of a command's key=value arguments, of the dataclass that its main parses them into."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    parsed = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parse_or_exit"]
+    if not parsed:
+        return []
+    options: Any = getattr(importlib.import_module(module), ast.unparse(parsed[0]))
+    return [table(("argument", "default", "meaning"), [_argument(spec) for spec in dataclasses.fields(options)])]
+
+
+def _argument(spec: dataclasses.Field) -> tuple[str, ...]:
+    doc, _, told = spec.metadata["doc"].partition("; default: ")  # one that depends on the machine is told in words
+    value = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
+    shown = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    return f"`{spec.metadata['key'] or spec.name}`", told or ("none" if value is None else shown.replace(f"{ROOT}/", "")), doc
+
+
+def main() -> int:
+    """Write the pages, or with --check compare them; 1 if one differs."""
+    unknown = [argument for argument in sys.argv[1:] if argument != "--check"]
+    if unknown:
+        print(f"write_reference: {unknown[0]!r} is not an argument; there is --check", file=sys.stderr)
+        return 2
+    changed = {name: text for name, text in pages().items() if not (OUT / name).is_file() or (OUT / name).read_text() != text}
+    if "--check" in sys.argv:
+        for name in changed:
+            print(f"docs/reference/{name} is not what the code says: python scripts/write_reference.py", file=sys.stderr)
+        return 1 if changed else 0
+    OUT.mkdir(parents=True, exist_ok=True)
+    for name, text in changed.items():
+        (OUT / name).write_text(text)
+        print(f"written: docs/reference/{name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What MLflow is given, read back from its own store; the real library, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install infsample_rl[mlflow]")
+
+
+@pytest.fixture(autouse=True)
+def own_patience(monkeypatch):
+    """The tracker sets defaults in the environment; other tests do not see them."""
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+
+
+def test_without_mlflow_the_setting_is_refused_in_one_line_before_anything_is_written(log_run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"logging.mlflow=sqlite:///x.db needs MLflow, which is not installed: pip install infsample_rl\[mlflow\]"):
+        log_run(tmp_path / "run", range(1, 2), mlflow="sqlite:///x.db")
+    assert not (tmp_path / "run").exists()
+
+
+@needs_mlflow
+def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)  # MLflow puts artifacts of a local store beside it
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    log_run(tmp_path / "run", range(1, 4), mlflow=uri)
+    run_id = (tmp_path / "run" / "mlflow_id").read_text().strip()
+    log_run(tmp_path / "run", range(3, 5), start_step=2, mlflow=uri, failed=True)
+    client = MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("infsample_rl").experiment_id])
+    assert run.info.run_id == run_id == (tmp_path / "run" / "mlflow_id").read_text().strip() and run.info.status == "FAILED"
+    points = {(point.step, point.value) for point in client.get_metric_history(run_id, "reward/mean")}
+    assert points == {(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)}
+    assert run.data.metrics["eval/pass_at_1"] == 0.5 and run.data.params["run.name"] == "tiny"
+    assert {"config.yaml", "completions.jsonl"} <= {file.path for file in client.list_artifacts(run_id)}
+
+
+@needs_mlflow
+def test_a_server_that_is_not_there_is_refused_at_start(log_run, tmp_path):
+    with pytest.raises(ValueError, match="logging.mlflow=http://127.0.0.1:9 cannot be used: "):
+        log_run(tmp_path / "run", range(1, 2), mlflow="http://127.0.0.1:9")
