@@ -127,7 +127,7 @@ def all_cut(config: Config, steps: Steps) -> Finding | None:
 
 def predictor_worse_than_none(config: Config, steps: Steps) -> Finding | None:
     """Predicted lengths cost running steps, or order samples the wrong way round."""
-    used, saved = steps.last(RECENT, "rollout/predictor_used"), steps.last(RECENT, "rollout/replay_steps_saved")
+    used, saved = steps.last(RECENT, "predictor/used"), steps.last(RECENT, "predictor/steps_saved")
     if used and saved and min(used) == 1 and sum(saved) < 0 and max(saved) <= 0:
         said = f"predicted lengths are used and cost {-sum(saved):.0f} running steps in the last {RECENT} steps' replays"
         return Finding("predictor_worse_than_none", -sum(saved), f"{said}: set rollout.predictor=none")

@@ -29,6 +29,7 @@ GROUPS = {
     "timing": "Where the time went.",
     "weight_sync": "Weights on their way to the engines.",
     "cluster": "Processes of the run.",
+    "health": "What is noticed of the run itself.",
 }
 
 # <...> stands for any text: a reward function's name, a number.
@@ -38,6 +39,7 @@ METRICS = {
     "reward/failed": Metric("samples", "samples without a reward: the function failed, returned none, or ran longer than reward.timeout_s"),
     "reward/groups_with_signal": Metric("share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"),
     "reward/<function>": Metric("reward", "mean of one function of several in reward.functions, before its weight"),
+    "reward/<function>/<name>": Metric("-", "mean of a number that a function reported beside its reward, by its own name"),
     "response/length_mean": Metric("tokens", "mean length, the stop token included"),
     "response/length_std": Metric("tokens", "standard deviation of the length"),
     "response/length_max": Metric("tokens", "longest response"),
@@ -93,6 +95,7 @@ METRICS = {
     "cluster/rollout_workers": Metric("workers", "rollout workers when the step began"),
     "cluster/samples_moved": Metric("samples", "samples that went from a slow rollout worker to an idle one"),
     "cluster/restarts": Metric("workers", "workers started again since the run began"),
+    "health/warnings": Metric("rules", "rules of docs/warnings.md that hold now"),
 }
 
 

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?:infsample_rl|tests|configs|scripts|launch|README|SECURITY|CONTRIBUTING)[^)]*\)")
 ELSEWHERE = re.compile(r'<script src="?https://unpkg\.com/iframe-worker/shim"?></script>')  # the one script that the theme takes from outside
 LIST_OR_TABLE = re.compile(r"\s*([-*] |\d+\. |\|)")
-
-COMING = {"plan.md", "live_view.md", "report.md", "evaluate.md", "switching.md"}  # pages in the navigation that are not written yet
-
-
-def on_config(config: Any, **_: Any) -> Any:
-    """Leave out of the navigation what is still to come; any other page that is not there ends the build."""
-    docs = Path(config["docs_dir"])
-    for section in config["nav"]:
-        for name, pages in section.items():
-            section[name] = [page for page in pages if page not in COMING or (docs / page).exists()]
-    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

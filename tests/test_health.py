@@ -34,8 +34,8 @@ FINE = {  # a step of a run that learns
     "learner/logprob_diff_max": 1e-5,
     "learner/engine_ess": 0.99,
     "rollout/row_utilisation": 0.5,
-    "rollout/predictor_used": 1.0,
-    "rollout/replay_steps_saved": 20,
+    "predictor/used": 1.0,
+    "predictor/steps_saved": 20,
     "cluster/rollout_workers": 2,
 }
 
@@ -66,7 +66,7 @@ def findings(config: Config, *stretches: tuple[int, dict]) -> list[tuple[int, st
 
 
 # rule, settings, series that must not be said, series that must
-SIGNAL, SAVED, MEAN, MAX = "reward/groups_with_signal", "rollout/replay_steps_saved", "learner/logprob_diff_mean", "learner/logprob_diff_max"
+SIGNAL, SAVED, MEAN, MAX = "reward/groups_with_signal", "predictor/steps_saved", "learner/logprob_diff_mean", "learner/logprob_diff_max"
 CASES = [
     ("constant_reward", [], [(9, {}), (7, {SIGNAL: 0.0}), (1, {})], [(8, {SIGNAL: 0.0, "reward/std": 0.0})]),
     ("constant_reward", [], [(20, {SIGNAL: 0.25})], [(8, {SIGNAL: 0.0, "reward/std": 0.4})]),
@@ -76,7 +76,7 @@ CASES = [
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": 0.05})], [(5, {}), (5, {"learner/entropy": 0.02})]),
     ("collapsing_entropy", [], [(20, {"learner/entropy": 0.0001})], [(5, {}), (20, {"learner/entropy": 0.0})]),
     ("all_cut", [], [(20, {"response/cut": 0.62})], [(5, {"response/cut": 0.97})]),
-    ("predictor_worse_than_none", [], [(20, {"rollout/predictor_used": 0.0, SAVED: -70})], [(5, {SAVED: -3})]),
+    ("predictor_worse_than_none", [], [(20, {"predictor/used": 0.0, SAVED: -70})], [(5, {SAVED: -3})]),
     ("predictor_worse_than_none", [], [(20, {"predictor/tau": 0.1})], [(10, {"predictor/tau": -0.1})]),
     ("idle_rows", [], [(20, {"rollout/row_utilisation": 0.2})], [(5, {"rollout/row_utilisation": 0.1})]),
     ("idle_rows", ["rollout.prompts_at_once=1"], [(20, {"rollout/row_utilisation": 0.2})], [(5, {"rollout/row_utilisation": 0.1})]),

@@ -75,11 +75,11 @@ PREDICTOR = (
     Curve(
         "Decode steps that predictions save",
         "running steps",
-        {"rollout/replay_steps_saved": "in replays of recent groups"},
+        {"predictor/steps_saved": "in replays of recent groups"},
         note="above 0 for long enough: predictions are used",
     ),
-    Curve("Predictions in use", "1: yes", {"rollout/predictor_used": "in the step"}),
-    Curve("Time spent on predicting", "s", {"rollout/predict_seconds": "a step, slowest worker"}),
+    Curve("Predictions in use", "1: yes", {"predictor/used": "in the step"}),
+    Curve("Time spent on predicting", "s", {"predictor/seconds": "a step, slowest worker"}),
 )
 
 
