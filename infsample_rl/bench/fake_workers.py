@@ -123,8 +123,8 @@ class FakeRolloutWorker:
 
     def stats(self) -> dict[str, float]:
         """As RolloutWorker.stats."""
-        names = ("row_utilisation", "predict_seconds", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
-        return dict.fromkeys(names, 0.0) | {"running_steps": float(self._steps)}
+        memory = ("peak_memory_bytes", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
+        return dict.fromkeys(("row_utilisation", "predict_seconds", "preemptions", *memory), 0.0) | {"running_steps": float(self._steps)}
 
 
 class FakeRewardWorker:
@@ -206,7 +206,7 @@ class FakeLearnerWorker:
         self._updates += 1
         names = ("loss", "grad_norm", "lr", "skipped_updates", "kl", "entropy", "clip_fraction", "importance_mean")
         differences = ("logprob_diff_mean", "logprob_diff_max", "logprob_diff_k3", "engine_ess")
-        return {f"learner/{name}": 0.0 for name in (*names, *differences)}
+        return {f"learner/{name}": 0.0 for name in (*names, *differences)} | {"memory/learner_peak_bytes": 0.0}
 
     def save(self, folder: str) -> None:
         """As LearnerWorker.save: the file that a checkpoint is known by."""

@@ -11,7 +11,7 @@ def check_reward_functions(reward: RewardConfig) -> None:
     """Import every reward function in a process of its own and read every reward model's config.
 
     ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a signature
-    that fits neither form, settings in kwargs that the function does not take, a model with more than one label,
+    that fits no form, settings in kwargs that the function does not take, a model with more than one label,
     a reward.isolation that this system cannot hold.
     """
     kinds = [kind_of(function.name) for function in reward.functions]

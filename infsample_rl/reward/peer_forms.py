@@ -44,7 +44,7 @@ def form_of(label: str, function: Callable[..., Any], kwargs: dict[str, Any]) ->
         raise ValueError(f"reward.functions: {label} has no readable signature; write a function {_FORMS}") from error
     fitting = [form for form, name in _TOLD_BY.items() if name in parameters]
     if len(fitting) != 1:
-        raise ValueError(f"reward.functions: {label}({', '.join(parameters)}) fits neither form: {_FORMS}")
+        raise ValueError(f"reward.functions: {label}({', '.join(parameters)}) fits no form: {_FORMS}")
     form = fitting[0]
     positional_only = [name for name, parameter in parameters.items() if parameter.kind == parameter.POSITIONAL_ONLY]
     if positional_only:
