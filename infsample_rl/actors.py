@@ -170,7 +170,7 @@ class LearnerCalls(Observed):
         """Join the process group, load and shard the policy."""
         return self.learner.setup(host, port, checkpoint)
 
-    def learn(self, rows: list[RowWork], *payloads: Any) -> list[dict[str, float]]:
+    def learn_rows(self, rows: list[RowWork], *payloads: Any) -> list[dict[str, float]]:
         """Rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's first update."""
         return [self._learn_row(row, payloads) for row in rows]
 

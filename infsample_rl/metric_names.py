@@ -38,7 +38,7 @@ METRICS = {
     "reward/std": Metric("reward", "standard deviation over these samples, of all prompts together"),
     "reward/failed": Metric("samples", "samples without a reward: the function failed, returned none, or ran longer than reward.timeout_s"),
     "reward/groups_with_signal": Metric("share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"),
-    "reward/<function>": Metric("reward", "mean of one function of several in reward.functions, before its weight; FUNCTION/NAME: of a number that it reported beside"),
+    "reward/<function>": Metric("reward", "mean of one function of several in reward.functions, before its weight; or of a number it reported"),
     "response/length_mean": Metric("tokens", "mean length, the stop token included"),
     "response/length_std": Metric("tokens", "standard deviation of the length"),
     "response/length_max": Metric("tokens", "longest response"),

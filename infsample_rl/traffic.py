@@ -89,7 +89,7 @@ class Traffic:
 
     def _send_to_learn(self, rank: int, rows: list[tuple[RowWork, list[int]]]) -> None:
         handle = self._crew.all("learner")[rank]
-        method = handle.learn
+        method = handle.learn_rows
         if self._config.cluster.colocate:  # in a thread beside the stream
             method = method.options(concurrency_group="learner")
         keys = sorted({key for _, of_row in rows for key in of_row})
