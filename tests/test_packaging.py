@@ -39,6 +39,7 @@ def installed(tmp_path_factory) -> Path:
     return scratch / "site"
 
 
+@pytest.mark.slow
 def test_installed_wheel_composes_every_experiment(installed, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(installed)}
     done = subprocess.run([sys.executable, "-c", CODE, str(installed)], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -89,6 +89,7 @@ def everything_written(folder: Path) -> str:
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 10**8)
 
 
+@pytest.mark.slow
 def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "planted-judge-key")
     monkeypatch.setenv("WANDB_API_KEY", "planted-wandb-key")

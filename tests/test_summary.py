@@ -101,6 +101,7 @@ def test_smoothing_is_a_centred_mean() -> None:
     assert smooth([0.0, 0.0, 5.0, 0.0, 0.0, 0.0]) == pytest.approx([5 / 3, 5 / 4, 1.0, 1.0, 1.25, 0.0])
 
 
+@pytest.mark.slow
 def test_the_printed_command_samples_from_the_checkpoint(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

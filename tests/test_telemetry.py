@@ -76,6 +76,7 @@ def wait_for(address: str, names: set[str], timeout_s: float) -> dict[str, list[
     return seen
 
 
+@pytest.mark.slow
 def test_what_a_process_exports_is_scraped_with_its_labels():
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_metrics_report_interval_ms": "1000"}
     process = subprocess.Popen([sys.executable, "-c", EXPORTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)

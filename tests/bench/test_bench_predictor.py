@@ -67,6 +67,7 @@ def measured(tiny_qwen3, recordings, encoder, tmp_path_factory):
     return [json.loads(line) for line in done.stdout.splitlines()], out
 
 
+@pytest.mark.slow
 def test_every_predictor_and_k_is_one_json_object(measured):
     records, _ = measured
     assert [(record["name"], record["k"]) for record in records] == [(n, k) for n in ("none", "group", "bert", "probe", "oracle") for k in (1, 4)]

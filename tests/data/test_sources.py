@@ -320,6 +320,7 @@ except ValueError as error:
 # ------------------------------------------------------------------------------------------------------ reasoning_gym
 
 
+@pytest.mark.slow
 def test_reasoning_gym_training_and_held_out_problems_come_from_disjoint_seeds():
     import reasoning_gym
 
@@ -341,6 +342,7 @@ def test_reasoning_gym_columns_are_what_the_tasks_own_scorer_takes():
     assert reasoning_gym.get_score_answer_fn(columns["task"])(columns["answer"], columns["entry"]) == 1.0
 
 
+@pytest.mark.slow
 def test_reasoning_gym_mistakes_are_named():
     assert "has no task 'chainsum' (of " in (text := message_of("reasoning_gym:chainsum"))
     assert "the nearest are chain_sum" in text

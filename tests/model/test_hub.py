@@ -97,6 +97,7 @@ def test_folders_and_offline_runs_ask_nothing(endpoint, refusing, monkeypatch, t
     assert cached_only("a/b") and asked == []
 
 
+@pytest.mark.slow
 def test_names_that_do_not_exist_are_one_line_at_once_and_cached_models_load(tiny_qwen3, tmp_path):
     cached = tmp_path / "hub" / "models--someone--tiny"
     shutil.copytree(tiny_qwen3, cached / "snapshots" / ("0" * 40))
