@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.logging_outputs.records import read_records
 from infsample_rl.phases import phase_of
 
@@ -55,39 +56,14 @@ class Kill(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Options:
-    """Arguments of the command; `settings` go to infsample_rl.main."""
+class ChaosOptions:
+    """What is no setting of a run."""
 
-    steps: int = 8
-    kills: int = 10
-    seed: int = 0
-    json: bool = False
-    out: str = ""
-    settings: tuple[str, ...] = ()
-
-
-def parse(arguments: list[str]) -> Options:
-    """Options from name=value words. ValueError with the name, the value and the bound."""
-    own: dict[str, Any] = {}
-    settings = []
-    for word in arguments:
-        name, has_value, value = word.partition("=")
-        if not has_value:
-            raise ValueError(f"chaos takes name=value, got {word!r}")
-        if name in ("steps", "kills", "seed"):
-            low = 0 if name == "seed" else 1
-            if not value.isdigit() or int(value) < low:
-                raise ValueError(f"{name} must be a whole number >= {low}, got {value!r}")
-            own[name] = int(value)
-        elif name == "json":
-            if value not in ("true", "false"):
-                raise ValueError(f"json must be true or false, got {value!r}")
-            own[name] = value == "true"
-        elif name == "out":
-            own[name] = value
-        else:
-            settings.append(word)
-    return Options(**own, settings=tuple(settings))
+    steps: int = option(8, "steps of the run", low=1)
+    kills: int = option(10, "processes killed", low=1)
+    seed: int = option(0, "of what is killed when", low=0)
+    json: bool = option(False, "print one JSON object")
+    out: str | None = option(None, "folder of both runs; none: a new one under /tmp")
 
 
 class Target:
@@ -139,7 +115,7 @@ class Target:
         self._log.close()
 
 
-def disturb(target: Target, options: Options, say: Any) -> list[Kill]:
+def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
     """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
     dice, kills = random.Random(options.seed), []
     while len(kills) < options.kills:
@@ -212,13 +188,8 @@ def differences(undisturbed: Path, disturbed: Path) -> list[str]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run both, compare, report."""
-    try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
-    except ValueError as error:
-        print(f"chaos: {error}", file=sys.stderr)
-        return 2
+def _run(arguments: list[str]) -> int:
+    options, settings = parse_with_settings(arguments, ChaosOptions)
 
     def say(kill: Kill) -> None:
         print(f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}", file=sys.stderr if options.json else sys.stdout, flush=True)
@@ -227,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
     for run in runs:
         run.parent.mkdir(parents=True, exist_ok=False)
-    train = [sys.executable, "-m", "infsample_rl.main", *SETTINGS, f"run.steps={options.steps}", *options.settings]
+    train = [sys.executable, "-m", "infsample_rl.main", *SETTINGS, f"run.steps={options.steps}", *settings]
     commands = [[*train, f"run.dir={run}"] for run in runs]
     started = time.monotonic()
     plain = subprocess.run(commands[0], capture_output=True, text=True)
@@ -238,9 +209,6 @@ def main(arguments: list[str] | None = None) -> int:
     target = Target(commands[1], runs[1])
     try:
         kills = disturb(target, options, say)
-    except RuntimeError as error:
-        print(f"chaos: {error}", file=sys.stderr)
-        return 1
     finally:
         target.end()
     seconds.append(time.monotonic() - started - seconds[0])
@@ -254,6 +222,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, {seconds[1]:.0f} s with kills")
         print("\n".join(found) if found else "the same weights, rewards and samples, bit for bit", f"in {folder}", sep="\n")
     return 1 if found else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run both, compare, report; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
-from infsample_rl.bench.arguments import parse
+from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config
 from infsample_rl.data.chat import render
 from infsample_rl.data.fields import Problem
@@ -32,18 +31,14 @@ HELP = "/reset forgets what was said, /temperature T changes it, Ctrl-C ends an 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to until all of its bytes are there
 
 
-def _option(default: Any, doc: str, low: int | None = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low, "choices": (), "key": None})
-
-
 @dataclass(kw_only=True)
 class ChatOptions:
     """What is no setting of a run."""
 
-    temperature: float = _option(0.7, "0: greedy", low=0)
-    max_new_tokens: int = _option(512, "longest answer in tokens", low=1)
-    system: str | None = _option(None, "system message; none: the run's data.system_prompt")
-    seed: int = _option(0, "of the sampling noise; the same talk gets the same answers", low=0)
+    temperature: float = option(0.7, "0: greedy", low=0)
+    max_new_tokens: int = option(512, "longest answer in tokens", low=1)
+    system: str | None = option(None, "system message; none: the run's data.system_prompt")
+    seed: int = option(0, "of the sampling noise; the same talk gets the same answers", low=0)
 
 
 class Chat:
@@ -137,32 +132,24 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
             print(f"error: {' '.join(str(error).split())}; /reset forgets what was said", file=out, flush=True)
 
 
+def _run(arguments: list[str]) -> int:
+    if not arguments or "=" in arguments[0]:
+        raise ValueError("give a checkpoint first: python -m infsample_rl.chat RUN/checkpoints/step_N [temperature=0.7]")
+    options, overrides = parse_with_settings(arguments[1:], ChatOptions)
+    chat = Chat(chat_config(arguments[0], options, overrides), options, "cuda" if torch.cuda.is_available() else "cpu")
+    if sys.stdin.isatty():
+        print(HELP)
+    talk(chat, sys.stdin, sys.stdout)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
     try:
-        if not arguments or "=" in arguments[0]:
-            raise ValueError("give a checkpoint first: python -m infsample_rl.chat RUN/checkpoints/step_N [temperature=0.7]")
-        names = {spec.name for spec in dataclasses.fields(ChatOptions)}
-        own = [argument for argument in arguments[1:] if argument.partition("=")[0] in names or "=" not in argument]
-        options = parse(own, ChatOptions)
-        config = chat_config(arguments[0], options, [argument for argument in arguments[1:] if argument not in own])
-        chat = Chat(config, options, "cuda" if torch.cuda.is_available() else "cpu")
-        if sys.stdin.isatty():
-            print(HELP)
-        talk(chat, sys.stdin, sys.stdout)
+        return run_command(_run, arguments, usage=__doc__)
     except KeyboardInterrupt:
         print()
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from infsample_rl.bench.arguments import parse
 from infsample_rl.bench.report import print_table
+from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.merge import load_policy_folder
@@ -41,19 +40,15 @@ from infsample_rl.types import Completion, Prompt, RewardResult
 ALL_PROBLEMS = 1_000_000
 
 
-def _option(default: Any, doc: str, low: int | None = None) -> Any:
-    return field(default=default, metadata={"doc": doc, "low": low, "choices": (), "key": None})
-
-
 @dataclass(kw_only=True)
 class EvaluateOptions:
     """What is no setting of a run."""
 
-    samples: int = _option(8, "completions of every problem", low=1)
-    k: list[int] = field(default_factory=list, metadata={"doc": "pass@k for these", "low": 1, "choices": (), "key": None})
-    threshold: float = _option(0.5, "reward from which a sample passes")
-    json: bool = _option(False, "print one JSON object")
-    out: str | None = _option(None, "JSONL file of every completion")
+    samples: int = option(8, "completions of every problem", low=1)
+    k: list[int] = option([], "pass@k for these", low=1)
+    threshold: float = option(0.5, "reward from which a sample passes")
+    json: bool = option(False, "print one JSON object")
+    out: str | None = option(None, "JSONL file of every completion")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,13 +65,11 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
     """CHECKPOINT, the options here, and settings for Hydra. ValueError in one line."""
     if not arguments or "=" in arguments[0]:
         raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value ...]")
-    names = {spec.name for spec in dataclasses.fields(EvaluateOptions)}
-    own = [argument for argument in arguments[1:] if argument.partition("=")[0] in names or "=" not in argument]
-    options = parse(own, EvaluateOptions)
+    options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
     options.k = options.k or sorted({1, options.samples})
     for k in options.k:
         pass_at_k(options.samples, 0, k)  # refuses a k above samples
-    return arguments[0], options, [argument for argument in arguments[1:] if argument not in own]
+    return arguments[0], options, settings
 
 
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
@@ -186,27 +179,15 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
     print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    try:
-        checkpoint, options, overrides = split_arguments(arguments)
-        config = evaluation_config(checkpoint, options, overrides)
-        if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-            raise ValueError(f"out={options.out}: there is no folder {Path(options.out).absolute().parent}")
-        lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-        context = lm.config.get_text_config().to_dict().get("max_position_embeddings")  # none: unbounded
-        prompts = build_eval_prompts(config, load_tokenizer(config.model), context)
-        found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+def _run(arguments: list[str]) -> int:
+    checkpoint, options, overrides = split_arguments(arguments)
+    config = evaluation_config(checkpoint, options, overrides)
+    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"out={options.out}: there is no folder {Path(options.out).absolute().parent}")
+    lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
+    context = lm.config.get_text_config().to_dict().get("max_position_embeddings")  # none: unbounded
+    prompts = build_eval_prompts(config, load_tokenizer(config.model), context)
+    found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
     figures = summarise(found, options, seed=config.run.seed)
     if options.out is not None:
         write_completions(found, Path(options.out), config)
@@ -216,6 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
         temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
         show(figures, f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}, a sample passes at a reward of {options.threshold:g}")
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

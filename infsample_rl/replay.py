@@ -13,15 +13,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infsample_rl import keeping
-from infsample_rl.bench.arguments import parse
 from infsample_rl.bench.report import print_table
+from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config
 from infsample_rl.groups import Group, loss_totals, mini_batches, trainable_specs
 from infsample_rl.learner.row_plan import RowPlanner, assemble
@@ -36,8 +36,8 @@ from infsample_rl.types import SampleSpec, TrainingSample
 class ReplayOptions:
     """What is no setting of a run."""
 
-    step: int = field(default=0, metadata={"doc": "the step", "low": 1, "choices": (), "key": None})
-    json: bool = field(default=False, metadata={"doc": "print one JSON object", "low": None, "choices": (), "key": None})
+    step: int = option(0, "the step", low=1)
+    json: bool = option(False, "print one JSON object")
 
 
 def replay_config(run_dir: Path, overrides: list[str]) -> Config:
@@ -105,29 +105,16 @@ def compare(run: dict[str, Any], replayed: dict[str, float]) -> list[dict[str, A
     return rows
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments in (["-h"], ["--help"]):
-        print(__doc__)
-        return 0
-    try:
-        if not arguments or "=" in arguments[0] or not (Path(arguments[0]) / "config.yaml").is_file():
-            raise ValueError("give a run folder first: python -m infsample_rl.replay RUN step=K")
-        run_dir = Path(arguments[0]).absolute()
-        own = [argument for argument in arguments[1:] if argument.partition("=")[0] in ("step", "json") or "=" not in argument]
-        options = parse(own, ReplayOptions)
-        if options.step == 0:
-            raise ValueError("give the step: python -m infsample_rl.replay RUN step=K")
-        recorded, checkpoint = read_recording(run_dir, options.step), start_of(run_dir, options.step)
-        config = replay_config(run_dir, [argument for argument in arguments[1:] if argument not in own])
-        replayed = replay(config, recorded, checkpoint)
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+def _run(arguments: list[str]) -> int:
+    if not arguments or "=" in arguments[0] or not (Path(arguments[0]) / "config.yaml").is_file():
+        raise ValueError("give a run folder first: python -m infsample_rl.replay RUN step=K")
+    run_dir = Path(arguments[0]).absolute()
+    options, overrides = parse_with_settings(arguments[1:], ReplayOptions)
+    if options.step == 0:
+        raise ValueError("give the step: python -m infsample_rl.replay RUN step=K")
+    recorded, checkpoint = read_recording(run_dir, options.step), start_of(run_dir, options.step)
+    config = replay_config(run_dir, overrides)
+    replayed = replay(config, recorded, checkpoint)
     if options.json:
         print(json.dumps({"step": options.step, "run": recorded.metrics, "replay": replayed}))
         return 0
@@ -137,6 +124,11 @@ def main(arguments: list[str] | None = None) -> int:
         [row | {"difference": f"{row['difference']:.1e}"} for row in rows], {"name": "", "run": "run", "replay": "replay", "difference": "relative"}
     )
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import check_writable, parse_or_exit
 from infsample_rl.bench.schedule_records import measure
 from infsample_rl.bench.schedule_workload import MEMORY_BOUND, SimulateOptions, Workload, load, names_of
+from infsample_rl.command_line import check_writable, parse_or_exit
 
 COLUMNS = {
     "name": "schedule",

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.bench.arguments import option, parse_or_exit
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.logging_outputs.wandb_tracker import has_wandb_key
 from infsample_rl.metric_names import GROUPS, METRICS
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infsample_rl.command_line import describe
 from infsample_rl.config_loading import SECTIONS, config_folder
 from infsample_rl.config_reward import RewardFunctionConfig
 from infsample_rl.metric_names import GROUPS, METRICS
@@ -139,18 +140,13 @@ def _text(text: str) -> str:
 def _arguments(path: Path, module: str) -> list[str]:
     """The table of a command's key=value arguments, of the dataclass that its main parses them into."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    parsed = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "parse_or_exit"]
+    place = {"parse_or_exit": 0, "parse_with_settings": 1}  # of the dataclass among the call's arguments
+    parsed = [call.args[place[call.func.id]] for call in calls if isinstance(call.func, ast.Name) and call.func.id in place]
     if not parsed:
         return []
     options: Any = getattr(importlib.import_module(module), ast.unparse(parsed[0]))
-    return [table(("argument", "default", "meaning"), [_argument(spec) for spec in dataclasses.fields(options)])]
-
-
-def _argument(spec: dataclasses.Field) -> tuple[str, ...]:
-    doc, _, told = spec.metadata["doc"].partition("; default: ")  # one that depends on the machine is told in words
-    value = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
-    shown = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
-    return f"`{spec.metadata['key'] or spec.name}`", told or ("none" if value is None else shown.replace(f"{ROOT}/", "")), doc
+    rows = [(f"`{name}`", default.replace(f"{ROOT}/", ""), meaning) for name, default, meaning in describe(options)]
+    return [table(("argument", "default", "meaning"), rows)]
 
 
 def main() -> int:

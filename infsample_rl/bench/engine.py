@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.process import end_with_terminate, measure_here
 from infsample_rl.bench.rival_settings import Measurement, rival_measurements
 from infsample_rl.bench.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from infsample_rl.bench.vllm_process import measure_vllm
 from infsample_rl.bench.workload import Workload
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import check_writable, option, parse_or_exit
 from infsample_rl.bench.group_size_beta import fit_beta
 from infsample_rl.bench.group_size_figure import MODELLED, draw
 from infsample_rl.bench.group_size_moments import (
@@ -35,6 +34,7 @@ from infsample_rl.bench.group_size_moments import (
 )
 from infsample_rl.bench.group_size_sampling import sampling_records
 from infsample_rl.bench.schedule_workload import names_of
+from infsample_rl.command_line import check_writable, option, parse_or_exit
 from infsample_rl.rollout.length_prediction.accuracy import Interval, bootstrap
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 

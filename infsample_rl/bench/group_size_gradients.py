@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infsample_rl.bench.arguments import check_writable, option, parse_or_exit
+from infsample_rl.command_line import check_writable, option, parse_or_exit
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy

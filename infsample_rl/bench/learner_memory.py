@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.process import end_with_terminate, measure
 from infsample_rl.bench.workload import ModelOptions
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.config import LearnerConfig
 
 # glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses would be counted.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.process import end_with_terminate, measure_here
 from infsample_rl.bench.workload import Workload
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 
 # Infinite Sampling, abstract and memory figure: Qwen3-1.7B, G = 32, 1,024 new tokens, all at once and one slot; GB of 1e9 bytes.

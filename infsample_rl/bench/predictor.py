@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.predictor_models import (
     HiddenStates,
     Predictions,
@@ -45,6 +44,7 @@ from infsample_rl.bench.predictor_report import draw_predictor, print_tables
 from infsample_rl.bench.predictor_steps import Memory, compare, cost
 from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.bench.workload import TINY_POLICY
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.config import ModelConfig
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.models import load, make_prompts
 from infsample_rl.bench.workload import ModelOptions
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine import SamplingEngine

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.bench import report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.process import end_with_terminate, measure
+from infsample_rl.command_line import option, parse_or_exit
 
 COLUMNS = {
     "workers": "workers",

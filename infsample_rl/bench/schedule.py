@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.schedule_workload import LENGTHS, SimulateOptions
+from infsample_rl.command_line import option, parse_or_exit
 from infsample_rl.simulate import run
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.bench.arguments import option
 from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
+from infsample_rl.command_line import option
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, pool_tokens, simulate_prompts

@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from infsample_rl.bench.arguments import check_writable, option, parse_or_exit
 from infsample_rl.bench.paper_figures import ABLATION, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
 from infsample_rl.bench.schedule_workload import LENGTHS, MOST_SIGMA, names_of, noisy
+from infsample_rl.command_line import check_writable, option, parse_or_exit
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound
 from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts

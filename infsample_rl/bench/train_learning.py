@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.bench import report, train_report
-from infsample_rl.bench.arguments import option, parse_or_exit
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import best_settings, try_settings, tune_prompts
 from infsample_rl.bench.train_workload import Run, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
+from infsample_rl.command_line import option, parse_or_exit
 
 ARITHMETIC = {  # configs/data/arithmetic.yaml
     "source": "reasoning_gym:products",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.bench.arguments import option
 from infsample_rl.bench.process import measure
 from infsample_rl.bench.workload import ModelOptions
+from infsample_rl.command_line import option
 
 TRL_SCRIPT = Path(__file__).with_name("train_trl.py")
 

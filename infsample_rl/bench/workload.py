@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.bench.arguments import option
+from infsample_rl.command_line import option
 from infsample_rl.config import DTYPES
 
 TINY_POLICY = str(Path(__file__).resolve().parent.parent / "assets" / "kk_tiny" / "policy")

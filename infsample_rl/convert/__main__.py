@@ -5,7 +5,8 @@ FILE      trl: a YAML file of its command line, a Python script with GRPOConfig 
 ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME, data.train_batch_size=64
 
 The experiment is printed, every setting with its origin, below it what has no equivalent, differs, changes nothing or is unknown.
-Nothing of FILE is run. Exit codes: 0 done; 2 an input is wrong, or the settings contradict each other here (said after they are printed).
+Nothing of FILE is run.
+Exit codes: 0 done; 1 it failed; 2 an input is wrong, or the settings contradict each other here (said after they are printed).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from infsample_rl.command_line import run_command
 from infsample_rl.config_loading import load_config
 from infsample_rl.convert import openrlhf, trl, trl_files, verl
 from infsample_rl.convert.conversion import Conversion, Given
@@ -65,25 +67,21 @@ def check_experiment(text: str) -> None:
         load_config(["+experiment=converted"], folder)
 
 
+def _run(arguments: list[str]) -> int:
+    if len(arguments) < 2 or arguments[0] not in PEERS:
+        raise ValueError(f"give one of {', '.join(PEERS)} and a file, got {' '.join(arguments[:2])!r}")
+    peer, path = arguments[0], Path(arguments[1])
+    conversion = convert_file(peer, path, arguments[2:])
+    name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
+    text = experiment_yaml(conversion, command=f"python -m infsample_rl.convert {' '.join(arguments)}", name=name)
+    print(text, end="")
+    check_experiment(text)
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if arguments else 2
-    try:
-        if arguments[0] not in PEERS or len(arguments) < 2:
-            raise ValueError(f"give one of {', '.join(PEERS)} and a file, got {' '.join(arguments[:2])!r}")
-        peer, path = arguments[0], Path(arguments[1])
-        conversion = convert_file(peer, path, arguments[2:])
-        name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
-        text = experiment_yaml(conversion, command=f"python -m infsample_rl.convert {' '.join(arguments)}", name=name)
-        print(text, end="")
-        check_experiment(text)
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

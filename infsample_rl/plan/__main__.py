@@ -1,8 +1,8 @@
 """What a run will take, before it starts: python -m infsample_rl.plan [+experiment=NAME] [group=CHOICE] [group.key=value ...]
 
   cluster.device_type=h100   GPU to reckon with, where there is none here
-  --lengths FILE             recorded response lengths (as simulate takes), for the running steps
-  --json                     one JSON object on stdout
+  lengths=FILE               recorded response lengths (as simulate takes), for the running steps
+  json=true                  one JSON object on stdout
   --config-dir DIR           as main's
 
 Needs the model's config alone: a folder with config.json, or a hub name. No weight is read, no GPU is used.
@@ -15,44 +15,45 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config_loading import ConfigError, load_config
 
 
+@dataclass(kw_only=True)
+class PlanOptions:
+    """What is no setting of a run."""
+
+    lengths: str | None = option(None, "recorded response lengths")
+    json: bool = option(False, "print one JSON object")
+
+
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags apart from main's name=value overrides. ConfigError for a wrong flag."""
+    """The flag apart from what is name=value. ConfigError for a wrong flag."""
     parser = argparse.ArgumentParser(prog="python -m infsample_rl.plan", usage=__doc__, add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--lengths", type=Path)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--config-dir")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("words", nargs="*")
     parser.error = _refuse  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(arguments)
+    flags = parser.parse_intermixed_args(arguments)
+    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
+        raise ConfigError(f"--config-dir {flags.config_dir} is not a folder")
+    return flags
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; flags are --lengths FILE, --json, --config-dir DIR and --help")
+    raise ConfigError(f"{message}; flags are --config-dir DIR and --help")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    try:
-        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-        if options.help:
-            print(__doc__)
-            return 0
-        if options.config_dir is not None and not os.path.isdir(options.config_dir):
-            raise ConfigError(f"--config-dir {options.config_dir} is not a folder")
-        config = load_config(options.overrides, options.config_dir)
-        from infsample_rl.plan.run_plan import plan_run
+def _run(arguments: list[str]) -> int:
+    flags = parse_arguments(arguments)
+    options, overrides = parse_with_settings(flags.words, PlanOptions)
+    config = load_config(overrides, flags.config_dir)
+    from infsample_rl.plan.run_plan import plan_run
 
-        plan = plan_run(config, options.lengths)
-    except ValueError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
+    plan = plan_run(config, None if options.lengths is None else Path(options.lengths))
     if options.json:
         print(json.dumps(plan.record()))
     else:
@@ -62,6 +63,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         print_plan(plan, Console(highlight=False))
     return 0 if plan.fits else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 RUN   a run folder: finished, going on, resumed or dead; what is missing is said on the page
 out   the page, one HTML file that needs no network; without it RUN/report.html, of several runs comparison.html here
 
-Exit codes: 0 done; 2 an input is wrong.
+Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from infsample_rl.command_line import run_command
 from infsample_rl.report.writing import write_report
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if {"--help", "-h"} & set(arguments):
-        print(__doc__)
-        return 0
-    try:
-        runs, out = parse(arguments)
-        notes = write_report(runs, out)
-    except (ValueError, OSError) as error:
-        print(f"report: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    for note in notes:
+    return run_command(_run, arguments, usage=__doc__)
+
+
+def _run(arguments: list[str]) -> int:
+    runs, out = parse(arguments)
+    for note in write_report(runs, out):
         print(f"note: {note}", file=sys.stderr)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
     return 0

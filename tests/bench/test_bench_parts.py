@@ -1,55 +1,19 @@
-"""Arguments, roofline, fit and row counts of the benchmarks, with the expected values written out."""
+"""Roofline, fit and row counts of the benchmarks, with the expected values written out."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from infsample_rl.bench import models, process, report
-from infsample_rl.bench.arguments import option, parse
 from infsample_rl.bench.engine import EngineOptions
 from infsample_rl.bench.memory import MemoryOptions, points, record_of
 from infsample_rl.bench.memory_points import early_stop_ids
 from infsample_rl.bench.rival_settings import micro_batch_rows, rival_measurements
 from infsample_rl.bench.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from infsample_rl.bench.workload import Workload
-
-
-@dataclass(kw_only=True)
-class Few:
-    count: int = option(1, "a count", low=1)
-    share: float = option(0.5, "a share")
-    names: list[str] = option(["a"], "names", choices=("a", "b"))
-    loud: bool = option(False, "loud")
-    python: str | None = option(None, "a path", key="rivals.python")
-
-
-def test_arguments_take_their_fields_types():
-    found = parse(["count=3", "share=0.25", "names=[a, b]", "loud=true", "rivals.python=/bin/x"], Few)
-    assert found == Few(count=3, share=0.25, names=["a", "b"], loud=True, python="/bin/x")
-    assert parse(["names=b", "rivals.python=none"], Few) == Few(names=["b"])
-    assert parse(["names=[]"], Few).names == []
-
-
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ("cuont=3", "did you mean count=...? keys: count, share, names, loud, rivals.python"),
-        ("count", "keys: count"),
-        ("count=0", "must be >= 1; the nearest that works is 1"),
-        ("count=two", "must be a whole number"),
-        ("share=x", "must be a number"),
-        ("loud=yes", "must be true or false"),
-        ("names=[a,bb]", "did you mean b"),
-    ],
-)
-def test_a_bad_argument_is_refused_in_one_line_with_the_keys(argument, said):
-    with pytest.raises(ValueError) as error:
-        parse([argument], Few)
-    assert said in str(error.value) and "keys: count" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_kv_budget_counts_slots_and_the_resident_prompt():

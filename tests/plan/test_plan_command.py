@@ -29,7 +29,7 @@ def qwen3_8b(tmp_path_factory):
 
 
 def plan_json(capsys, *arguments):
-    status = main([*arguments, "--json"])
+    status = main([*arguments, "json=true"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -89,7 +89,7 @@ def test_the_default_experiment_prints_a_table_for_every_process(capsys):
 def test_recorded_lengths_give_the_running_steps(capsys):
     recorded = "tests/data/lengths/llama3b_rgrl_step400_amc23_n50.jsonl"
     _, longest = plan_json(capsys)
-    _, plan = plan_json(capsys, "--lengths", recorded)
+    _, plan = plan_json(capsys, f"lengths={recorded}")
     assert plan["decode"]["lengths"] == "llama3b_rgrl_step400_amc23_n50.jsonl"
     assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
 
@@ -100,8 +100,8 @@ def test_recorded_lengths_give_the_running_steps(capsys):
         (["cluster.device_type=h10"], "cluster.device_type must be one of a100-40gb"),
         (["model.path=/nowhere/model"], "model.path=/nowhere/model: no model config"),
         (["rollout.group_sizes=3"], "did you mean rollout.group_size?"),
-        (["--lenghts", "x"], "flags are --lengths FILE, --json"),
-        (["--lengths", "/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
+        (["--json"], "flags are --config-dir DIR"),
+        (["lengths=/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
         (["rollout.kv_budget_bytes=1KB"], "the smallest that would do is rollout.kv_budget_tokens="),
     ],
 )

@@ -1,4 +1,4 @@
-"""`key=value` arguments of the benchmark commands, read into a dataclass. Standard library only."""
+"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,13 +42,50 @@ def parse(arguments: list[str], options: type[Options]) -> Options:
     return options(**values)
 
 
-def parse_or_exit(options: type[Options], command: str) -> Options:
-    """The options of this process's arguments; a wrong one ends it with one line on stderr and status 2."""
+def parse_with_settings(arguments: list[str], options: type[Options]) -> tuple[Options, list[str]]:
+    """The options among `key=value` arguments, and the others, settings of a run for Hydra. ValueError as parse()."""
+    names = {field.metadata["key"] or field.name for field in dataclasses.fields(options)}
+    own = [argument for argument in arguments if argument.partition("=")[0] in names or "=" not in argument]
+    return parse(own, options), [argument for argument in arguments if argument not in own]
+
+
+def run_command(command: Callable[[list[str]], int], arguments: list[str] | None, *, usage: str) -> int:
+    """Run a command with its arguments, those of this process if None. Returns the exit code: what `command` returns, 2 when it
+    raises ValueError (an input is wrong), 1 for OSError and RuntimeError (it failed), each said in one line on stderr. -h prints `usage`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
     try:
-        return parse(sys.argv[1:], options)
+        return command(arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def parse_or_exit(options: type[Options], command: str) -> Options:
+    """The options of this process's arguments; a wrong one ends it with one line on stderr and status 2, -h with the command's help."""
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print((sys.modules["__main__"].__doc__ or command).strip(), end="\n\n")
+        print("\n".join(f"  {name:<20} {meaning} ({default})" for name, default, meaning in describe(options)))
+        raise SystemExit(0)
+    try:
+        return parse(arguments, options)
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def describe(options: type[Any]) -> list[tuple[str, str, str]]:
+    """(name, default, meaning) of every option, as one would type them."""
+    rows = []
+    for field in dataclasses.fields(options):
+        value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        doc, _, told = field.metadata["doc"].partition("; default: ")  # one that depends on the machine is told in words
+        shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "none" if value is None else str(value)
+        rows.append((field.metadata["key"] or field.name, told or (shown.lower() if isinstance(value, bool) else shown), doc))
+    return rows
 
 
 def check_writable(folder: Path, name: str) -> None:
