@@ -15,6 +15,8 @@ from infsample_rl.config import Config
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.phases import phase
+from infsample_rl.plan.learner_memory import learner_lines
+from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import PublishedProbe
 from infsample_rl.weight_sync.local import check_shared, load_local
@@ -35,8 +37,15 @@ class ColocatedWorker:
         found = self.learner.setup(master_address, master_port, checkpoint)
         self.shares_weights = isinstance(self.learner.backend, UnshardedBackend) and self.config.learner.lora_rank == 0
         model = share_parameters(self.learner.policy.lm) if self.shares_weights else None
-        self.rollout = RolloutWorker(self.config, self.rank, model)
+        self.rollout = RolloutWorker(self.config, self.rank, model, reserved_bytes=self._learner_growth())
         return found | {"engine": "shares the learner's weights" if self.shares_weights else "has its own copy of the weights"}
+
+    def _learner_growth(self) -> int:
+        """Bytes that the learner's fullest row takes above what the learner holds now, by the plan; rollout.kv_budget_bytes=auto leaves them free."""
+        if self.config.rollout.kv_budget_bytes != "auto":
+            return 0
+        lines, _ = learner_lines(self.config, ModelOutline.of(self.config, len(self.learner.tokenizer)))
+        return max(0, sum(lines.values()) - self.learner.memory.held_bytes())
 
     @phase("sync")
     def publish(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:

@@ -40,7 +40,9 @@ class RolloutConfig:
     kv_budget_tokens: int | None = setting(
         None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1
     )
-    kv_budget_bytes: str | None = setting(None, "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights")
+    kv_budget_bytes: str | None = setting(
+        None, "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights and, colocated, the learner's planned peak"
+    )
     kv_dtype: str = setting("auto", "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head", choices=KV_DTYPES)
     max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
     preemption: str = setting("auto", "KV of a preempted sample: computed again, or parked in host memory", choices=("auto", "recompute", "park"))

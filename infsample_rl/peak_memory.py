@@ -33,6 +33,12 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self.device)
         return max(0, status_bytes("VmHWM") - self._before)
 
+    def held_bytes(self) -> int:
+        """What is held now."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return max(0, status_bytes("VmRSS") - self._before)
+
     def reserved_bytes(self) -> int | None:
         """What torch's CUDA allocator held at most, unused pieces included; None on CPU."""
         return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else None

@@ -218,7 +218,7 @@ def _pool_text(config: Config, per_token: int) -> str:
     """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
     rollout = config.rollout
     if rollout.kv_budget_bytes == "auto":
-        return "0.9 of what is free after the weights"
+        return "0.9 of what is free after the weights" + (" and the learner's planned peak" if config.cluster.colocate else "")
     prompts = [config.data.max_prompt_tokens] * rollout.prompts_at_once
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size

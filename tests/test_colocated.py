@@ -21,9 +21,12 @@ from infsample_rl.config import (
     RewardFunctionConfig,
     RolloutConfig,
 )
+from infsample_rl.plan.learner_memory import learner_lines
+from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.types import LossTotals, RolloutWork, TrainingSample
 
 POLICY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
+PAGE_BYTES = 4 * 2 * 16 * 2 * 32 * 4  # layers, keys and values, tokens, kv heads, head size, bytes
 PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 7, 12], [8, 3], [14, 11, 10, 9, 4])]
 
 
@@ -133,3 +136,21 @@ def test_turns_are_taken_in_the_order_they_were_asked_for():
     for thread in threads:
         thread.join(timeout=10)
     assert order == [0, 1, 2, 3, 4]
+
+
+def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
+    made = config(rollout=RolloutConfig(group_size=4, max_new_tokens=24, kv_budget_bytes="auto", predictor="none"))
+    planned = sum(learner_lines(made, ModelOutline.of(made))[0].values())
+    growth = planned - planned // 3
+    monkeypatch.setattr("infsample_rl.peak_memory.PeakMemory.held_bytes", lambda memory: planned // 3)
+    pages = {}
+    for free_pages in (100, 6):  # beside the learner: more than the resident prompts could use, and less
+        monkeypatch.setattr("infsample_rl.rollout.engine.free_bytes", lambda device, free=free_pages: growth + free * PAGE_BYTES)
+        found = ColocatedWorker(made, 0, 1, 10)
+        found.setup("127.0.0.1", 0, None)
+        assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
+        pages[free_pages] = found.rollout.engine.runner.kv.num_pages
+    assert pages == {100: made.rollout.prompts_at_once * (4 * 2 + 1), 6: 5}
+    monkeypatch.setattr("infsample_rl.rollout.engine.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
+    with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
+        ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)

@@ -62,8 +62,10 @@ def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: floa
 
 def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> dict[str, int]:
     """A learner rank and a rollout worker in one process, which take turns: of one rank without adapters they share the weights."""
-    rollout, _ = rollout_lines(config, model, device_of(config, "learner"))
+    device, weights = device_of(config, "learner"), getattr(torch, config.model.dtype).itemsize * model.num_parameters
     is_shared = config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp" and config.learner.lora_rank == 0
+    left = device.memory_bytes - sum(learner.values()) + (weights if is_shared else 0)  # what the pool of kv_budget_bytes=auto is a share of
+    rollout, _ = rollout_lines(config, model, replace(device, memory_bytes=left))
     sampling = {f"sampling: {name}": size for name, size in rollout.items() if not (is_shared and name == "weights")}
     sampling.pop("sampling: prefill of a prompt", None)  # a row of the learner does not run beside it
     return learner | sampling

@@ -45,14 +45,15 @@ class SamplingEngine:
         max_prompt_tokens: int | None = None,
         lm_head_fp32: bool = False,
         shared_probe: bool = False,
+        reserved_bytes: int = 0,
     ) -> None:
         """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
         `deterministic`: bitwise the same results whatever else runs, at the price of always computing every row, and of room
         for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget the pool is
         allocated at the first call, and again at a longer prompt. `shared_probe`: the length probe belongs to a run: it predicts with
-        what `watch.load` brings, and `learn` hands over what it saw; else it learns from each call for the next. ValueError for what
-        cannot work.
+        what `watch.load` brings, and `learn` hands over what it saw; else it learns from each call for the next. `reserved_bytes`: of
+        the free memory, what rollout.kv_budget_bytes=auto leaves to others in this process. ValueError for what cannot work.
         """
         self.config = rollout_config
         self.tokenizer = tokenizer
@@ -65,7 +66,7 @@ class SamplingEngine:
             )
         self.stop_token_ids = model_stop_token_ids(model, tokenizer, rollout_config.stop_token_ids) if stop_token_ids is None else stop_token_ids
         self._stop_strings = StopStrings(tokenizer, rollout_config.stop_strings)
-        self.deterministic, self._max_prompt_tokens = deterministic, max_prompt_tokens
+        self.deterministic, self._max_prompt_tokens, self._reserved_bytes = deterministic, max_prompt_tokens, reserved_bytes
         self.policy_version = 0  # stamped on completions
         self.heartbeat = 0  # running steps since construction
         self.sampled_tokens = self.preemptions = 0  # since construction
@@ -273,7 +274,7 @@ class SamplingEngine:
         config, runner = self.config, self.runner
         if runner.kv is not None and config.has_budget:
             return
-        free = free_bytes(runner.device) if config.kv_budget_bytes == "auto" else None
+        free = max(0, free_bytes(runner.device) - self._reserved_bytes) if config.kv_budget_bytes == "auto" else None
         pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), prompts=prompts or [1], free_bytes=free)
         if runner.kv is None or pages > runner.kv.num_pages:
             runner.allocate(pages, config.page_size)

@@ -24,7 +24,7 @@ def num_pool_pages(config: RolloutConfig, *, page_bytes: int, prompts: Sequence[
         pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
     elif config.kv_budget_bytes == "auto":
         most = config.group_size * len(longest) * response + resident  # more could never be used
-        pages, given = min(most, int(AUTO_SHARE * free_bytes) // page_bytes), f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free)"
+        pages, given = min(most, int(AUTO_SHARE * free_bytes) // page_bytes), f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
     elif config.kv_budget_bytes is not None:
         pages, given = parse_bytes(config.kv_budget_bytes) // page_bytes, f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
     else:

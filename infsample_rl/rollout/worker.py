@@ -24,8 +24,11 @@ from infsample_rl.weight_sync.sync import WeightSyncReport, load_published, rece
 class RolloutWorker:
     """Samples the work it is dealt and streams micro-groups; weights are replaced in place between streams."""
 
-    def __init__(self, config: Config, worker_index: int, model: PreTrainedModel | None = None) -> None:
-        """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on the CPU."""
+    def __init__(self, config: Config, worker_index: int, model: PreTrainedModel | None = None, *, reserved_bytes: int = 0) -> None:
+        """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on the CPU.
+
+        `reserved_bytes`: as SamplingEngine's.
+        """
         torch.set_num_threads(config.cluster.threads_per_worker)
         self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
@@ -47,6 +50,7 @@ class RolloutWorker:
             max_prompt_tokens=config.data.max_prompt_tokens,
             lm_head_fp32=config.model.lm_head_fp32,
             shared_probe=True,
+            reserved_bytes=reserved_bytes,
         )
 
     def stream(
