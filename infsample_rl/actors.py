@@ -28,12 +28,14 @@ from infsample_rl.types import (
     RolloutNow,
     RolloutWork,
     RowWork,
+    StreamEnd,
     TrainingSample,
     WeightManifest,
     WeightSyncReport,
     WorkerStatus,
 )
 
+StreamItem = MicroGroupHeader | list[Completion] | StreamEnd
 Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
 
 
@@ -67,16 +69,17 @@ class RolloutCalls(Observed):
         self.rollout = RolloutWorker(config, index)
         self.observe(config, "rollout", index, self.rollout.statistics)
 
-    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """Header, micro-group, header, micro-group, ..., until halt(number)."""
-        for item in self.rollout.stream(work, step=step, evaluation=evaluation, number=number):
-            self._count_micro_group(item)
+    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[StreamItem]:
+        """Header, micro-group, header, micro-group, ..., until all is done or halt(number), and the stream's end."""
+        for item in self._items(work, step, evaluation, number):
+            if isinstance(item, list):
+                self.metrics.count("micro_groups_yielded")
+                self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
             yield item
+        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
 
-    def _count_micro_group(self, item: MicroGroupHeader | list[Completion]) -> None:
-        if isinstance(item, list):
-            self.metrics.count("micro_groups_yielded")
-            self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
+    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        return self.rollout.stream(work, step=step, evaluation=evaluation, number=number)
 
     def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
@@ -94,10 +97,6 @@ class RolloutCalls(Observed):
     def learn(self) -> ProbeReport:
         """What the length probe has seen since the last time."""
         return self.rollout.learn()
-
-    def stats(self) -> dict[str, float]:
-        """Figures of the last stream."""
-        return self.rollout.stats()
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
@@ -231,8 +230,8 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         self.observe(self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics())
         return found
 
-    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """As RolloutCalls.stream; learner rows run in the pauses."""
+    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """Learner rows run in the pauses."""
         items = self.rollout.stream(work, step=step, evaluation=evaluation, number=number, pause_every=self.pause_every)
         while True:
             with self.turn:
@@ -240,7 +239,6 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
             if item is None:
                 return
             if item:
-                self._count_micro_group(item)
                 yield item
 
     def _learn_row(self, *arguments: Any) -> dict[str, float]:

@@ -10,7 +10,7 @@ import ray
 from infsample_rl.crew import Crew, Handle
 from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.interruption import Interruption
-from infsample_rl.ray_calls import SLICE_S, Patience, PayloadLost, Waiting, learner_failure, standing, status_of, value_of
+from infsample_rl.ray_calls import SLICE_S, Patience, PayloadLost, Waiting, learner_failure, open_at_once, standing, status_of, value_of
 
 Calls = dict[ray.ObjectRef, tuple[str, int]]  # result -> role and index of the worker
 SHOWN = 8  # workers named in a line
@@ -37,8 +37,9 @@ class Asking:
         while pending:
             self._interruption.check()
             ready, pending = self._waiting.wait(pending, num_returns=len(pending), timeout=SLICE_S)
+            opened = open_at_once(ready)
             for ref in ready:
-                answers[ref] = self._value(ref, *calls[ref])
+                answers[ref] = self._value(ref, *calls[ref], opened)
             if pending and patience.idle_s > timeout_s:
                 self._give_up(what, [calls[ref] for ref in pending], timeout_s)
             if pending:
@@ -53,9 +54,9 @@ class Asking:
         reason = f"{what}: no answer within {timeout_s:g} s"
         raise StepLost(f"{worker_name(role, index)}: {reason}") if role == "learner" else WorkerLost(role, index, reason)
 
-    def _value(self, ref: ray.ObjectRef, role: str, index: int) -> Any:
+    def _value(self, ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any]) -> Any:
         try:
-            return value_of(ref, role, index)
+            return value_of(ref, role, index, opened)
         except RuntimeError as error:
             if role == "learner":
                 raise learner_failure(self._crew.all("learner"), error) from error

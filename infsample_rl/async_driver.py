@@ -59,7 +59,7 @@ class AsyncDriver(Driver):
         for arrival in self.cluster.arrivals():
             self._enter(arrival, groups)
         groups.take_complete()
-        return Sampled(groups, [self.cluster.rollout_stats()])
+        return Sampled(groups, [self.cluster.rollout_ends()])
 
     def _state(self) -> dict[str, Any]:
         return super()._state() | ({"data": self._data_state} if self._data_state else {})

@@ -25,7 +25,18 @@ from infsample_rl.ray_session import RaySession
 from infsample_rl.secret_env import worker_secrets
 from infsample_rl.telemetry import MetricsExporter, Requests, RowsShown, Statistics, metrics_addresses
 from infsample_rl.traffic import Traffic
-from infsample_rl.types import ClusterNow, Completion, LossTotals, ProbeReport, Prompt, PublishedProbe, RolloutWork, RowWork, WeightSyncReport
+from infsample_rl.types import (
+    ClusterNow,
+    Completion,
+    LossTotals,
+    ProbeReport,
+    Prompt,
+    PublishedProbe,
+    RolloutWork,
+    RowWork,
+    StreamEnd,
+    WeightSyncReport,
+)
 from infsample_rl.weight_delivery import WeightDelivery
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.weight_sync.transport import check_object_store, choose_transport
@@ -186,23 +197,18 @@ class Cluster:
 
     def probe_reports(self) -> list[ProbeReport]:
         """The reports, in the order of the workers; what a lost one saw is lost."""
-        return self._of_rollout(self._probe_reports, "length probe reports")
-
-    def rollout_stats(self) -> list[dict[str, float]]:
-        """Figures of the last stream of every rollout worker that had work and is still there."""
-        rollout = self._crew.all("rollout")
-        return self._of_rollout({rollout[index].stats.remote(): index for index in sorted(self._traffic.rollout.decoding)}, "rollout statistics")
-
-    def _of_rollout(self, calls: dict[ray.ObjectRef, int], what: str) -> list[Any]:
-        """What rollout workers answer, without those that are lost."""
-        results = []
-        for ref, index in calls.items():
+        reports = []
+        for ref, index in self._probe_reports.items():
             handle = self._crew.all("rollout")[index]
             try:
-                results += self._asking.gather({ref: ("rollout", index)}, what, self._config.cluster.progress_timeout_s)
+                reports += self._asking.gather({ref: ("rollout", index)}, "length probe reports", self._config.cluster.progress_timeout_s)
             except WorkerLost as lost:
                 self._traffic.rollout.lose(lost, handle)
-        return results
+        return reports
+
+    def rollout_ends(self) -> list[StreamEnd]:
+        """What rollout workers said at the end of the last round's streams; a worker that was dealt more later has several."""
+        return self._traffic.rollout.ends
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""
@@ -250,14 +256,16 @@ class Cluster:
         traffic, rollout = self._traffic, self._traffic.rollout
         return ClusterCounts(time.time(), traffic.waiting.seconds, len(rollout.ready), traffic.num_arrived, rollout.num_moved, self.restarts.total)
 
-    def ask_phases(self) -> None:
-        """Ask every worker for its phases; they come out of phases()."""
+    def ask_phases(self, *, rollout: bool = False) -> None:
+        """Ask workers for their phases; they come out of phases(). `rollout`: also rollout workers that decode, who tell theirs when they end."""
         roles = ("learner", "reward", "reference") if self._config.cluster.colocate else ("rollout", "learner", "reward", "reference")
-        self._phase_requests.ask([handle for role in roles for handle in self._crew.all(role).values()])
+        telling = set() if rollout else self._traffic.rollout.decoding
+        workers = [handle for role in roles for index, handle in self._crew.all(role).items() if role != "rollout" or index not in telling]
+        self._phase_requests.ask(workers)
 
     def phases(self, *, wait_s: float = 0.0) -> list[WorkerPhases]:
-        """What workers that were asked have answered, within `wait_s` seconds."""
-        return self._phase_requests.take(wait_s)
+        """What workers have told at the end of their streams, and what those that were asked have answered within `wait_s` seconds."""
+        return self._traffic.rollout.take_phases() + self._phase_requests.take(wait_s)
 
     def now(self) -> ClusterNow:
         """What is in flight, and the rows as rollout workers said last; asks them again and waits for nobody. For one thread, any."""

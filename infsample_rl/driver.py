@@ -93,6 +93,7 @@ class Driver:
                     self._go_on()
                 except StepLost as lost:
                     self._return_to_checkpoint(str(lost))
+            self.cluster.ask_phases(rollout=True)
             add_phases(self.cluster, self.timeline, wait_s=LAST_PHASES_S)
             failed = False
         except Terminated:
@@ -189,7 +190,7 @@ class Driver:
                         waves.add(group)
                 if groups.all_complete() and (is_last or len(groups.trained()) == wanted):
                     waves.finish()
-            rounds.append(self.cluster.rollout_stats())
+            rounds.append(self.cluster.rollout_ends())
             missing = 0 if is_last else wanted - len(groups.trained())
             prompts = self.prompts.next_batch(missing, len(groups.groups))
             groups.extend(prompts)

@@ -24,7 +24,7 @@ class Stream:
     owed: dict[int, RolloutWork]  # by prompt_index
     header: ray.ObjectRef | None = None  # whose micro-group is still to come
     is_lost: bool = False
-    has_nothing_to_give: bool = False  # all its samples have started
+    has_nothing_to_give: bool = False  # all its samples but one have started
 
 
 @dataclass(slots=True, eq=False)

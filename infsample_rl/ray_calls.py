@@ -85,7 +85,7 @@ def status_of(handle: Any, seconds: float = ANSWER_S) -> WorkerStatus | None:
 
 
 class Waiting:
-    """ray.wait, timed: how long the driver has waited for something to arrive."""
+    """ray.wait and pauses, timed: how long the driver has waited for something to arrive."""
 
     seconds = 0.0
 
@@ -96,6 +96,11 @@ class Waiting:
             return ray.wait(refs, **options)
         finally:
             self.seconds += time.monotonic() - started
+
+    def pause(self, seconds: float) -> None:
+        """Let more arrive."""
+        time.sleep(seconds)
+        self.seconds += seconds
 
 
 class Patience:

@@ -13,8 +13,9 @@ from infsample_rl.crew import Crew, Handle
 from infsample_rl.dealing import split
 from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.in_flight import Return, Stream, by_prompt, drain, settle
+from infsample_rl.phases import WorkerPhases
 from infsample_rl.ray_calls import PayloadLost, learner_failure, value_of
-from infsample_rl.types import MicroGroupHeader, RolloutWork
+from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd
 
 BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
 
@@ -44,6 +45,8 @@ class RolloutStreams:
         self._streams: dict[Any, Stream] = {}  # by generator
         self._returns: dict[ray.ObjectRef, Return] = {}
         self._asked_back: dict[ray.ObjectRef, Stream] = {}
+        self.ends: list[StreamEnd] = []  # of the streams that have ended since start()
+        self._phases: list[WorkerPhases] = []  # that they have told of, not taken yet
         self._turn = self._num_streams = 0
 
     def begin_version(self, holders: set[int]) -> None:
@@ -53,7 +56,7 @@ class RolloutStreams:
 
     def start(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool) -> None:
         """Let the ready rollout workers decode a part each."""
-        self._batch, self.decoding = (step, evaluation), set()
+        self._batch, self.decoding, self.ends = (step, evaluation), set(), []
         for index, work in zip(sorted(self.ready), dealt, strict=True):
             self._start_stream(index, work)
 
@@ -115,9 +118,7 @@ class RolloutStreams:
             item = next(generator)
         except StopIteration:
             try:
-                if stream.header is not None:  # an error takes the place of a header
-                    value_of(stream.header, "rollout", stream.index)
-                value_of(generator.completed(), "rollout", stream.index)
+                self._end(generator, stream, opened)
             except WorkerLost as lost:
                 self._lose_stream(generator, lost)
                 return None
@@ -132,8 +133,22 @@ class RolloutStreams:
         except WorkerLost as lost:
             self._lose_stream(generator, lost)
             return None
-        stream.header = None
+        stream.header, stream.has_nothing_to_give = None, header.num_waiting < 2  # of one there is no half
         return Finished(header, item, settle(stream.owed, header))
+
+    def _end(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> None:
+        """Its end takes the place of a header, and so does an error."""
+        end = None if stream.header is None else value_of(stream.header, "rollout", stream.index, opened)
+        if isinstance(end, StreamEnd):
+            self.ends.append(end)
+            self._phases.append(end.phases)
+        else:
+            value_of(generator.completed(), "rollout", stream.index)
+
+    def take_phases(self) -> list[WorkerPhases]:
+        """What workers did until their streams ended, since the last call."""
+        phases, self._phases = self._phases, []
+        return phases
 
     # losses
 

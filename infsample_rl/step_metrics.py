@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,12 @@ from infsample_rl.config import Config
 from infsample_rl.groups import SampleRecord, StepGroups
 from infsample_rl.model.response_text import response_text
 from infsample_rl.rollout.length_prediction.accuracy import prompt_accuracy
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, StreamEnd
 
 FORECAST_PROMPTS = 16  # of a step, of which the length predictor's errors are computed
 
 Metrics = dict[str, float | None]
-RolloutStats = list[dict[str, float]]  # of every rollout worker that had work in a round of sampling
+RolloutStats = list[StreamEnd]  # of a round of sampling
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:
@@ -63,25 +64,31 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
 
 
 def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
-    """Workers decode side by side: a round's steps and peaks are its largest worker's, rounds and counts add, utilisation is weighted by steps.
-
-    What lost workers did is not in it.
+    """Workers decode side by side, a worker's streams one after the other: a round's steps and peaks are its largest worker's, rounds and
+    counts add, utilisation is weighted by steps. What lost workers did is not in it.
     """
-    workers = [worker for stats in rounds for worker in stats]
-    steps = sum(worker["running_steps"] for worker in workers)
-    busy = sum(worker["row_utilisation"] * worker["running_steps"] for worker in workers)
+    streams = [end.stats for ends in rounds for end in ends]
+    steps = sum(stream["running_steps"] for stream in streams)
+    busy = sum(stream["row_utilisation"] * stream["running_steps"] for stream in streams)
     return {
-        "rollout/running_steps": sum(max((worker["running_steps"] for worker in stats), default=0) for stats in rounds),
+        "rollout/running_steps": sum(_largest_worker(ends, "running_steps") for ends in rounds if ends),
         "rollout/rounds": len(rounds),
-        "rollout/peak_kv_bytes": max((worker["peak_kv_bytes"] for worker in workers), default=None),
-        "rollout/kv_pool_bytes": max((worker["kv_pool_bytes"] for worker in workers), default=None),
-        "memory/rollout_peak_bytes": max((worker["peak_memory_bytes"] for worker in workers if "peak_memory_bytes" in worker), default=None),
+        "rollout/peak_kv_bytes": max((stream["peak_kv_bytes"] for stream in streams), default=None),
+        "rollout/kv_pool_bytes": max((stream["kv_pool_bytes"] for stream in streams), default=None),
+        "memory/rollout_peak_bytes": max((stream["peak_memory_bytes"] for stream in streams if "peak_memory_bytes" in stream), default=None),
         "rollout/row_utilisation": busy / steps if steps else None,
-        "rollout/recomputed_tokens": sum(worker["recomputed_tokens"] for worker in workers),
-        "rollout/parked_tokens": sum(worker["parked_tokens"] for worker in workers),
-        "rollout/preemptions": sum(worker["preemptions"] for worker in workers),
-        "predictor/seconds": max((worker["predict_seconds"] for worker in workers), default=None),
+        "rollout/recomputed_tokens": sum(stream["recomputed_tokens"] for stream in streams),
+        "rollout/parked_tokens": sum(stream["parked_tokens"] for stream in streams),
+        "rollout/preemptions": sum(stream["preemptions"] for stream in streams),
+        "predictor/seconds": max((_largest_worker(ends, "predict_seconds") for ends in rounds if ends), default=None),
     }
+
+
+def _largest_worker(ends: RolloutStats, name: str) -> float:
+    sums: dict[int, float] = defaultdict(float)
+    for end in ends:
+        sums[end.worker] += end.stats[name]
+    return max(sums.values())
 
 
 def forecast_metrics(groups: StepGroups) -> Metrics:

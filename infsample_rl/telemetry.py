@@ -14,6 +14,7 @@ import ray
 from ray.util import metrics
 
 from infsample_rl.phases import phase_seconds
+from infsample_rl.ray_calls import open_at_once
 from infsample_rl.types import RolloutNow
 
 WORKERS_SHOWN = 8  # rollout workers that a screen has room for
@@ -135,11 +136,11 @@ class Requests:
         if not self._asked:
             return []
         ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s)
-        answers = []
+        opened, answers = open_at_once(ready), []
         for ref in ready:
             del self._asked[ref]
             try:
-                answers.append(ray.get(ref))
+                answers.append(opened[ref] if opened else ray.get(ref))
             except ray.exceptions.RayError:
                 continue  # said where its other results are opened
         return answers

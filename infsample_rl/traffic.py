@@ -19,6 +19,9 @@ from infsample_rl.rollout_streams import BringBack, Finished, RolloutStreams
 from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 from infsample_rl.watchdog import Watchdog
 
+# While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call serve many: this share of
+# the time since the first was waited for, at most so many seconds. Once the last has ended everything goes on at once.
+GATHER_SHARE, GATHER_S = 0.005, 0.03
 MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
 
@@ -104,13 +107,13 @@ class Traffic:
         Lost rollout, reward and reference workers are replaced and what they owed is sent again. StepLost when a learner rank is gone;
         Terminated after SIGTERM; RuntimeError when a worker fails, or too many are lost.
         """
-        watchdog = Watchdog(self._config, self._note)
+        watchdog, began = Watchdog(self._config, self._note), time.monotonic()
         while self._is_busy() and not (until_learner_is_idle and self._learner_is_idle()):
             self._interruption.check()
             self.rollout.deal_backlog()
             self._send_unscored()
             self._send_rows()
-            ready = self._wait()
+            ready = self._wait(began)
             if ready:
                 watchdog.moved()
             elif said := watchdog.silence(self.rollout.streams, list(self._calls.values()), self.rollout.returns):
@@ -125,14 +128,16 @@ class Traffic:
     def _learner_is_idle(self) -> bool:
         return not self._unsent_rows and all(call.role != "learner" for call in self._calls.values())
 
-    def _wait(self) -> list[Any]:
-        """All that is ready, or nothing after a while."""
+    def _wait(self, began: float) -> list[Any]:
+        """All that is ready, or nothing after a while. `began`: time.monotonic() since when this is waited for."""
         waited = [*self.rollout.waited(), *self._calls]
         if not waited:
             time.sleep(SLICE_S)
             return []
         ready, _ = self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)
         if ready:  # a wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at once
+            if self.rollout.streams:
+                self.waiting.pause(min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)))
             ready, _ = self.waiting.wait(waited, num_returns=len(waited), timeout=0, fetch_local=False)
         return ready
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from infsample_rl.phases import WorkerPhases
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
@@ -106,6 +108,20 @@ class MicroGroupHeader:
     worker: int = 0  # index of the rollout worker
     forecasts: list[Forecast | None] = field(default_factory=list)  # of each sample; empty: none was made
     stays: list[list[RowStay]] = field(default_factory=list)  # of each sample; empty: not wanted of this prompt
+    num_waiting: int = 0  # samples of the same stream that had not started then
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamEnd:
+    """What a rollout worker says when its part is done.
+
+    Example: StreamEnd(worker=3, stats={"running_steps": 812.0, "row_utilisation": 0.97},
+    phases=WorkerPhases("rollout", 3, "10.0.0.7", [], 1763630002.0))
+    """
+
+    worker: int
+    stats: dict[str, float]  # by metric name
+    phases: WorkerPhases  # since it was last asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

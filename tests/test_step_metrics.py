@@ -10,6 +10,7 @@ import pytest
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
 from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.phases import WorkerPhases
 from infsample_rl.step_metrics import (
     completion_records,
     evaluation_metrics,
@@ -19,7 +20,7 @@ from infsample_rl.step_metrics import (
     timing_metrics,
     update_metrics,
 )
-from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult
+from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd
 
 
 def book() -> StepGroups:
@@ -63,21 +64,32 @@ def test_records_show_the_text_rewards_saw():
     assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
 
 
+def end(worker, **stats):
+    return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", [], 0.0))
+
+
 def test_rollout_figures_of_workers_side_by_side():
     zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
-    stats = [
-        {"running_steps": 10.0, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero},
-        {"running_steps": 30.0, "row_utilisation": 0.5, "peak_kv_bytes": 48.0, **zero},
+    ends = [
+        end(0, running_steps=10.0, row_utilisation=1.0, peak_kv_bytes=32.0, **zero),
+        end(1, running_steps=30.0, row_utilisation=0.5, peak_kv_bytes=48.0, **zero),
     ]
-    metrics = rollout_metrics([stats])
+    metrics = rollout_metrics([ends])
     assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (30, 48, 0.625)
     assert metrics["rollout/recomputed_tokens"] == 2 and metrics["predictor/seconds"] == 0.25  # side by side: the longest
 
 
+def test_streams_of_one_worker_come_one_after_the_other():
+    zero = {"row_utilisation": 1.0, "recomputed_tokens": 0.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "peak_kv_bytes": 8.0}
+    ends = [end(worker, running_steps=steps, predict_seconds=steps / 10, **zero) for worker, steps in ((0, 10.0), (1, 30.0), (0, 25.0))]
+    metrics = rollout_metrics([ends])
+    assert (metrics["rollout/running_steps"], metrics["predictor/seconds"]) == (35, 3.5)
+
+
 def test_rounds_of_sampling_come_one_after_the_other():
     zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
-    first = [{"running_steps": steps, "row_utilisation": 1.0, "peak_kv_bytes": 32.0, **zero} for steps in (10.0, 30.0)]
-    second = [{"running_steps": 20.0, "row_utilisation": 0.25, "peak_kv_bytes": 48.0, **zero}]
+    first = [end(index, running_steps=steps, row_utilisation=1.0, peak_kv_bytes=32.0, **zero) for index, steps in enumerate((10.0, 30.0))]
+    second = [end(0, running_steps=20.0, row_utilisation=0.25, peak_kv_bytes=48.0, **zero)]
     metrics = rollout_metrics([first, second])
     assert (metrics["rollout/running_steps"], metrics["rollout/rounds"], metrics["rollout/peak_kv_bytes"]) == (50, 2, 48)
     assert metrics["rollout/row_utilisation"] == 0.75 and metrics["rollout/recomputed_tokens"] == 3

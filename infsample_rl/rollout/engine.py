@@ -178,6 +178,11 @@ class SamplingEngine:
         running = [] if self._loop is None else list(self._loop.planner.running)
         return [RowNow(sample.group.prompt_index, sample.sample_index, sample.num_tokens, sample.predicted) for sample in running]
 
+    @property
+    def num_waiting(self) -> int:
+        """Samples of the stream that have not started and that give_back() could hand over; to be asked between running steps."""
+        return 0 if self._loop is None else self._loop.planner.num_waiting
+
     def give_back(self) -> dict[int, list[int]]:
         """From another thread: half of the samples of the stream that have not started, which it leaves out. {prompt_index: sample indices}."""
         asked: Future[dict[int, list[int]]] = Future()

@@ -124,10 +124,15 @@ class StepPlanner:
         for group in [group for group in self.resident if group.is_done]:
             self._drop_group(group)
 
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have not started and that give_back() could hand over."""
+        return sum(group.num_waiting for group in (*self.resident, *self.waiting))
+
     def give_back(self) -> dict[int, list[int]]:
         """Half of the samples that have not started, the last in line first; they are no longer wanted. {prompt_index: sample indices}."""
         groups = [*self.resident, *self.waiting]
-        left, given = sum(group.num_waiting for group in groups) // 2, {}
+        left, given = self.num_waiting // 2, {}
         for group in reversed(groups):
             indices = group.withdraw(left)
             left -= len(indices)

@@ -165,4 +165,5 @@ class RolloutWorker:
             worker=self.worker_index,
             forecasts=[completion.forecast for completion in micro_group],
             stays=[completion.stays for completion in micro_group] if with_stays else [],
+            num_waiting=self.engine.num_waiting,
         )
