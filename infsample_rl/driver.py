@@ -5,6 +5,7 @@ The driver is the only one that knows all workers. It reads headers and floats; 
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +88,7 @@ class Driver:
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
             self._publish()
+            gc.freeze()  # what is there now stays: a collection need not look at libraries and settings again, a tenth of a second each time
             self.log.start_progress(self.cluster.now)
             while not self._is_finished():
                 try:

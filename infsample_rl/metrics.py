@@ -11,7 +11,7 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.health import Health
 from infsample_rl.logging_outputs.live_view import LiveView, step_figures
-from infsample_rl.logging_outputs.records import append_record, json_value, open_records, read_records, rewind_records
+from infsample_rl.logging_outputs.records import append_records, json_value, open_records, read_records, rewind_records
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.timeline_picture import draw_timeline, newest_step
 from infsample_rl.logging_outputs.trackers import start_trackers
@@ -69,7 +69,7 @@ class RunLogger:
     def warn(self, text: str, rule: str = "") -> None:
         """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py, where one found it."""
         self._screen.warn(text)
-        append_record(self._files[WARNINGS_FILE], {"step": self._step, "rule": rule or None, "text": text})
+        append_records(self._files[WARNINGS_FILE], [{"step": self._step, "rule": rule or None, "text": text}])
 
     def warn_seldom(self, text: str) -> None:
         """A warning that may come with every step: said once in WARN_EVERY_STEPS of those that differ in numbers alone, the others counted."""
@@ -100,9 +100,8 @@ class RunLogger:
             metrics = {**metrics, "health/warnings": self._health.num_holding}
         values = json_value(metrics)
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
-        append_record(self._files[METRICS_FILE], {"step": step, **values})
-        for sample in samples:
-            append_record(self._files[COMPLETIONS_FILE], sample)
+        append_records(self._files[METRICS_FILE], [{"step": step, **values}])
+        append_records(self._files[COMPLETIONS_FILE], samples)
         known = {name: value for name, value in values.items() if value is not None}
         for tracker in self._trackers:
             tracker.log(step, known, samples)
@@ -118,8 +117,7 @@ class RunLogger:
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""
-        for record in records:
-            append_record(self._files[name], json_value(record))
+        append_records(self._files[name], records)
 
     def write_report(self, *, is_last: bool = False) -> None:
         """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the time."""

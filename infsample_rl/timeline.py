@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infsample_rl.critical_path import critical_path, intervals_of, outermost, path_line, phase_lines
 from infsample_rl.logging_outputs.trace import Event, TraceFile
@@ -28,7 +29,11 @@ class Step(NamedTuple):
 
 
 class Timeline:
-    """Collects phases, writes trace.json for the last `keep_steps` steps and hands every step's critical path to `say`."""
+    """Collects phases, writes trace.json for the last `keep_steps` steps and hands every step's critical path to `say`.
+
+    All of it in a thread of its own, in order: with many workers a step takes a tenth of a second to draw, for which no step waits. What went
+    wrong there is raised by a later call.
+    """
 
     def __init__(self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None], verbose: bool = False) -> None:
         """`verbose`: say also what every worker did in a step."""
@@ -37,23 +42,46 @@ class Timeline:
         self._steps: list[Step] = []  # the last to be drawn, and those to draw
         self._phases: dict[tuple[str, int], WorkerPhases] = {}  # not drawn yet
         self._drawn_until: dict[tuple[str, int], float] = {}
+        self._thread = ThreadPoolExecutor(1, "timeline")
+        self._last: Future[None] | None = None
 
     def add(self, workers: list[WorkerPhases]) -> None:
         """Phases that have arrived."""
+        self._later(self._add, workers)
+
+    def end_step(self, number: int, started: float, ended: float) -> None:
+        """A step has ended; the one before, whose phases were asked for when it ended, is drawn. time.time() both."""
+        self._later(self._end_step, Step(number, started, ended))
+
+    def flush(self) -> None:
+        """Wait until all that was handed in is drawn."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Draw the last step with what is there, and write the file."""
+        self._later(self._close)
+        self.flush()
+        self._thread.shutdown()
+
+    def _later(self, call: Callable[..., None], *arguments: Any) -> None:
+        if self._last is not None and self._last.done():
+            self._last.result()
+        self._last = self._thread.submit(call, *arguments)
+
+    def _add(self, workers: list[WorkerPhases]) -> None:
         for worker in workers:
             key = worker.role, worker.index
             before = self._phases[key].phases if key in self._phases else []
             self._phases[key] = worker._replace(phases=before + worker.phases)
             self._name(worker)
 
-    def end_step(self, number: int, started: float, ended: float) -> None:
-        """A step has ended; the one before, whose phases were asked for when it ended, is drawn. time.time() both."""
+    def _end_step(self, step: Step) -> None:
         if self._steps:
             self._draw(self._steps[-1])
-        self._steps = [*self._steps[-1:], Step(number, started, ended)]
+        self._steps = [*self._steps[-1:], step]
 
-    def close(self) -> None:
-        """Draw the last step with what is there, and write the file."""
+    def _close(self) -> None:
         if self._steps:
             self._draw(self._steps[-1])
         self._trace.write()

@@ -21,7 +21,7 @@ from infsample_rl.watchdog import Watchdog
 
 # While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call serve many: this share of
 # the time since the first was waited for, at most so many seconds. Once the last has ended everything goes on at once.
-GATHER_SHARE, GATHER_S = 0.005, 0.03
+GATHER_SHARE, GATHER_S = 0.005, 0.05
 MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
 
@@ -134,12 +134,16 @@ class Traffic:
         if not waited:
             time.sleep(SLICE_S)
             return []
-        ready, _ = self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)
-        if ready:  # a wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at once
-            if self.rollout.streams:
-                self.waiting.pause(min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)))
-            ready, _ = self.waiting.wait(waited, num_returns=len(waited), timeout=0, fetch_local=False)
+        # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at once.
+        ready = self._gather(waited, began)
+        if not ready and self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
+            ready = self._gather(waited, began)
         return ready
+
+    def _gather(self, waited: list[Any], began: float) -> list[Any]:
+        if self.rollout.streams:
+            self.waiting.pause(min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)))
+        return self.waiting.wait(waited, num_returns=len(waited), timeout=0, fetch_local=False)[0]
 
     def _take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         if ref in self._calls:

@@ -1,6 +1,7 @@
 """The records that cross process borders, each with a worked example.
 
-Arrays are numpy (int32 ids, float32 log-probabilities), so Ray's object store hands them over without a copy.
+Arrays are numpy (int32 ids, float32 log-probabilities), so Ray's object store hands them over without a copy. Records have no __slots__:
+those that have are pickled field by field in Python.
 One type per stage: Prompt -> Completion -> (rewards, reference log-probabilities) -> TrainingSample -> LearnerRow.
 """
 
@@ -14,7 +15,7 @@ import numpy as np
 from infsample_rl.phases import WorkerPhases
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem of a step, ready to sample.
 
@@ -54,7 +55,7 @@ class Forecast(NamedTuple):
     tokens: float  # its whole length, as predicted
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion:
     """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained.
 
@@ -79,7 +80,7 @@ class Completion:
         return self.token_ids.nbytes + self.logprobs.nbytes + extra
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutWork:
     """What the driver deals to one rollout worker: some samples of one prompt.
 
@@ -91,7 +92,7 @@ class RolloutWork:
     sample_indices: list[int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MicroGroupHeader:
     """All the driver reads of a micro-group; the completions themselves stay in the object store.
 
@@ -111,7 +112,7 @@ class MicroGroupHeader:
     num_waiting: int = 0  # samples of the same stream that had not started then
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamEnd:
     """What a rollout worker says when its part is done.
 
@@ -124,7 +125,7 @@ class StreamEnd:
     phases: WorkerPhases  # since it was last asked
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardResult:
     """Rewards of one micro-group, in its order. None: failed, timed out, NaN; the sample then trains nothing.
 
@@ -139,7 +140,7 @@ class RewardResult:
     finished_at: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
     """Reference log-probabilities of one micro-group, in its order.
 
@@ -150,7 +151,7 @@ class ReferenceResult:
     kl_sums: list[float]  # sum over tokens of (policy log-probability - reference log-probability), section 3.4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """Where a worker stands.
 
@@ -201,7 +202,7 @@ class ClusterNow(NamedTuple):
     in_flight: dict[str, int]  # micro-groups at reward and reference workers, rows at the learner, queued or running
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingSample:
     """A completion with its advantage: what a learner row is packed from.
 
@@ -219,8 +220,7 @@ class TrainingSample:
     reference_logprobs: np.ndarray | None  # [tokens] float32, only when the loss has a KL term
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleSpec:
+class SampleSpec(NamedTuple):
     """A training sample before its tokens are fetched: what the driver plans learner rows with.
 
     Example: SampleSpec(prompt_index=0, sample_index=3, length=3, advantage=0.75)
@@ -232,7 +232,7 @@ class SampleSpec:
     advantage: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LossTotals:
     """Denominators of the loss, of the whole update, so that any split into rows and ranks sums to the same loss.
 
@@ -244,7 +244,7 @@ class LossTotals:
     length_normalizer: int  # dr_grpo's constant: max_new_tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RowWork:
     """What the driver deals to one learner rank: a row of a wave, its tokens still in the micro-groups.
 
@@ -256,8 +256,16 @@ class RowWork:
     totals: LossTotals | None  # None: its log-probabilities are kept for later updates, nothing is learned yet
     row_id: int | None  # under which log-probabilities are kept from update to update
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The samples as plain tuples: Ray's pickler calls back into Python for everything else, and a step has thousands."""
+        return _row_work, (None if self.row is None else [tuple(spec) for spec in self.row], self.prompt_ids, self.totals, self.row_id)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+def _row_work(row: list[tuple[Any, ...]] | None, prompt_ids: dict[int, np.ndarray], totals: LossTotals | None, row_id: int | None) -> RowWork:
+    return RowWork(row=None if row is None else [SampleSpec(*spec) for spec in row], prompt_ids=prompt_ids, totals=totals, row_id=row_id)
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightManifest:
     """What a set of flat weight buckets holds. Tied parameters appear once.
 
@@ -269,7 +277,7 @@ class WeightManifest:
     num_bytes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightSyncReport:
     """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31, checksum="9f0c5e1b22d4a871")"""
 
@@ -279,7 +287,7 @@ class WeightSyncReport:
     checksum: str | None  # of all parameters, equal on both sides; None where cluster.weight_checksum is off
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProbeStatistics:
     """What the length probe has seen: sums over observations of features x and targets y, for each of two folds.
 
@@ -308,7 +316,7 @@ class ProbeStatistics:
         return self.xx[:, -1, -1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProbeFit:
     """The length probe's regression.
 
@@ -321,7 +329,7 @@ class ProbeFit:
     penalty: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ProbeReport:
     """What one rollout worker's finished samples say of lengths, since its last report.
 
@@ -333,7 +341,7 @@ class ProbeReport:
     steps_without: int  # of the same groups without
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PublishedProbe:
     """What the driver tells every rollout worker of the length probe, beside the weights.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 
+import pytest
+
 from infsample_rl.phases import Phase, WorkerPhases
 from infsample_rl.timeline import Timeline
 
@@ -94,9 +96,22 @@ def test_only_the_last_steps_are_kept_and_a_whole_file_is_there_at_any_time(tmp_
     for step in range(1, 9):
         run_steps(run, step, step)
         if step > 1:
+            run.flush()
             assert {event["args"]["step"] for event in events(tmp_path)} == set(range(max(1, step - 3), step))  # this step is drawn with the next
     run.close()
     assert {event["args"]["step"] for event in events(tmp_path)} == {6, 7, 8}
+
+
+def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path):
+    run = timeline(tmp_path)
+    (tmp_path / "trace.json.tmp").mkdir()
+    run.add([rollout(0, ("decode", 1.0, 2.0), until=3.0)])
+    run.end_step(1, 0.0, 10.0)
+    run.end_step(2, 10.0, 20.0)
+    with pytest.raises(OSError, match="trace.json.tmp"):
+        run.flush()
+    with pytest.raises(OSError, match="trace.json.tmp"):
+        run.close()
 
 
 def test_a_resumed_run_drops_the_steps_that_are_done_again(tmp_path):

@@ -33,10 +33,17 @@ def _append_to(path: Path) -> TextIO:
     return path.open("a", encoding="utf-8", errors="backslashreplace")
 
 
-def append_record(file: TextIO, record: dict[str, Any]) -> None:
-    """Write one record and hand it to the operating system, so that a killed process loses none."""
-    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+def append_records(file: TextIO, records: list[dict[str, Any]]) -> None:
+    """Write records and hand them to the operating system, so that a killed process loses none. Numbers as json_value() gives them."""
+    file.write("".join(_line(record) for record in records))
     file.flush()
+
+
+def _line(record: dict[str, Any]) -> str:
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except (ValueError, TypeError):  # NaN, or a number of numpy's: seldom, and walking through every record takes ten times as long
+        return json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
