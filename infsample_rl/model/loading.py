@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.hub import cached_only
@@ -43,6 +45,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path)."""
     source = path or model.path
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # in a log each of its states would be a line
     options = {"dtype": dtype or getattr(torch, model.dtype), "trust_remote_code": model.trust_remote_code}
     try:
         # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here too.
