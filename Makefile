@@ -7,6 +7,9 @@ TRITON ?= triton==3.6.0
 EXPERIMENT ?= kk_tiny
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Imported once when they have been installed, so that not every process of the first run compiles them.
+COMPILED := infsample_rl.driver, infsample_rl.rollout.worker, infsample_rl.learner.fsdp_backend, infsample_rl.learner.deepspeed_backend, \
+  infsample_rl.reward.worker, infsample_rl.report.writing, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,6 +66,7 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install -q --no-deps $(TRITON) \
 	  || echo "no triton for this machine: the tests of its kernels on the CPU are skipped"
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
 # After changing a version in .venv by hand: pin what is installed now.
