@@ -227,6 +227,11 @@ def deal(samples, counts):
     return [[rows.pop(0) for _ in range(count)] for count in counts]
 
 
+def figures(metrics):
+    """Metrics of an update but for memory, which every process measures of itself."""
+    return {name: value for name, value in metrics.items() if not name.startswith("memory/")}
+
+
 def waves(rows_by_rank, totals, *, lockstep=True):
     """accumulate calls of an update: a rank without a row in a wave gets None, or, without lockstep, no call."""
     rounds = max(len(rows) for rows in rows_by_rank)

@@ -130,7 +130,8 @@ def check_equal(own, workers):
             assert step[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     assert steps_of(own)[-1]["learner/kl"] > 1e-3
     for name, value in own[-1].items():
-        torch.testing.assert_close(value, workers[-1][name], rtol=1e-4, atol=2e-5)
+        # A hundredth of a step: AdamW divides a small gradient by its own size, and its rounding with it.
+        torch.testing.assert_close(value, workers[-1][name], rtol=1e-4, atol=LEARNER.lr / 100)
 
 
 @pytest.mark.parametrize("way", WAYS)

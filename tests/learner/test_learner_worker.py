@@ -104,9 +104,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tools, untied_policy, tmp_path):
     whole = tools.run_here(config, [*updates[0], *updates[1], ("save", (folder,)), *updates[2], ("parameters", ())])
     resumed = tools.run_here(config, [*updates[2], ("parameters", ())], checkpoint=folder)
     torch.use_deterministic_algorithms(False)
-    for metrics in (whole[-2], resumed[-2]):
-        assert metrics.pop("memory/learner_peak_bytes") > 0
-    assert whole[-2] == resumed[-2]
+    assert tools.figures(whole[-2]) == tools.figures(resumed[-2]) and whole[-2]["memory/learner_peak_bytes"] > 0
     assert whole[-2]["learner/lr"] == pytest.approx(1e-3)  # the third of ten updates, after two of warm-up
     for name, value in whole[-1].items():
         assert torch.equal(value, resumed[-1][name]), name
