@@ -161,4 +161,4 @@ def test_the_command_ends_with_the_line_and_exit_code_1(tiny_qwen3, sums_file, t
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 1, done.stderr[-2000:]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "rollout worker 0 ran out of memory" in line and "set rollout.kv_budget_bytes=" in line
+    assert re.search(r"rollout worker [01] ran out of memory", line) and "set rollout.kv_budget_bytes=" in line
