@@ -71,7 +71,8 @@ def metrics(run_dir: Path) -> list[dict]:
 
 
 def without_timing(rows: list[dict]) -> list[dict]:
-    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "cluster/"))} for row in rows]
+    """What is the same in every run of the same settings: not what processes measure of themselves."""
+    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "memory/", "cluster/"))} for row in rows]
 
 
 @pytest.fixture(scope="module")
