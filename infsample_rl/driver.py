@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,9 +103,10 @@ class Driver:
             self._keep_what_is_finished()
             failed = False
         finally:
-            self.timeline.close()
-            self.log.close(failed=failed)
-            self.cluster.stop()
+            with ExitStack() as ends:  # each of them, whatever another raises; the last first
+                ends.callback(self.cluster.stop)
+                ends.callback(lambda: self.log.close(failed=failed))
+                ends.callback(self.timeline.close)
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
     def _is_finished(self) -> bool:

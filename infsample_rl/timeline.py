@@ -6,6 +6,7 @@ Workers are asked for their phases when a step ends and answer while the next on
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +32,8 @@ class Step(NamedTuple):
 class Timeline:
     """Collects phases, writes trace.json for the last `keep_steps` steps and hands every step's critical path to `say`.
 
-    All of it in a thread of its own, in order: with many workers a step takes a tenth of a second to draw, for which no step waits. What went
-    wrong there is raised by a later call.
+    All of it in a thread of its own, in order: with many workers a step takes a tenth of a second to draw, for which no step waits. What
+    first went wrong there is raised by the next call, once.
     """
 
     def __init__(self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None], verbose: bool = False) -> None:
@@ -43,7 +44,7 @@ class Timeline:
         self._phases: dict[tuple[str, int], WorkerPhases] = {}  # not drawn yet
         self._drawn_until: dict[tuple[str, int], float] = {}
         self._thread = ThreadPoolExecutor(1, "timeline")
-        self._last: Future[None] | None = None
+        self._handed_in: deque[Future[None]] = deque()  # what is not known to have gone well
 
     def add(self, workers: list[WorkerPhases]) -> None:
         """Phases that have arrived."""
@@ -55,19 +56,19 @@ class Timeline:
 
     def flush(self) -> None:
         """Wait until all that was handed in is drawn."""
-        if self._last is not None:
-            self._last.result()
+        while self._handed_in:
+            self._handed_in.popleft().result()
 
     def close(self) -> None:
         """Draw the last step with what is there, and write the file."""
-        self._later(self._close)
-        self.flush()
+        self._handed_in.append(self._thread.submit(self._close))
         self._thread.shutdown()
+        self.flush()
 
     def _later(self, call: Callable[..., None], *arguments: Any) -> None:
-        if self._last is not None and self._last.done():
-            self._last.result()
-        self._last = self._thread.submit(call, *arguments)
+        self._handed_in.append(self._thread.submit(call, *arguments))
+        while self._handed_in and self._handed_in[0].done():
+            self._handed_in.popleft().result()
 
     def _add(self, workers: list[WorkerPhases]) -> None:
         for worker in workers:
@@ -77,9 +78,10 @@ class Timeline:
             self._name(worker)
 
     def _end_step(self, step: Step) -> None:
-        if self._steps:
-            self._draw(self._steps[-1])
-        self._steps = [*self._steps[-1:], step]
+        before = self._steps[-1:]
+        self._steps = [*before, step]
+        for ended in before:
+            self._draw(ended)
 
     def _close(self) -> None:
         if self._steps:
