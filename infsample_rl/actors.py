@@ -23,6 +23,7 @@ from infsample_rl.types import (
     ProbeReport,
     Prompt,
     PublishedProbe,
+    ReferenceReport,
     ReferenceResult,
     RewardResult,
     RolloutNow,
@@ -144,11 +145,11 @@ class ReferenceCalls(Observed):
         self.worker = ReferenceWorker(config)
         self.observe(config, "reference", index, dict)
 
-    def logprobs(self, prompt: Prompt, completions: list[Completion]) -> tuple[list[float], ReferenceResult]:
-        """The floats the driver reads, and the log-probabilities it does not open."""
+    def logprobs(self, prompt: Prompt, completions: list[Completion]) -> tuple[ReferenceReport, ReferenceResult]:
+        """What the driver reads, and the log-probabilities it does not open."""
         result = self.worker.logprobs(prompt, completions)
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
-        return result.kl_sums, result
+        return result.report, result
 
 
 class LearnerCalls(Observed):

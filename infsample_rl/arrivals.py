@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infsample_rl.types import MicroGroupHeader, RewardResult
+from infsample_rl.types import MicroGroupHeader, ReferenceReport, RewardResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ReferenceArrival:
     """A micro-group has its reference log-probabilities."""
 
     key: int
-    kl_sums: list[float]
+    report: ReferenceReport
 
 
 @dataclass(frozen=True, slots=True)

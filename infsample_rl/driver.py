@@ -339,8 +339,8 @@ class Driver:
                 for failure in result.failures[: max(0, FAILURES_SHOWN - len(groups.failures))]:
                     self.log.warn_seldom(failure)
                 groups.add_rewards(key, result)
-            case ReferenceArrival(key, kl_sums):
-                groups.add_reference(key, kl_sums)
+            case ReferenceArrival(key, report):
+                groups.add_reference(key, report)
 
     def _count_failures(self, groups: StepGroups) -> None:
         if len(groups.failures) > FAILURES_SHOWN:

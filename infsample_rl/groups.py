@@ -10,11 +10,12 @@ import math
 import random
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.overlong import overlong_penalty
-from infsample_rl.types import Forecast, LossTotals, MicroGroupHeader, Prompt, RewardResult, RowStay, SampleSpec
+from infsample_rl.types import Forecast, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult, RowStay, SampleSpec
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Group:
 
     prompt: Prompt
     size: int  # G
-    samples: list[SampleRecord] = field(default_factory=list)
+    samples: list[SampleRecord] = field(default_factory=list)  # those that have arrived, by index, whatever order they ended in
     rewarded: int = 0
     referenced: int = 0
     last_sample_at: float = 0.0  # time.time() when its last sample ended
@@ -54,13 +55,9 @@ class Group:
         """Whether some sample has an advantage: not when all rewards are equal."""
         return any(sample.advantage != 0.0 for sample in self.samples)
 
-    def sorted_samples(self) -> list[SampleRecord]:
-        """Samples by index, whatever order they ended in."""
-        return sorted(self.samples, key=lambda sample: sample.sample_index)
-
     def trained_samples(self) -> list[SampleRecord]:
         """Samples with a reward: the others are outside mean, std and every denominator."""
-        return [sample for sample in self.sorted_samples() if sample.reward is not None]
+        return [sample for sample in self.samples if sample.reward is not None]
 
 
 class StepGroups:
@@ -74,6 +71,7 @@ class StepGroups:
         self.started_at = time.time()
         self.row_times: list[tuple[int, float, float]] = []  # (learner rank, begin, end) of every row, as time.time()
         self.failures: list[str] = []
+        self.reference_peak_bytes = 0  # most memory of a reference worker
         self._config = config
         self.step = step  # version of the weights that sample it
         self._group_size = group_size
@@ -106,7 +104,7 @@ class StepGroups:
 
         Rewards before they are shaped: a punished length or a KL alone is no signal (DAPO filters on accuracy).
         """
-        return len({sample.reward for sample in group.trained_samples()}) > 1 or not self._config.objective.dynamic_sampling
+        return not self._config.objective.dynamic_sampling or len({sample.reward for sample in group.trained_samples()}) > 1
 
     def trained(self) -> list[Group]:
         """Complete groups that are trained."""
@@ -123,7 +121,7 @@ class StepGroups:
             record.forecast = forecast
         for record, stays in zip(records, header.stays, strict=False):
             record.worker, record.stays = header.worker, stays
-        group.samples += records
+        group.samples = sorted([*group.samples, *records], key=attrgetter("sample_index"))
         group.last_sample_at = max(group.last_sample_at, header.finished_at)
         if len(group.samples) > group.size:
             raise RuntimeError(f"prompt {header.prompt_index} got {len(group.samples)} samples, its group has {group.size}")
@@ -141,12 +139,13 @@ class StepGroups:
         self.failures += result.failures
         self._note_if_complete(group)
 
-    def add_reference(self, key: int, kl_sums: list[float]) -> None:
+    def add_reference(self, key: int, report: ReferenceReport) -> None:
         """Enter the summed log-ratios of a micro-group to the reference."""
         group, records = self._by_micro_group[key]
-        for record, kl_sum in zip(records, kl_sums, strict=True):
+        for record, kl_sum in zip(records, report.kl_sums, strict=True):
             record.kl_sum, record.referenced = kl_sum, True
         group.referenced += len(records)
+        self.reference_peak_bytes = max(self.reference_peak_bytes, report.peak_memory_bytes)
         self._note_if_complete(group)
 
     def forget(self, key: int) -> None:
@@ -177,7 +176,7 @@ class StepGroups:
 
     def _set_advantages(self, group: Group) -> None:
         """Group-wide advantages, of rewards as the objective shapes them."""
-        objective, samples = self._config.objective, group.sorted_samples()
+        objective, samples = self._config.objective, group.samples
         advantages = group_advantages([self._shaped_reward(sample) for sample in samples], objective.advantage)
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
@@ -187,7 +186,6 @@ class StepGroups:
             random.Random(f"{self._config.run.seed}/{self.step}/{group.prompt.prompt_index}").shuffle(shuffled)
             for sample, advantage in zip(trained, shuffled, strict=True):
                 sample.advantage = advantage
-
 
     def _shaped_reward(self, sample: SampleRecord) -> float | None:
         """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong responses."""

@@ -79,6 +79,7 @@ METRICS = {
     "predictor/tau": Metric("-", "Kendall's tau-b of first predictions and lengths within a prompt, mean over prompts"),
     "memory/learner_peak_bytes": Metric("bytes", "most memory of a learner rank: allocated on CUDA, of the process on a CPU"),
     "memory/rollout_peak_bytes": Metric("bytes", "most memory of a rollout worker, in the same way"),
+    "memory/reference_peak_bytes": Metric("bytes", "most memory of a reference worker, where there are any"),
     "timing/step": Metric("s", "the step as a whole, evaluation and checkpoint apart"),
     "timing/rollout": Metric("s", "until the last sample was there"),
     "timing/backward_after_rollout": Metric("s", "from there to the end of the last backward pass: what overlap did not hide"),

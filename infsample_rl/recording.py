@@ -69,7 +69,7 @@ def length_records(groups: StepGroups, config: Config, *, step: int) -> list[dic
     names = {"step": step, "dataset": config.data.source, "model": config.model.path}
     records = []
     for group in groups.groups:
-        samples = group.sorted_samples()
+        samples = group.samples
         known = {"prompt_id": f"row {group.prompt.row}, step {step}", "prompt_tokens": len(group.prompt.token_ids)}
         known |= {"max_new_tokens": config.rollout.max_new_tokens, "lengths": [sample.length for sample in samples]}
         truncated, scores = [sample.finish_reason == "length" for sample in samples], [sample.reward for sample in samples]
@@ -80,7 +80,7 @@ def length_records(groups: StepGroups, config: Config, *, step: int) -> list[dic
 def write_recording(run_dir: Path, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int, total_steps: int) -> bool:
     """Write a step into RUN/recordings, under a temporary name first. False: some of its samples are gone."""
     trained = sorted(groups.trained(), key=lambda group: group.prompt.prompt_index)
-    samples = [(group, sample) for group in trained for sample in group.sorted_samples()]
+    samples = [(group, sample) for group in trained for sample in group.samples]
     fetched = {key: fetch(key) for key in dict.fromkeys(sample.micro_group for _, sample in samples)}
     if None in fetched.values():
         return False

@@ -29,7 +29,7 @@ def sample_records(groups: StepGroups, fetch: Fetch, tokenizer: PreTrainedTokeni
 
 
 def _group_record(group: Group, fetch: Fetch, tokenizer: PreTrainedTokenizerBase, stop_strings: list[str], step: int) -> dict[str, Any]:
-    samples = group.sorted_samples()
+    samples = group.samples
     started = min(stay.started for sample in samples for stay in sample.stays)
     texts: dict[int, list[str]] = {}
     for key in {sample.micro_group for sample in samples}:

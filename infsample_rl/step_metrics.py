@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from infsample_rl.config import Config
@@ -23,21 +24,23 @@ RolloutStats = list[StreamEnd]  # of a round of sampling
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:
-    """Rewards and lengths over all samples of the step. Samples without a reward are outside the reward figures."""
-    samples = [sample for group in groups.groups for sample in group.sorted_samples()]
+    """Rewards and lengths over all samples of the step, and what the reference took. Samples without a reward are outside the reward figures."""
+    samples = [sample for group in groups.groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [sample.length for sample in samples]
     metrics: Metrics = {
         "reward/mean": statistics.fmean(rewards) if rewards else None,
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failed": len(samples) - len(rewards),
         "reward/groups_with_signal": sum(any(sample.advantage for sample in group.samples) for group in groups.groups) / len(groups.groups),
         "response/length_mean": statistics.fmean(lengths),
-        "response/length_std": statistics.pstdev(lengths),
+        "response/length_std": float(np.std(lengths)),
         "response/length_max": max(lengths),
         "response/cut": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "response/tokens": sum(lengths),
     }
+    if groups.with_reference:
+        metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
     return metrics | _component_means(samples)
 
 
@@ -51,8 +54,8 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
 
 def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
     """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. A failed reward counts as wrong."""
-    scores = [[sample.reward or 0.0 for sample in group.sorted_samples()] for group in groups.groups]
-    lengths = [sample.length for group in groups.groups for sample in group.sorted_samples()]
+    scores = [[sample.reward or 0.0 for sample in group.samples] for group in groups.groups]
+    lengths = [sample.length for group in groups.groups for sample in group.samples]
     accuracy = statistics.fmean(score for group in scores for score in group)
     return {
         "eval/accuracy": accuracy,
@@ -157,7 +160,7 @@ def completion_records(
     step: int,
 ) -> list[dict[str, Any]]:
     """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text rewards saw and what is known."""
-    everything = [(group, sample) for group in groups.groups for sample in group.sorted_samples()]
+    everything = [(group, sample) for group in groups.groups for sample in group.samples]
     count = min(config.logging.completions_per_step, len(everything))
     records = []
     for group, sample in (everything[index * len(everything) // count] for index in range(count)):

@@ -76,8 +76,8 @@ class Traffic:
             return  # lost since
         handles = self._crew.all("reference")
         index = key % len(handles)
-        floats, payload = handles[index].logprobs.options(num_returns=2).remote(prompt, self._micro_groups[key])
-        self._calls[floats] = Call("reference", index, handles[index], [key], lambda: self.reference_logprobs(key, prompt))
+        report, payload = handles[index].logprobs.options(num_returns=2).remote(prompt, self._micro_groups[key])
+        self._calls[report] = Call("reference", index, handles[index], [key], lambda: self.reference_logprobs(key, prompt))
         self._references[key] = payload
 
     def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:

@@ -140,15 +140,22 @@ class RewardResult:
     finished_at: float
 
 
+class ReferenceReport(NamedTuple):
+    """What the driver reads of a reference worker's answer. Example: ReferenceReport(kl_sums=[0.1], peak_memory_bytes=2_400_000)"""
+
+    kl_sums: list[float]  # of each completion: sum over tokens of (policy log-probability - reference log-probability), section 3.4
+    peak_memory_bytes: int  # most memory of the worker so far
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
     """Reference log-probabilities of one micro-group, in its order.
 
-    Example: ReferenceResult(logprobs=[np.array([-0.2, -2.0, -0.9], np.float32)], kl_sums=[0.1])
+    Example: ReferenceResult(logprobs=[np.array([-0.2, -2.0, -0.9], np.float32)], report=ReferenceReport([0.1], 2_400_000))
     """
 
     logprobs: list[np.ndarray]  # [tokens] float32 each, of softmax(logits / temperature)
-    kl_sums: list[float]  # sum over tokens of (policy log-probability - reference log-probability), section 3.4
+    report: ReferenceReport
 
 
 @dataclass(frozen=True, kw_only=True)

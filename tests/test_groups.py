@@ -8,7 +8,8 @@ import pytest
 from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
 from infsample_rl.dealing import deal
 from infsample_rl.groups import StepGroups, loss_totals, trainable_specs
-from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, RewardResult
+from infsample_rl.step_metrics import sample_metrics
+from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
 
 
 def config(deterministic: bool = False, **objective) -> Config:
@@ -72,7 +73,7 @@ def test_group_is_complete_with_its_last_reward_and_advantages_span_the_group():
     assert groups.take_complete() == []
     groups.add_rewards(1, rewards(0.0))
     (group,) = groups.take_complete()
-    assert [(sample.sample_index, sample.advantage) for sample in group.sorted_samples()] == [(0, -0.5), (1, 0.5)]
+    assert [(sample.sample_index, sample.advantage) for sample in group.samples] == [(0, -0.5), (1, 0.5)]
     assert groups.take_complete() == [] and not groups.all_complete()
 
 
@@ -92,7 +93,7 @@ def test_failed_reward_is_outside_mean_and_every_denominator():
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(None, 1.0))
     (group,) = groups.take_complete()
-    assert [sample.advantage for sample in group.sorted_samples()] == [0.0, 0.0]
+    assert [sample.advantage for sample in group.samples] == [0.0, 0.0]
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
 
 
@@ -111,15 +112,16 @@ def test_kl_in_reward_is_subtracted_before_the_advantages():
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(1.0, 1.0))
     assert groups.take_complete() == []
-    groups.add_reference(0, [2.0, 0.0])
-    assert [sample.advantage for sample in groups.take_complete()[0].sorted_samples()] == [-0.5, 0.5]
+    groups.add_reference(0, ReferenceReport([2.0, 0.0], 3_000))
+    assert [sample.advantage for sample in groups.take_complete()[0].samples] == [-0.5, 0.5]
+    assert sample_metrics(groups)["memory/reference_peak_bytes"] == 3_000
 
 
 def test_shuffled_advantages_are_a_permutation():
     groups = StepGroups(prompts(1), config(shuffle_advantages=True), group_size=2, step=3, with_reference=False)
     groups.add_micro_group(0, header(0, [0, 1]))
     groups.add_rewards(0, rewards(1.0, 0.0))
-    advantages = [sample.advantage for sample in groups.take_complete()[0].sorted_samples()]
+    advantages = [sample.advantage for sample in groups.take_complete()[0].samples]
     assert sorted(advantages) == pytest.approx([-0.7071, 0.7071], abs=1e-3)
 
 
@@ -135,7 +137,7 @@ def test_an_overlong_response_loses_some_of_its_reward():
     groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
     groups.add_micro_group(0, header(0, [0, 1]))  # of 3 and 4 tokens: 1 and 2 beyond 8 - 6
     groups.add_rewards(0, rewards(1.0, 1.0))
-    assert [sample.advantage for sample in groups.take_complete()[0].sorted_samples()] == [0.25, -0.25]
+    assert [sample.advantage for sample in groups.take_complete()[0].samples] == [0.25, -0.25]
 
 
 def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_and_its_denominators():
@@ -160,7 +162,7 @@ def test_a_micro_group_that_is_lost_comes_again_under_another_key_and_the_group_
     groups.add_micro_group(2, header(0, [3, 2]))
     groups.add_rewards(2, rewards(0.5, 0.25))
     [group] = groups.take_complete()
-    assert [(sample.sample_index, sample.reward, sample.micro_group) for sample in group.sorted_samples()] == [
+    assert [(sample.sample_index, sample.reward, sample.micro_group) for sample in group.samples] == [
         *((0, 1.0, 0), (1, 0.0, 0)),
         *((2, 0.25, 2), (3, 0.5, 2)),
     ]

@@ -88,7 +88,7 @@ def test_a_recording_holds_every_sample_as_it_was(recorded_run):
     assert recorded.total_steps == 2
     for group, was in zip(recorded.groups, recorded_run.groups.groups, strict=True):
         assert np.array_equal(group.prompt.token_ids, was.prompt.token_ids)
-        kept, given = group.sorted_samples(), was.sorted_samples()
+        kept, given = group.samples, was.samples
         assert [(s.reward, s.advantage, s.length) for s in kept] == [(s.reward, s.advantage, s.length) for s in given]
 
 
@@ -105,7 +105,7 @@ def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
     (recorded_run.folder / "lengths.jsonl").write_text("\n".join(lines) + "\n")
     options = SimpleNamespace(cap=None, group_size=None, seed=0, prompt_tokens=None)
     workload = load(recorded_run.folder, options)
-    assert workload.groups == [[sample.length for sample in group.sorted_samples()] for group in recorded_run.groups.groups]
+    assert workload.groups == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
     assert workload.cap == 24
 
 
@@ -117,7 +117,7 @@ def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(
         shown = recorder.keep(recorded_run.groups, recorded_run.fetch, recorded_run.metrics, step=1)
         assert len(shown) == config.logging.completions_per_step == 4
         assert [record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())] == [
-            [sample.length for sample in group.sorted_samples()] for group in recorded_run.groups.groups
+            [sample.length for sample in group.samples] for group in recorded_run.groups.groups
         ]
         assert len(read_recording(folder, 1).completions) == 12
         recorder.keep(recorded_run.groups, lambda key: None, recorded_run.metrics, step=2)  # their worker is gone

@@ -79,13 +79,13 @@ class Host:
             self._changed.wait_for(lambda: place in self._workers)
             return self._workers[place]
 
-    def call(self, which: tuple[int, str], *arguments: Any) -> Any:
-        """A call of one of them, by place and name."""
-        return getattr(self._worker(which[0]), which[1])(*arguments)
+    def call(self, place: int, name: str, *arguments: Any) -> Any:
+        """A call of one of them."""
+        return getattr(self._worker(place), name)(*arguments)
 
-    def stream(self, which: tuple[int, str], *arguments: Any) -> Iterator[Any]:
+    def stream(self, place: int, name: str, *arguments: Any) -> Iterator[Any]:
         """A call that yields."""
-        yield from getattr(self._worker(which[0]), which[1])(*arguments)
+        yield from getattr(self._worker(place), name)(*arguments)
 
 
 class FakeActors:
@@ -132,4 +132,4 @@ class FakeMethod:
 
     def remote(self, *arguments: Any) -> Any:
         """As of a Ray actor's method."""
-        return self._method.remote((self._place, self._name), *arguments)
+        return self._method.remote(self._place, self._name, *arguments)

@@ -24,6 +24,7 @@ from infsample_rl.types import (
     ProbeStatistics,
     Prompt,
     PublishedProbe,
+    ReferenceReport,
     ReferenceResult,
     RewardResult,
     RolloutWork,
@@ -154,7 +155,8 @@ class FakeReferenceWorker:
     @phase("reference")
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
         """As ReferenceWorker.logprobs."""
-        return ReferenceResult(logprobs=[completion.logprobs.copy() for completion in completions], kl_sums=[0.0] * len(completions))
+        report = ReferenceReport(kl_sums=[0.0] * len(completions), peak_memory_bytes=0)
+        return ReferenceResult(logprobs=[completion.logprobs.copy() for completion in completions], report=report)
 
 
 class FakePublisher:

@@ -16,7 +16,7 @@ def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
     """
     if kind not in ("std", "mean_only", "rloo"):
         raise ValueError(f"objective.advantage must be one of std, mean_only, rloo, got {kind!r}")
-    valid = [float(reward) for reward in rewards if _is_valid(reward)]
+    valid = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
     # Checked before the mean is formed: the rounded mean of equal rewards can differ from them.
     if len(valid) < 2 or min(valid) == max(valid):
         return [0.0] * len(rewards)
@@ -26,8 +26,4 @@ def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
         scale = 1.0 / (math.sqrt(math.fsum((reward - mean) ** 2 for reward in valid) / (len(valid) - 1)) + 1e-6)
     elif kind == "rloo":
         scale = len(valid) / (len(valid) - 1)
-    return [(float(reward) - mean) * scale if _is_valid(reward) else 0.0 for reward in rewards]
-
-
-def _is_valid(reward: float | None) -> bool:
-    return reward is not None and math.isfinite(reward)
+    return [(reward - mean) * scale if reward is not None and math.isfinite(reward) else 0.0 for reward in rewards]

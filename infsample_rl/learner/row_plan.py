@@ -37,14 +37,16 @@ class RowPlanner:
         if specs and self._tokens + sum(spec.length for spec in specs) + self.prompt_lengths[specs[0].prompt_index] > self.max_tokens:
             full += self.flush()
         for spec in specs:
-            if self._cost(spec) + self._tokens > self.max_tokens:
+            cost = self._cost(spec)
+            if self._tokens + cost > self.max_tokens:
                 full += self.flush()
-            if self._cost(spec) > self.max_tokens:
+                cost = self._cost(spec)
+            if cost > self.max_tokens:
                 raise ValueError(
-                    f"learner.max_tokens_per_micro_batch must be >= {self._cost(spec)} for sample {spec.sample_index} of prompt {spec.prompt_index} "
+                    f"learner.max_tokens_per_micro_batch must be >= {cost} for sample {spec.sample_index} of prompt {spec.prompt_index} "
                     f"({spec.length} response tokens and its prompt), got {self.max_tokens}"
                 )
-            self._tokens += self._cost(spec)
+            self._tokens += cost
             self._row.append(spec)
         return full
 

@@ -8,8 +8,9 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row
+from infsample_rl.peak_memory import process_memory
 from infsample_rl.phases import phase
-from infsample_rl.types import Completion, Prompt, ReferenceResult
+from infsample_rl.types import Completion, Prompt, ReferenceReport, ReferenceResult
 
 
 class ReferenceWorker:
@@ -20,6 +21,7 @@ class ReferenceWorker:
         self.device = torch.device("cuda" if config.cluster.reference_gpus > 0 else "cpu")
         self.temperature = config.rollout.temperature
         self.max_tokens = config.reference.max_tokens_per_micro_batch
+        self.memory = process_memory(self.device.type)
         self.policy = load_frozen_policy(config, self.device)
 
     @phase("reference")
@@ -32,7 +34,7 @@ class ReferenceWorker:
             flat = self.policy(row, self.temperature)[0].cpu().numpy()
             logprobs += np.split(flat, np.cumsum([len(completion.token_ids) for completion in part])[:-1])
         kl_sums = [float(np.sum(completion.logprobs - own, dtype=np.float64)) for completion, own in zip(completions, logprobs, strict=True)]
-        return ReferenceResult(logprobs=logprobs, kl_sums=kl_sums)
+        return ReferenceResult(logprobs=logprobs, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
 
     def _rows(self, prompt_tokens: int, completions: list[Completion]) -> list[list[Completion]]:
         """Cut completions, in order, into rows of at most max_tokens, each with the prompt once."""

@@ -120,7 +120,7 @@ def test_reward_and_reference_answer_with_floats_and_arrays(config, kind):
     assert isinstance(result, RewardResult) and all(isinstance(value, float) for value in result.rewards) and len(result.rewards) == 2
     assert result.failures == [] and result.started_at <= result.finished_at and [len(column) for column in result.components.values()] == [2]
     found = (ReferenceWorker, FakeReferenceWorker)[kind](config).logprobs(PROMPT, SAMPLES)
-    assert isinstance(found, ReferenceResult) and [len(row) for row in found.logprobs] == [3, 3] and len(found.kl_sums) == 2
+    assert isinstance(found, ReferenceResult) and [len(row) for row in found.logprobs] == [3, 3] and len(found.report.kl_sums) == 2
 
 
 def test_what_they_report_has_the_same_names(config):

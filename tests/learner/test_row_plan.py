@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens
-from infsample_rl.types import Completion, ReferenceResult, SampleSpec
+from infsample_rl.types import Completion, ReferenceReport, ReferenceResult, SampleSpec
 
 
 def specs(prompt, lengths, first=0):
@@ -125,8 +125,8 @@ def completion(prompt, sample, tokens):
 def test_assemble_takes_the_samples_of_the_row_with_their_references():
     micro_groups = [[completion(0, 2, [7, 8]), completion(0, 0, [9])], [completion(1, 0, [5])]]
     references = [
-        ReferenceResult(logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], kl_sums=[0.0, 0.0]),
-        ReferenceResult(logprobs=[np.array([-4], np.float32)], kl_sums=[0.0]),
+        ReferenceResult(logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], report=ReferenceReport([0.0, 0.0], 0)),
+        ReferenceResult(logprobs=[np.array([-4], np.float32)], report=ReferenceReport([0.0], 0)),
     ]
     row = [SampleSpec(prompt_index=0, sample_index=0, length=1, advantage=0.75), SampleSpec(prompt_index=1, sample_index=0, length=1, advantage=-1.0)]
     prompts = {0: np.array([1, 2], np.int32), 1: np.array([3], np.int32)}
@@ -146,4 +146,4 @@ def test_assemble_refuses_missing_samples_and_wrong_lengths():
     with pytest.raises(RuntimeError, match="has 1 tokens, but the row was planned with 4"):
         assemble(specs(0, [4]), prompts, [[completion(0, 0, [9])]], [])
     with pytest.raises(RuntimeError, match="1 reference results for 2 micro-groups"):
-        assemble([], prompts, [[], []], [ReferenceResult(logprobs=[], kl_sums=[])])
+        assemble([], prompts, [[], []], [ReferenceResult(logprobs=[], report=ReferenceReport([], 0))])
