@@ -1,8 +1,9 @@
-"""The plan beside the measured peak of one process: python -m infsample_rl.bench.plan_point learner|rollout [+experiment=NAME] [group.key=value ...]
+"""The plan beside the measured peak of one process: python -m infsample_rl.bench.plan_point PART [+experiment=NAME] [group.key=value ...]
 
-The learner trains two updates of full rows, the rollout worker samples prompts_at_once prompts, of random tokens, in lengths the settings
-allow at most. Before it is measured the process does the same with a toy of the same architecture, so that libraries are loaded, and their
-buffers made: its idle footprint. One JSON object on stdout: predicted_bytes, measured_bytes, error, lines.
+PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples prompts_at_once prompts, the
+reference worker reads a micro-group twice, all of random tokens, in lengths the settings allow at most. Before it is measured the process does
+the same with a toy of the same architecture, so that libraries are loaded, and their buffers made: its idle footprint. One JSON object on
+stdout: predicted_bytes, measured_bytes, error, lines.
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ from infsample_rl.model.loading import load_model_config
 from infsample_rl.peak_memory import PeakMemory, process_memory
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
+from infsample_rl.reference.worker import ReferenceWorker
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import LossTotals, RolloutWork, SampleSpec, TrainingSample
+from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, SampleSpec, TrainingSample
 from infsample_rl.weight_sync.buckets import stream_buckets
 from infsample_rl.weight_sync.manifest import plan_weights, shapes_of
 
 # Random tokens are far from what any policy samples, and no check of that may stop the measurement.
-ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "objective=no_kl", "cluster.learner_ranks=1")
+ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
 TOY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
 def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Predicted and measured peak of a learner rank or a rollout worker with these settings. ValueError for settings that do not go together."""
-    config = load_config([*ALWAYS, *overrides])
-    run = {"learner": train, "rollout": sample}[part]
+    """Predicted and measured peak of one process with these settings. ValueError for settings that do not go together."""
+    objective = "default" if part == "reference" else "no_kl"  # no reference worker without a KL
+    config = load_config([*ALWAYS, f"objective={objective}", *overrides])
+    run = PARTS[part]
     torch.set_num_threads(config.cluster.threads_per_worker)
     device = torch.device("cuda" if getattr(config.cluster, f"{part}_gpus") > 0 else "cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -125,10 +128,35 @@ def sample(config: Config) -> int:
     return worker.memory.peak_bytes()
 
 
+def read(config: Config) -> int:
+    """Log-probabilities of micro-groups of full length; the worker's own peak."""
+    worker = ReferenceWorker(config)
+    generator, vocab, tokens = np.random.default_rng(0), worker.policy.valid_vocab, config.rollout.max_new_tokens
+    prompt_ids = generator.integers(0, vocab, config.data.max_prompt_tokens).astype(np.int32)
+    micro_group = [
+        Completion(
+            prompt_index=0,
+            sample_index=index,
+            token_ids=generator.integers(0, vocab, tokens).astype(np.int32),
+            logprobs=np.zeros(tokens, np.float32),
+            sampling_logprobs=None,
+            finish_reason="length",
+            policy_version=0,
+        )
+        for index in range(config.rollout.micro_group)
+    ]
+    for _ in range(2):
+        worker.logprobs(Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=prompt_ids), micro_group)
+    return worker.memory.peak_bytes()
+
+
+PARTS = {"learner": train, "rollout": sample, "reference": read}
+
+
 def main() -> int:
     """Measure in this process, with an allocator that gives back what is freed: 2 for arguments that are wrong."""
-    if len(sys.argv) < 2 or sys.argv[1] not in ("learner", "rollout"):
-        print("bench.plan_point: the first argument must be learner or rollout", file=sys.stderr)
+    if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
+        print(f"bench.plan_point: the first argument must be one of {', '.join(PARTS)}", file=sys.stderr)
         return 2
     missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
     if missing:
