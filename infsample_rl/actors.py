@@ -30,6 +30,7 @@ from infsample_rl.types import (
     RolloutWork,
     RowWork,
     StreamEnd,
+    StreamOrder,
     TrainingSample,
     WeightManifest,
     WeightSyncReport,
@@ -70,9 +71,9 @@ class RolloutCalls(Observed):
         self.rollout = RolloutWorker(config, index)
         self.observe(config, "rollout", index, self.rollout.statistics)
 
-    def stream(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[StreamItem]:
+    def stream(self, order: StreamOrder) -> Iterator[StreamItem]:
         """Header, micro-group, header, micro-group, ..., until all is done or halt(number), and the stream's end."""
-        for item in self._items(work, step, evaluation, number):
+        for item in self._items(*order):
             if isinstance(item, list):
                 self.metrics.count("micro_groups_yielded")
                 self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))

@@ -15,7 +15,7 @@ from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.in_flight import Return, Stream, by_prompt, drain, settle
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.ray_calls import PayloadLost, learner_failure, value_of
-from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd
+from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder
 
 BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
 
@@ -67,7 +67,8 @@ class RolloutStreams:
         pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": pending}
         number, self._num_streams = self._num_streams, self._num_streams + 1
-        self._streams[handle.stream.options(**options).remote(work, *self._batch, number)] = Stream(index, handle, number, by_prompt(work))
+        order = StreamOrder(work, *self._batch, number)
+        self._streams[handle.stream.options(**options).remote(order)] = Stream(index, handle, number, by_prompt(work))
         self.decoding.add(index)
 
     # what is in flight

@@ -92,6 +92,18 @@ class RolloutWork:
     sample_indices: list[int]
 
 
+class StreamOrder(NamedTuple):
+    """What a rollout worker is to decode as one stream. One argument of the call: Ray serializes each by itself.
+
+    Example: StreamOrder(work=[RolloutWork(...)], step=3, evaluation=False, number=17)
+    """
+
+    work: list[RolloutWork]
+    step: int  # number of the batch, which the samples' noise is made from
+    evaluation: bool  # sampled as held-out problems are
+    number: int  # of all streams of the run, for halt()
+
+
 @dataclass(frozen=True, kw_only=True)
 class MicroGroupHeader:
     """All the driver reads of a micro-group; the completions themselves stay in the object store.

@@ -79,13 +79,14 @@ class Host:
             self._changed.wait_for(lambda: place in self._workers)
             return self._workers[place]
 
-    def call(self, place: int, name: str, *arguments: Any) -> Any:
-        """A call of one of them."""
-        return getattr(self._worker(place), name)(*arguments)
+    def call(self, which: str, *arguments: Any) -> Any:
+        """A call of one of them, by place and name: "3 score"."""
+        place, name = which.split()
+        return getattr(self._worker(int(place)), name)(*arguments)
 
-    def stream(self, place: int, name: str, *arguments: Any) -> Iterator[Any]:
+    def stream(self, which: str, *arguments: Any) -> Iterator[Any]:
         """A call that yields."""
-        yield from getattr(self._worker(place), name)(*arguments)
+        yield from self.call(which, *arguments)
 
 
 class FakeActors:
@@ -132,4 +133,4 @@ class FakeMethod:
 
     def remote(self, *arguments: Any) -> Any:
         """As of a Ray actor's method."""
-        return self._method.remote(self._place, self._name, *arguments)
+        return self._method.remote(f"{self._place} {self._name}", *arguments)
