@@ -99,6 +99,16 @@ def test_settings_in_the_commands_exist(page):
                 compose(overrides)  # raises for a name that is none, and for a value of the wrong type; paths are placeholders
 
 
+def test_no_two_pages_train_into_one_folder():
+    """A run goes on where its folder's last one ended, and refuses other data: who follows both pages would meet that."""
+    pages_of: dict[str, set[str]] = {}
+    for page in PAGES:
+        for arguments in (arguments for block in page.blocks if not block.reason for arguments in training_commands(block)):
+            for folder in (argument for argument in arguments if argument.startswith("run.dir=") and "$" not in argument):
+                pages_of.setdefault(folder, set()).add(page.path.name)
+    assert len(pages_of) > 5 and {folder: pages for folder, pages in pages_of.items() if len(pages) > 1} == {}
+
+
 def test_what_is_not_run_is_told_with_its_reason(tmp_path):
     text = "<!-- not run: needs a GPU -->\n```\npython -m infsample_rl.main x=1\n```\n\n```\na diagram\n```\ntext\n\n```\nmake run\n```\n"
     (tmp_path / "page.md").write_text(text)
