@@ -3,7 +3,7 @@
 python -m infsample_rl.bench.engine [model=PATH] [group_size=32] [slots=4] [max_new_tokens=128] [schedules=[infinite,...]] [json=true] ...
 
 Every rival is measured twice: as it runs best (`generate`: G rows at a time) and, `/equal_kv`, within the KV budget of `slots`. Of each
-rival's variants the fastest on a short workload is taken. Each measurement has a process of its own, warmed up. DESIGN section 8.
+rival's variants the fastest on a short workload is taken. Each measurement has a process of its own, warmed up.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def record_of(
     variants: list[dict[str, Any]],
     raw: dict[str, Any],
 ) -> dict[str, Any]:
-    """The object of one measurement: the fixed keys of DESIGN section 7 first. Bytes, seconds; a step has one token for every active row."""
+    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for every active row."""
     tokens, seconds = sum(raw["lengths"]), raw["seconds"]
     expected = options.prompts * options.group_size * options.max_new_tokens if options.ignore_eos else None
     kv_read = kv_bytes_read(raw["lengths"], raw["running_steps"], options.prompt_tokens, facts["kv_bytes_per_token"])

@@ -5,7 +5,7 @@ python -m infsample_rl.bench.train model=PATH [group_size=32 | group_size=[8,32,
 
 Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the median counts. TRL's
 settings are tried on further prompts and shorter responses. `trl` has the fastest of them and `trl/lean` those of least memory; `ours/lean`
-recomputes all activations. Every response takes exactly max_new_tokens: on both sides the end token ends nothing. DESIGN section 8.
+recomputes all activations. Every response takes exactly max_new_tokens: on both sides the end token ends nothing.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def sweep_spec(options: TrainOptions, facts: dict[str, Any], group_size: int, re
 
 
 def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[str, Any]) -> dict[str, Any]:
-    """The object of one measurement: the fixed keys of DESIGN section 7 first. Bytes, seconds; figures of a step are medians."""
+    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; figures of a step are medians."""
     steps = raw["steps"][1:]
     seconds = statistics.median(step["seconds"] for step in steps)
     phases = {name: statistics.median(step["phases"][name] for step in steps) for name in steps[0]["phases"]}

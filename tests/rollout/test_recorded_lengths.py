@@ -1,4 +1,4 @@
-"""The schedules on recorded lengths, at the KV memory of four slots: DESIGN's figures, and what the issue asks for."""
+"""The schedules on recorded lengths, at the KV memory of four slots: steps beside the fixed slots', bounds, recomputed tokens."""
 
 from pathlib import Path
 
