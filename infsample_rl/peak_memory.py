@@ -12,12 +12,18 @@ import torch
 class PeakMemory:
     """Bytes taken since construction, which belongs after the imports and before the model is loaded.
 
-    CPU: the highest resident set (VmHWM) less what was resident at construction. CUDA: max_memory_allocated, without context and kernels.
+    CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped files and shared memory,
+    as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store. CUDA: max_memory_allocated, without
+    context and kernels.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
         self.device = device
-        self._before = 0 if device.type == "cuda" else status_bytes("VmRSS")
+        self._left_out = () if with_mapped else ("RssFile", "RssShmem")
+        self._before = 0 if device.type == "cuda" else self._resident_bytes("VmRSS")
+
+    def _resident_bytes(self, field: str) -> int:
+        return status_bytes(field) - sum(map(status_bytes, self._left_out))
 
     def reset(self) -> None:
         """Forget the peak so far, e.g. that of loading. Where the kernel does not allow it the peak stays, and is too high."""
@@ -31,13 +37,13 @@ class PeakMemory:
         """The most bytes held at a time since `reset`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return max(0, status_bytes("VmHWM") - self._before)
+        return max(0, self._resident_bytes("VmHWM") - self._before)
 
     def held_bytes(self) -> int:
         """What is held now."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return max(0, status_bytes("VmRSS") - self._before)
+        return max(0, self._resident_bytes("VmRSS") - self._before)
 
     def reserved_bytes(self) -> int | None:
         """What torch's CUDA allocator held at most, unused pieces included; None on CPU."""
@@ -46,9 +52,9 @@ class PeakMemory:
 
 @cache
 def process_memory(device_type: str) -> PeakMemory:
-    """The one PeakMemory of this process, made at the first call: what a worker holds before it loads a model is its idle footprint:
-    interpreter, libraries as far as they are in use, tokenizer."""
-    return PeakMemory(torch.device(device_type))
+    """The one PeakMemory of this process, of what it allocates itself, made at the first call: what a worker holds before it loads a model is
+    its idle footprint: interpreter, libraries, tokenizer."""
+    return PeakMemory(torch.device(device_type), with_mapped=False)
 
 
 def status_bytes(field: str) -> int:
