@@ -43,7 +43,8 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        if isinstance(cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)):
+        # RayActorError: the process that was to send an argument died before it had, in a stream between a header and its payload
+        if isinstance(cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)):
             raise PayloadLost(f"{who}: {cause}") from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
         raise kind(f"{who}: {_said(cause)}") from error
