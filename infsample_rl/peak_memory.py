@@ -13,17 +13,19 @@ class PeakMemory:
     """Bytes taken since construction, which belongs after the imports and before the model is loaded.
 
     CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped files and shared memory,
-    as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store. CUDA: max_memory_allocated, without
-    context and kernels.
+    as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store; but not weights, which lie in
+    the mapped file as long as nothing changes them. CUDA: max_memory_allocated, without context and kernels.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
         self.device = device
-        self._left_out = () if with_mapped else ("RssFile", "RssShmem")
+        self._with_mapped = with_mapped
         self._before = 0 if device.type == "cuda" else self._resident_bytes("VmRSS")
 
     def _resident_bytes(self, field: str) -> int:
-        return status_bytes(field) - sum(map(status_bytes, self._left_out))
+        if self._with_mapped:
+            return status_bytes(field)
+        return status_bytes(field) - status_bytes("RssFile") - status_bytes("RssShmem") + mapped_weights_bytes()
 
     def reset(self) -> None:
         """Forget the peak so far, e.g. that of loading. Where the kernel does not allow it the peak stays, and is too high."""
@@ -55,6 +57,18 @@ def process_memory(device_type: str) -> PeakMemory:
     """The one PeakMemory of this process, of what it allocates itself, made at the first call: what a worker holds before it loads a model is
     its idle footprint: interpreter, libraries, tokenizer."""
     return PeakMemory(torch.device(device_type), with_mapped=False)
+
+
+def mapped_weights_bytes() -> int:
+    """Resident bytes of mapped safetensors files; pages that were written to since are not among them, they are the process's own."""
+    total, is_weights = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split(maxsplit=1)
+        if not name.endswith(":"):  # a mapping's first line: its addresses, ..., and its file
+            is_weights = line.endswith(".safetensors")
+        elif is_weights and name in ("Rss:", "Anonymous:"):
+            total += int(values[0].split()[0]) * 1024 * (1 if name == "Rss:" else -1)
+    return total
 
 
 def status_bytes(field: str) -> int:

@@ -179,7 +179,7 @@ def test_a_pool_of_256_mb_is_what_the_process_grows_by():
     found = []
     for group_size in (64, 192):
         command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(group_size)]
-        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]  # the allocator's peak varies by 5 MB
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]  # the allocator's peak varies by 5 MB
         found.append(min((json.loads(run.stdout.splitlines()[-1]) for run in runs), key=lambda measured: measured["risen"]))
     for measured in found:
         assert 0.95 * 256e6 < measured["pool"] <= 256e6
