@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infsample_rl.config_cluster import ClusterConfig
-from infsample_rl.config_fields import check_bounds, setting
+from infsample_rl.config_fields import check_bounds, check_temperature, setting
 from infsample_rl.config_learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config_reward import RewardConfig
 from infsample_rl.config_reward import RewardFunctionConfig as RewardFunctionConfig  # everyone finds it here
@@ -45,6 +45,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds("run", self)
+        if self.eval_temperature is not None:
+            check_temperature("run.eval_temperature", self.eval_temperature)
 
 
 @dataclass(kw_only=True)

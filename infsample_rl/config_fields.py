@@ -12,6 +12,8 @@ from typing import Any
 
 SCALARS = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false"), "str": (str, "a text")}
 
+LEAST_TEMPERATURE = 1e-3
+
 
 def setting(
     default: Any, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()
@@ -61,6 +63,12 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
     types, what = SCALARS[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """ValueError for a temperature other than 0 (exact argmax) by which logits cannot be divided in float32."""
+    if temperature < 0 or 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"{name} must be 0 (exact argmax) or >= {LEAST_TEMPERATURE}, got {temperature}")
 
 
 def parse_bytes(text: str, expected: str = "rollout.kv_budget_bytes must be auto or a size") -> int:

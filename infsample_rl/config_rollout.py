@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infsample_rl.config_fields import check_bounds, parse_bytes, setting
+from infsample_rl.config_fields import check_bounds, check_temperature, parse_bytes, setting
 
 SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
 PREDICTORS = ("none", "bert", "probe")
@@ -53,6 +53,7 @@ class RolloutConfig:
         if isinstance(self.kv_budget_bytes, int):
             self.kv_budget_bytes = str(self.kv_budget_bytes)
         check_bounds("rollout", self)
+        check_temperature("rollout.temperature", self.temperature)
         if "" in self.stop_strings:
             raise ValueError(f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out")
         if any("\N{REPLACEMENT CHARACTER}" in string for string in self.stop_strings):

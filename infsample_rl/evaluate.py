@@ -29,7 +29,7 @@ from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.merge import load_policy_folder
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.loading import context_of, load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.pass_at_k import Estimate, mean_over_problems, pass_at_k
 from infsample_rl.reward.worker import RewardWorker
@@ -185,8 +185,7 @@ def _run(arguments: list[str]) -> int:
     if options.out is not None and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"out={options.out}: there is no folder {Path(options.out).absolute().parent}")
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
-    context = lm.config.get_text_config().to_dict().get("max_position_embeddings")  # none: unbounded
-    prompts = build_eval_prompts(config, load_tokenizer(config.model), context)
+    prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
     found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
     figures = summarise(found, options, seed=config.run.seed)
     if options.out is not None:

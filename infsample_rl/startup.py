@@ -19,7 +19,7 @@ from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.config_unread import unread_settings
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
-from infsample_rl.model.loading import load_model_config, load_tokenizer, stop_ids_of
+from infsample_rl.model.loading import context_of, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
@@ -73,7 +73,7 @@ def prepare(config: Config) -> Start:
         raise ValueError(f"rollout.stop_token_ids must be ids of the tokenizer, 0 to {len(tokenizer) - 1}, got {outside}")
     masked_index(config.rollout.bad_token_ids, len(tokenizer), "cpu")
     StopStrings(tokenizer, config.rollout.stop_strings)
-    context = architecture.to_dict().get("max_position_embeddings")  # none: unbounded
+    context = context_of(architecture)
     prompts = build_train_prompts(config, tokenizer, context)
     eval_prompts = build_eval_prompts(config, tokenizer, context)
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
@@ -107,6 +107,7 @@ def prepare(config: Config) -> Start:
             *(f"changed since this run began: {change}" for change in changed),
             *([unplanned] if unplanned else []),
             *setting_warnings(config),
+            *context_warnings(architecture, context),
             *sampling_warnings(config, tokenizer, load_generation_config(config.model, architecture)),
         ],
         probe=probe,
@@ -140,6 +141,14 @@ def setting_warnings(config: Config) -> list[str]:
     if config.objective.shuffle_advantages:
         warnings.append("objective.shuffle_advantages=true: a control run, the policy cannot learn from the rewards")
     return warnings
+
+
+def context_warnings(architecture: PretrainedConfig, context: int | None) -> list[str]:
+    """That sequences are not as long as the model's positions (loading.context_of)."""
+    positions = architecture.to_dict().get("max_position_embeddings")
+    if context is None or positions is None or context >= positions:
+        return []
+    return [f"rope_type=longrope: a prompt and its response end at {context} of the model's {positions} tokens, beyond which rows change each other"]
 
 
 def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> list[str]:

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, Qwen3Config
 from infsample_rl.config import Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config_loading import SECTIONS, ConfigError, compose, experiments, load_config
 from infsample_rl.main import main
-from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.startup import derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
+from infsample_rl.model.loading import context_of, load_tokenizer
+from infsample_rl.startup import context_warnings, derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
 
 SETTINGS = ("config.py", "config_cluster.py", "config_learner.py", "config_reward.py", "config_rollout.py")
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,6 +179,16 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(overrides, message, tmp_pat
 def test_stop_strings_may_hold_anything_else():
     assert load_config(['rollout.stop_strings=["\\n\\n", "</a>", "a, b = c"]']).rollout.stop_strings == ["\\n\\n", "</a>", "a, b = c"]
     assert load_config(["rollout.stop_strings=['\n\n']"]).rollout.stop_strings == ["\n\n"]
+
+
+def test_a_context_shorter_than_the_models_positions_is_told():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 4096}
+    long = Qwen3Config(head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
+    assert context_of(long) == 4096
+    (warning,) = context_warnings(long, context_of(long))
+    assert "4096 of the model's 131072 tokens" in warning
+    plain = Qwen3Config(max_position_embeddings=40960)
+    assert context_warnings(plain, context_of(plain)) == []
 
 
 def test_what_is_told_of_sampling_before_a_run():

@@ -40,6 +40,16 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     return config.get_text_config()
 
 
+def context_of(architecture: PretrainedConfig) -> int | None:
+    """Most tokens of a sequence; None: no limit. With longrope as many as the short factors are for: transformers takes the factors of all
+    sequences of a call by the longest, so beyond that a sample would depend on what decodes beside it."""
+    context = architecture.to_dict().get("max_position_embeddings")
+    rope = getattr(architecture, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return context
+    return rope.get("original_max_position_embeddings") or getattr(architecture, "original_max_position_embeddings", None) or context
+
+
 def load_model(
     model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:

@@ -136,8 +136,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of "infsample_packed": query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None).
 
-    Dropout is ignored: the policy that sampled had none. RuntimeError for a layer with a sliding window or with another mask.
+    Dropout is ignored: the policy that sampled had none. RuntimeError for a layer with a sliding window or with another mask, ValueError
+    for attention sinks.
     """
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows")
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
         raise RuntimeError(f"packed attention of {type(module).__name__} takes no mask and no sliding window")
     # FlexAttention's CUDA kernels want a head dimension that is a power of two and no float64.

@@ -188,7 +188,9 @@ def pool_attention(
     pool: Step,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: hands the layer's query, key and value to the step in `pool`."""
+    """The registered attention function: hands the layer's query, key and value to the step in `pool`. ValueError for attention sinks."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"{type(module).__name__} has attention sinks, which are not supported; take e.g. Qwen3")
     return pool.attend(module.layer_idx, query, key, value, scaling), None
 
 

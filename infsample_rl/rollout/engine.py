@@ -12,6 +12,7 @@ from functools import partial
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from infsample_rl.config_fields import check_temperature
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
@@ -50,8 +51,8 @@ class SamplingEngine:
         """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
         `deterministic`: bitwise the same results whatever else runs, at the price of always computing every row, and of room
-        for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget the pool is
-        allocated at the first call, and again at a longer prompt. `shared_probe`: the length probe belongs to a run: it predicts with
+        for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget, and with auto, the pool
+        is allocated at the first call, and again at a longer prompt. `shared_probe`: the length probe belongs to a run: it predicts with
         what `watch.load` brings, and `learn` hands over what it saw; else it learns from each call for the next. `reserved_bytes`: of
         the free memory, what rollout.kv_budget_bytes=auto leaves to others in this process. ValueError for what cannot work.
         """
@@ -80,7 +81,9 @@ class SamplingEngine:
         self._loop: DecodeLoop | None = None  # of the last stream
         self._streaming = False
         self._asked_back: deque[Future[dict[int, list[int]]]] = deque()
-        if max_prompt_tokens is not None or rollout_config.has_budget:
+        # of a size that no prompt changes; else it grows with the longest so far
+        self._pool_is_fixed = rollout_config.has_budget and (rollout_config.kv_budget_bytes != "auto" or max_prompt_tokens is not None)
+        if max_prompt_tokens is not None or self._pool_is_fixed:
             self._allocate([max_prompt_tokens or 1] * rollout_config.prompts_at_once)
         # Few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples.
         plain = {"schedule": "token_budget", "predictor": "none", "prefix_tokens": 0, "prompts_at_once": rollout_config.most_rows}
@@ -137,12 +140,15 @@ class SamplingEngine:
         prompt_indices = list(range(len(prompt_ids))) if prompt_indices is None else list(prompt_indices)
         if sample_indices is None:
             sample_indices = [list(range(self.config.group_size)) for _ in prompt_ids]
-        self._check_request(prompt_ids, prompt_indices, sample_indices)
         config = self._evaluation_config if evaluation else self.config
-        self._allocate([len(ids) for ids in prompt_ids])
+        self._check_request(prompt_ids, prompt_indices, sample_indices, config.schedule)
         self._loop = None if self._loop is None else self._loop.free()
+        self._allocate([len(ids) for ids in prompt_ids])
         domain = EVALUATION if evaluation else TRAINING
-        settings = GroupSettings(config.schedule, config.num_slots, config.group_size, config.epsilon, config.num_prefix_tokens)
+        longest = max([self._max_prompt_tokens or 1, *map(len, prompt_ids)]) if self.deterministic else max(map(len, prompt_ids), default=1)
+        most_rows = self._most_rows(config, longest)
+        slots = min(config.num_slots, most_rows)
+        settings = GroupSettings(config.schedule, slots, config.group_size, config.epsilon, config.num_prefix_tokens)
         if self.watch is not None and not evaluation:
             self.watch.prepare()
         predict = {"predict": self._predictor_of(config), "predicted_in_rows": self._waits_for_probe(config)}
@@ -151,7 +157,7 @@ class SamplingEngine:
             for index, ids, asked in zip(prompt_indices, prompt_ids, sample_indices, strict=True)
             if len(asked) > 0
         ]
-        self._loop = self._new_loop(groups, config, self._new_sampler(temperature))
+        self._loop = self._new_loop(groups, config, self._new_sampler(temperature), most_rows, longest)
         self.stats = self._loop.stats
         return self._run(self._loop, pause_every, is_halted)
 
@@ -234,16 +240,21 @@ class SamplingEngine:
             if asked.set_running_or_notify_cancel():
                 asked.set_result(loop.planner.give_back())
 
-    def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler) -> DecodeLoop:
-        """The planner and the tensors of one call."""
-        kv, page_size = self.runner.kv, config.page_size
+    def _most_rows(self, config: RolloutConfig, longest: int) -> int:
+        """Rows that may decode at a time, prompts having up to `longest` tokens."""
+        pages, page_size = self.runner.kv.num_pages, config.page_size
+        most_rows = min(config.most_rows, pages)  # a row has a page from its second token on
+        if self.deterministic:  # a full response of every row fits: none is preempted
+            most_rows = max(1, min(most_rows, (pages - -(-longest // page_size)) // -(-config.max_new_tokens // page_size)))
+        return most_rows
+
+    def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler, most_rows: int, longest: int) -> DecodeLoop:
+        """The planner and the tensors of one call, whose prompts have up to `longest` tokens."""
+        kv, page_size, policy = self.runner.kv, config.page_size, None
         response_pages = -(-config.max_new_tokens // page_size)
-        most_rows, policy = min(config.most_rows, kv.num_pages), None  # a row has a page from its second token on
-        longest = max((len(group.prompt_ids) for group in groups), default=1)
         prompts = min(config.prompts_at_once, max(len(groups), 1))
-        if self.deterministic:  # the same shapes whatever part of a step is asked for, and a full response of every row fits: none is preempted
-            longest, prompts = max(longest, self._max_prompt_tokens or 1), config.prompts_at_once
-            most_rows = max(1, min(most_rows, (kv.num_pages - -(-longest // page_size)) // response_pages))
+        if self.deterministic:  # the same shapes whatever part of a step is asked for
+            prompts = config.prompts_at_once
         elif config.schedule == "token_budget":
             policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
         planner = StepPlanner(
@@ -277,10 +288,13 @@ class SamplingEngine:
     def _allocate(self, prompts: list[int]) -> None:
         """Allocate the pool for prompts of so many tokens, if the one there is does not do."""
         config, runner = self.config, self.runner
-        if runner.kv is not None and config.has_budget:
+        if runner.kv is not None and self._pool_is_fixed:
             return
-        free = max(0, free_bytes(runner.device) - self._reserved_bytes) if config.kv_budget_bytes == "auto" else None
-        pages = num_pool_pages(config, page_bytes=runner.page_bytes(config.page_size), prompts=prompts or [1], free_bytes=free)
+        page_bytes, free = runner.page_bytes(config.page_size), None
+        if config.kv_budget_bytes == "auto":
+            held = 0 if runner.kv is None else runner.kv.num_pages * page_bytes  # of the pool that a larger one replaces
+            free = max(0, free_bytes(runner.device) + held - self._reserved_bytes)
+        pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
         if runner.kv is None or pages > runner.kv.num_pages:
             runner.allocate(pages, config.page_size)
 
@@ -304,12 +318,11 @@ class SamplingEngine:
     def _new_sampler(self, temperature: float | None) -> Sampler:
         config = self.config
         temperature = config.temperature if temperature is None else temperature
-        if temperature < 0:
-            raise ValueError(f"temperature must be >= 0, got {temperature}; 0 is exact argmax")
+        check_temperature("temperature", temperature)
         options = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p, "bad_token_ids": config.bad_token_ids}
         return Sampler(self.vocab_size, self.valid_vocab, temperature=temperature, device=self.runner.device, **options)
 
-    def _check_request(self, prompt_ids: list[list[int]], prompt_indices: list[int], sample_indices: list[list[int]]) -> None:
+    def _check_request(self, prompt_ids: list[list[int]], prompt_indices: list[int], sample_indices: list[list[int]], schedule: str) -> None:
         if not len(prompt_ids) == len(prompt_indices) == len(sample_indices):
             lengths = f"{len(prompt_ids)}, {len(prompt_indices)} and {len(sample_indices)}"
             raise ValueError(f"prompt_ids, prompt_indices and sample_indices must be equally long, got {lengths}")
@@ -325,12 +338,12 @@ class SamplingEngine:
                     f"prompt {index} of {len(ids)} tokens + rollout.max_new_tokens = {self.config.max_new_tokens} is above the model's context "
                     f"of {context}; the nearest that works is max_new_tokens={context - len(ids)}"
                 )
-            if self.config.has_budget:
+            if self._pool_is_fixed:
                 page_bytes = self.runner.page_bytes(self.config.page_size)
                 check_pages(kv.num_pages, self.config, len(ids), f"prompt {index}", page_bytes=page_bytes)
             if len(set(asked)) != len(asked):
                 raise ValueError(f"sample_indices of prompt {index} must differ, got {list(asked)}")
-            if self.config.schedule == "dynamic_slot" and list(asked) != list(range(asked[0], asked[0] + len(asked)) if len(asked) else []):
+            if schedule == "dynamic_slot" and list(asked) != list(range(asked[0], asked[0] + len(asked)) if len(asked) else []):
                 raise ValueError(f"sample_indices of prompt {index} must be contiguous with schedule=dynamic_slot, got {list(asked)}")
 
     def _load_predictor(self) -> Predict | None:

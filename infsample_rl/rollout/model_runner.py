@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.model.loading import context_of
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout import attention, cpu_kernels
 from infsample_rl.rollout.cpu_decoder import CompiledDecoder
-from infsample_rl.rollout.cuda_decode import GraphCache
+from infsample_rl.rollout.cuda_decode import GraphCache, first_line
 from infsample_rl.rollout.decoder import LeanDecoder, linear, supports
 from infsample_rl.rollout.fused_decoder import FusedDecoder
 from infsample_rl.rollout.kv_cache import PagedKV, QuantisedKV, page_bytes, stored_dtype
@@ -42,14 +43,15 @@ class ModelShape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelShape:
         """The model's shape; ValueError when its attention cannot be split into prompt and response parts here."""
-        settings = check_architecture(model)
-        heads = settings["num_attention_heads"]
+        check_architecture(model)
+        config = model.config  # whose attributes have these names in every family, its dictionary has not
+        heads = config.num_attention_heads
         return cls(
-            num_layers=settings["num_hidden_layers"],
-            num_kv_heads=settings.get("num_key_value_heads") or heads,
-            head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab_size=model.get_output_embeddings().weight.shape[0],
-            context=settings.get("max_position_embeddings"),
+            context=context_of(config),
         )
 
 
@@ -69,6 +71,8 @@ class ModelRunner:
         check_kv_dtype(kv_dtype, capability, deterministic=deterministic)
         self.kernels = cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
         self.find_decoder()
+        if not supports(model):
+            self._check_own_modules()
         self.kv: PagedKV | None = None
         self.graphs = GraphCache(self)
 
@@ -213,6 +217,29 @@ class ModelRunner:
         warnings.warn(f"the short decoder differs from {name} by {difference:.2g}; transformers' modules are used, slower", stacklevel=3)
         return None
 
+    @torch.inference_mode()
+    def _check_own_modules(self) -> None:
+        """ValueError for a model whose own modules give something else over a pool, token by token, than over the whole sequence.
+
+        Such have layers that keep a state, attend twice in a layer, or ask of attention what ours does not do.
+        """
+        shape, device = self.shape, self.device
+        ids = [(1 + 7 * place) % shape.vocab_size for place in range(4)]
+        tokens, pages = torch.tensor([ids], device=device), torch.arange(4, device=device)[None]  # of one token each; the last is the response's
+        whole = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1].float()
+        kv = self.kv = PagedKV(shape.num_layers, 4, 1, shape.num_kv_heads, shape.head_dim, self.dtype, device)
+        step = attention.GatherStep(kv, pages[0, 3:], pages[:, 3:], None, [(pages[:, :3], 3, None)], fixed_shapes=False)
+        name = f"model type {self.model.config.model_type}"
+        try:
+            self._extend(ids[:3], [0, 1, 2], [], 0)
+            own = self._forward(tokens[:, 3:], pages[:, 3:], step)[:, 0].float()
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"{name} cannot decode over a pool of KV pages ({first_line(error)}); take e.g. Llama, Qwen2 or Qwen3") from error
+        difference = (own - whole).abs().max() / whole.abs().max()
+        if not difference < (1e-3 if self.dtype == torch.float32 else 0.2):
+            found = f"hidden states differ by {difference:.2g} of the largest from a plain forward"
+            raise ValueError(f"{name} gives something else one token at a time over a pool of KV pages: {found}; take e.g. Llama, Qwen2 or Qwen3")
+
 
 def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, deterministic: bool) -> None:
     """Raise ValueError for a rollout.kv_dtype that does not work with deterministic steps or on a GPU of that compute capability (None: no GPU)."""
@@ -223,8 +250,8 @@ def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, determi
         raise ValueError(f"rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above, this one has {found}; take rollout.kv_dtype=int8")
 
 
-def check_architecture(model: PreTrainedModel) -> dict:
-    """The model's settings; ValueError when its attention cannot be split into prompt and response parts here."""
+def check_architecture(model: PreTrainedModel) -> None:
+    """ValueError when its attention cannot be split into prompt and response parts here."""
     settings = model.config.to_dict()
     kinds = sorted(set(settings.get("layer_types") or []) - {"full_attention"})
     uses_window = settings.get("sliding_window") is not None and settings.get("use_sliding_window", True)
@@ -238,4 +265,3 @@ def check_architecture(model: PreTrainedModel) -> dict:
         raise ValueError(f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3")
     if not type(model)._supports_attention_backend:
         raise ValueError(f"model type {settings['model_type']} does not call transformers' attention interface; take e.g. Llama, Qwen2 or Qwen3")
-    return settings

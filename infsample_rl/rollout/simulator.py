@@ -115,7 +115,7 @@ def simulate_prompts(
     by_budget = schedule == "token_budget"
     num_slots = max(map(len, groups)) if schedule == "full_group" else slots
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
-    num_slots = _useful_slots(num_slots, schedule, groups, sizes)
+    num_slots = min(_useful_slots(num_slots, schedule, groups, sizes), budget // page_size)  # as in the engine
     orders = orders_of(groups, schedule, predicted, repredicted)
     planned = _prompt_groups(schedule, num_slots, sizes, prompts, orders, page_size, None if kv_budget_tokens is None else budget)
     step_by_step = rebuild_cost == 0  # see repeat_steps

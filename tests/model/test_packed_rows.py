@@ -190,6 +190,13 @@ def test_models_that_mix_tokens_otherwise_are_refused(config, message):
         attention.check_packable(config)
 
 
+def test_attention_sinks_are_refused():
+    query, key = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    cuts = attention.build_cuts([attention.Segment(prompt=(0, 3), responses=[(3, 5)])], "cpu")
+    with pytest.raises(ValueError, match="attention sinks"):
+        attention.packed_attention(torch.nn.Identity(), query, key, key, None, 0.25, cuts=cuts, s_aux=torch.zeros(4))
+
+
 def test_ordinary_models_are_accepted():
     for config in (LlamaConfig(), Qwen2Config(), Qwen3Config()):
         attention.check_packable(config)
