@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ _SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  
 
 
 AS_HERE = "as it is here in any case, or part of a setting above"
+
+
+class NotTaken(ValueError):
+    """A value that is not of the kind its setting takes."""
 
 
 class NoEquivalent(ValueError):
@@ -64,6 +69,7 @@ class Conversion:
         self.unknown: list[str] = []
         self._read: set[str] = set()
         self._shown: set[str] = set()  # named in the origin of a setting or in a list
+        self._last = ""  # read last
 
     def is_given(self, name: str) -> bool:
         """Whether their file sets it."""
@@ -72,6 +78,7 @@ class Conversion:
     def value(self, name: str) -> Any:
         """Their value, or else their default; it counts as read."""
         self._read.add(name)
+        self._last = name
         return self.given[name].value if name in self.given else self.defaults.get(name)
 
     def set(self, ours: str, value: Any, *theirs: str, why: str = "") -> None:
@@ -93,6 +100,13 @@ class Conversion:
         """`lacks`, unless the value is one of `ordinary`, with which theirs does what is done here."""
         if self.value(name) not in ordinary:
             self.lacks(name, why)
+
+    def fill(self, part: Callable[..., None], *arguments: Any) -> None:
+        """Call `part` with this book; ValueError in one line that names the setting whose value theirs would not take either."""
+        try:
+            part(self, *arguments)
+        except (NotTaken, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, OverflowError):
+            raise ValueError(f"{self._spelled(self._last)} is not a value that {self.version} takes") from None
 
     def apply(self, rows: Sequence[Row]) -> None:
         """Settings that map one to one."""
@@ -140,24 +154,28 @@ def short(value: Any) -> str:
 
 
 def number(value: Any) -> float:
-    """A number, also where their file has it as text; ValueError otherwise."""
-    if isinstance(value, bool):
-        raise ValueError(value)
-    return float(value)
+    """A number, also where their file has it as text; NotTaken otherwise."""
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise NotTaken(value) from None
+    if not math.isfinite(found):
+        raise NotTaken(value)
+    return found
 
 
 def whole(value: Any) -> int:
-    """A whole number; ValueError otherwise."""
+    """A whole number; NotTaken otherwise."""
     if number(value) != int(number(value)):
-        raise ValueError(value)
+        raise NotTaken(value)
     return int(number(value))
 
 
 def truth(value: Any) -> bool:
-    """True or false, also as text; ValueError otherwise."""
+    """True or false, also as text; NotTaken otherwise."""
     found = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
     if found is None:
-        raise ValueError(value)
+        raise NotTaken(value)
     return found
 
 

@@ -43,15 +43,8 @@ def convert(given: dict[str, Given]) -> Conversion:
     """All settings; ValueError for what is missing."""
     c = Conversion(given, DEFAULTS, VERSION)
     c.apply(ROWS)
-    _data(c)
-    _steps(c)
-    _objective(c)
-    _importance(c)
-    _kl(c)
-    _optimizer(c)
-    _rewards(c)
-    _workers(c)
-    _refusals(c)
+    for part in (_data, _steps, _objective, _importance, _kl, _optimizer, _rewards, _workers, _refusals):
+        c.fill(part)
     c.finish(IGNORED)
     need(c, "model.path", "add --actor.model_name_or_path NAME")
     need(c, "data.source", "add --data.prompt_dataset NAME")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=")
+_REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>\||>|<<<|<)[ \t]*&?[ \t]*")  # 2>&1, > FILE, &>> FILE
 _QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')  # the only quoted expansion that gives several words
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
 _UNRESOLVED = re.compile(r"\$[({A-Za-z_@*#0-9]|`")
@@ -69,6 +70,9 @@ def _statement(reader: _Reader) -> list[Word]:
             reader.at += 1
         elif character == "#":
             _skip_comment(reader)
+        elif found := _REDIRECTION.match(text, reader.at):
+            reader.at = found.end()
+            _word(reader)  # where to; no word of the command
         elif character in "\n;&|":
             reader.at += 1
             return words
@@ -117,7 +121,7 @@ def _array(reader: _Reader) -> list[str]:
     return values
 
 
-def _word(reader: _Reader, *, ends: str = " \t\r\n;&|", splits: bool = True) -> list[Word]:
+def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True) -> list[Word]:
     """One word of the source; an unquoted variable may be several words of the command, or none."""
     line, parts, current, quoted = reader.line, [], "", False
     text = reader.text

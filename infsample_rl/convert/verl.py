@@ -64,11 +64,16 @@ def _overrides(words: list[Word]) -> dict[str, Given]:
 
 
 def _renamed(given: dict[str, Given]) -> dict[str, Given]:
-    found = {}
+    found: dict[str, Given] = {}
     for name, entry in given.items():
         for old, new in PREFIXES.items():
             name = new + name[len(old) :] if name.startswith(old) else name
-        found[ALIASES.get(name, name)] = entry
+        whole_name = next((name_of_dict for name_of_dict in WHOLE if name.startswith(f"{name_of_dict}.")), None)
+        if whole_name is None:
+            found[ALIASES.get(name, name)] = entry
+        else:
+            before = found[whole_name].value if whole_name in found else {}
+            found[whole_name] = Given({**before, name[len(whole_name) + 1 :]: entry.value}, entry.place)
     return found
 
 
@@ -76,14 +81,8 @@ def convert(given: dict[str, Given]) -> Conversion:
     """All settings; ValueError for what is missing."""
     c = Conversion(given, DEFAULTS, VERSION)
     c.apply(ROWS)
-    _data(c)
-    _steps(c)
-    _objective(c)
-    _kl(c)
-    _optimizer(c)
-    _evaluation(c)
-    _rewards(c)
-    _workers(c)
+    for part in (_data, _steps, _objective, _kl, _optimizer, _evaluation, _rewards, _workers):
+        c.fill(part)
     c.finish(IGNORED)
     need(c, "model.path", f"add {MODEL}.path=NAME")
     need(c, "data.source", "add data.train_files=FILE.parquet")
@@ -104,6 +103,8 @@ def _data(c: Conversion) -> None:
     )
     if not overlong and truncation in ("right", "middle"):
         c.lacks("data.truncation", "questions are cut from the left (data.long_prompts=truncate), or dropped")
+    c.refuse(f"{ROLLOUT}.ignore_eos", (None, False), "a sample ends at the model's end token or one of rollout.stop_token_ids")
+    c.refuse(f"{ROLLOUT}.do_sample", (None, True), "samples of a training step are drawn; run.eval_temperature=0 is for evaluations")
     c.refuse("data.train_max_samples", (-1, None), "cut the file")
     c.refuse("data.custom_cls.path", (None,), "a data set class of your own; write its rows into a Parquet or JSONL file")
     c.refuse(f"{ROLLOUT}.multi_turn.enable", (False,), "one turn; tools are not called")
@@ -247,12 +248,13 @@ def _evaluation(c: Conversion) -> None:
 
 def _rewards(c: Conversion) -> None:
     path = c.value("reward.custom_reward_function.path")
-    kwargs = {name.rpartition(".")[2]: c.value(name) for name in c.given if name.startswith("reward.custom_reward_function.reward_kwargs.")}
+    kwargs = dict(c.value("reward.custom_reward_function.reward_kwargs") or {})
     if truth(c.value("reward.reward_model.enable") or False) and c.value("reward.reward_model.model_path"):
         c.set("reward.functions", [reward_entry(f"model:{c.value('reward.reward_model.model_path')}")], "reward.reward_model.model_path")
     elif path:
         name = f"{local_path(str(path))}:{c.value('reward.custom_reward_function.name')}"
-        c.set("reward.functions", [reward_entry(name, **kwargs)], "reward.custom_reward_function.path", "reward.custom_reward_function.name")
+        theirs = [f"reward.custom_reward_function.{key}" for key in ("path", "name", *(["reward_kwargs"] if kwargs else []))]
+        c.set("reward.functions", [reward_entry(name, **kwargs)], *theirs)
     else:
         c.set("reward.functions", [reward_entry("data_source")], why="the rule of each row's data_source, as verl's default does")
         c.differs.append("reward data_source scores with the rules gsm8k and math here: maths answers by math-verify, 1 or 0")

@@ -102,6 +102,7 @@ ALIASES = {
 PREFIXES = {
     "custom_reward_function.reward_kwargs": "reward.custom_reward_function.reward_kwargs",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.overlong_buffer": "reward.reward_kwargs.overlong_buffer_cfg",
 }
 KL_LOSSES = {
     "kl": "k1",

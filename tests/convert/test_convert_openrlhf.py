@@ -92,3 +92,9 @@ def test_objectives_by_their_name(convert, added, settings, said):
 def test_what_is_missing_is_one_line(refused):
     assert "what reward.functions is to be; add --reward.remote_url" in refused("openrlhf", "one.sh", OLD.replace("--remote_rm_url grade.py", ""))
     assert "holds no command with openrlhf.cli.train_ppo_ray" in refused("openrlhf", "one.sh", "echo\n")
+
+
+def test_where_output_goes_is_no_setting(convert, refused):
+    script = OLD.replace(" --async_train", "").rstrip()
+    assert convert("openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log\n").config.objective.clip_high == 0.3
+    assert "eps_clip_low_high" in refused("openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2\n")

@@ -197,6 +197,10 @@ def test_objectives_by_their_name(convert, changed, settings, said):
             "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nlearning_rate: fast\n",
             "learning_rate=fast, one.yaml is not a value",
         ),
+        (
+            "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nbeta: some\n",
+            "beta=some, one.yaml is not a value",
+        ),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(refused, text, error):

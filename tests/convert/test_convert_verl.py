@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from infsample_rl.convert.__main__ import main
+
 SCRIPT = r"""
 #!/usr/bin/env bash
 set -xeuo pipefail
@@ -142,6 +144,51 @@ def test_a_hydra_yaml_file_is_read_too(convert):
     assert (found.config.learner.lr, found.config.run.steps, found.config.data.chat_template_kwargs) == (1e-5, 9, {"enable_thinking": False})
     assert "b.parquet beside a.parquet" in found.under("No equivalent here")
     assert "defaults=" in found.under("Changes nothing that is learnt")
+
+
+@pytest.mark.parametrize("spelling", ["reward_model.overlong_buffer", "+reward_model.reward_kwargs.overlong_buffer_cfg"])
+def test_dapos_punishment_in_both_spellings(convert, spelling):
+    changes = {"reward_model.reward_manager": "dapo", f"{spelling}.enable": True, f"{spelling}.len": 64, f"{spelling}.penalty_factor": 0.5}
+    config = convert("verl", "one.sh", script_of(**changes)).config
+    assert (config.objective.overlong_buffer_tokens, config.objective.overlong_penalty) == (64, 0.5)
+
+
+def test_dictionaries_in_both_spellings(convert):
+    dotted = {
+        "+data.apply_chat_template_kwargs.enable_thinking": False,
+        "custom_reward_function.path": "rw.py",
+        "+custom_reward_function.reward_kwargs.alpha": 2,
+    }
+    nested = (
+        "algorithm: {adv_estimator: grpo}\n"
+        "data: {train_files: a.parquet, train_batch_size: 4, apply_chat_template_kwargs: {enable_thinking: false}}\n"
+        "actor_rollout_ref: {model: {path: a/b}, rollout: {n: 4}}\n"
+        "reward: {custom_reward_function: {path: rw.py, reward_kwargs: {alpha: 2}}}\n"
+    )
+    for found in (convert("verl", "one.sh", script_of(**dotted)), convert("verl", "one.yaml", nested)):
+        assert found.config.data.chat_template_kwargs == {"enable_thinking": False}
+        (function,) = found.config.reward.functions
+        assert (function.name.rpartition("/")[2], function.kwargs) == ("rw.py:compute_score", {"alpha": 2})
+        assert found.under("Unknown, not converted") == ""
+
+
+def test_other_samples_are_not_called_the_same(convert):
+    names = ("actor_rollout_ref.rollout.ignore_eos", "actor_rollout_ref.rollout.do_sample")
+    found = convert("verl", "one.sh", script_of(**dict(zip(names, (True, False), strict=True))))
+    assert all(f"{name}=" in found.under("No equivalent here") for name in names)
+
+
+@pytest.mark.parametrize(
+    "name", ["data.max_prompt_length", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.optim.betas", "trainer.nnodes"]
+)
+@pytest.mark.parametrize("value", ["null", "0", "abc"])
+def test_a_value_that_verl_does_not_take_is_one_line(tmp_path, capsys, name, value):
+    (tmp_path / "one.sh").write_text(script_of(**{name: value}))
+    code = main(["verl", str(tmp_path / "one.sh")])
+    said = capsys.readouterr().err.strip()
+    assert code in (0, 2) and said.count("\n") == 0
+    if value == "abc":
+        assert code == 2 and f"{name}=abc, line 1 is not a value that verl 0.9.1 takes" in said
 
 
 def test_what_is_refused_here_is_said_after_it_is_printed(refused):

@@ -27,6 +27,10 @@ def words_of(text, **environment):
         ("export A=1 B=2; run $A$B", ["run", "12"]),
         ('run "$@" $1 $(hostname) `date` $NONE', ["run", "$(hostname)", "`date`", "$NONE"]),
         ("run $(basename /a/b.sh .sh) $(dirname /a/b)", ["run", "b", "/a"]),
+        ("run a 1024 2>&1 | tee log", ["run", "a", "1024"]),
+        ("run a > train.log 2>&1", ["run", "a"]),
+        ("run a >>log b &> other < in", ["run", "a", "b"]),
+        ("run 'a>b' \"c<d\"", ["run", "a>b", "c<d"]),
         ("if true; then\n  A=1\nelse\n  A=2\nfi\nrun $A", ["run", "2"]),
     ],
 )
