@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from transformers import PreTrainedModel
 
 from infsample_rl.bench.report import print_table
 from infsample_rl.command_line import option, parse_with_settings, run_command
-from infsample_rl.config import Config
+from infsample_rl.config import Config, RunConfig
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.merge import load_policy_folder
 from infsample_rl.model.loading import context_of, load_tokenizer
@@ -88,6 +89,12 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
         if "run.eval_prompts" not in names and not config.data.source.startswith("reasoning_gym:"):
             config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
+    if config.run.eval_prompts == 0:
+        if any(override.startswith("run.eval_prompts=") for override in overrides):
+            raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
+        # the run itself was not evaluated; of generated problems there are as many as one asks for
+        is_generated = (config.data.held_out or "").startswith("reasoning_gym:")
+        config.run = dataclasses.replace(config.run, eval_prompts=RunConfig().eval_prompts if is_generated else ALL_PROBLEMS)
     if config.data.held_out is None:
         raise ValueError(f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source to evaluate on")
     return config
@@ -179,11 +186,19 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
     print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
 
 
+def _check_out(path: Path) -> None:
+    """ValueError for a file that could not be written when all is sampled."""
+    if not path.parent.is_dir():
+        raise ValueError(f"out={path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"out={path} is {'a folder' if path.is_dir() else 'not writable'}; give a file")
+
+
 def _run(arguments: list[str]) -> int:
     checkpoint, options, overrides = split_arguments(arguments)
     config = evaluation_config(checkpoint, options, overrides)
-    if options.out is not None and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"out={options.out}: there is no folder {Path(options.out).absolute().parent}")
+    if options.out is not None:
+        _check_out(Path(options.out).absolute())
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
     found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])

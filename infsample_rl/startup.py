@@ -91,7 +91,7 @@ def prepare(config: Config) -> Start:
     superseded = keeping.set_aside_after(run_dir, step)
     changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
     write_versions(run_dir)
-    unplanned = write_plan(config, len(tokenizer), run_dir)
+    unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=total_steps)
     return Start(
         prompts=prompts,
         eval_prompts=eval_prompts,

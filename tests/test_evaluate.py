@@ -40,12 +40,14 @@ def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsy
     assert "pass@4" in shown and "over problems" in shown and "a sample passes at a reward of 0.5" in shown
 
 
-def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, capsys):
+def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsys):
     for wrong, message in (
         (["samples=0"], "must be >= 1"),
         (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
         (["smaples=2"], "is not a setting"),
         (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
+        ([f"out={tmp_path}"], "is a folder; give a file"),
+        (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
         assert evaluate.main([*arguments, *wrong]) == 2
@@ -53,6 +55,17 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, capsys):
         assert message in error and error.count("\n") == 1
     assert evaluate.main([arguments[0], arguments[2]]) == 2
     assert "data.source is empty" in capsys.readouterr().err
+
+
+def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_path):
+    data, run = tmp_path / "problems.jsonl", tmp_path / "run"
+    data.write_text(json.dumps({"question": "1 + 1 = ?", "answer": "2"}) + "\n")
+    (run / "checkpoints" / "step_000001").mkdir(parents=True)
+    settings = {"model": {"path": str(tiny_qwen3)}, "run": {"eval_prompts": 0}, "data": {"source": "gsm8k", "eval_source": str(data)}}
+    (run / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "gsm8k"}]}}))
+    checkpoint = str(run / "checkpoints" / "step_000001")
+    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), []).run.eval_prompts == evaluate.ALL_PROBLEMS
+    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
 
 
 def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):

@@ -6,7 +6,6 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -91,16 +90,17 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
     return {"weights": dtype.itemsize * model.num_parameters} | fullest_moment(settings, row)
 
 
-def write_plan(config: Config, valid_vocab: int, run_dir: Path) -> str | None:
+def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: int) -> str | None:
     """Write plan.json into the run folder, for the report; a line that says why not, where the model cannot be planned or its device is not known.
 
-    {"processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes": 4}, ...], "sum_bytes": 4, "host_lines": []}]}
+    {"total_steps": 9, "processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes": 4}, ...], "sum_bytes": 4,
+    "host_lines": []}]}
     """
     try:
-        record: dict[str, Any] = {"processes": [plan.record() for plan in plan_processes(config, ModelOutline.of(config, valid_vocab))]}
+        processes = [plan.record() for plan in plan_processes(config, ModelOutline.of(config, valid_vocab))]
     except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:  # a model unlike those that are known
         return f"no {FILE}: {type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
     written = run_dir / f"{FILE}.partial"
-    written.write_text(json.dumps(record, indent=1))
+    written.write_text(json.dumps({"total_steps": total_steps, "processes": processes}, indent=1))
     os.replace(written, run_dir / FILE)
     return None

@@ -53,7 +53,7 @@ def headline(run: RunFolder) -> list[list[str]]:
     """[name, value, what it is] of the few figures at the top of the page."""
     steps = [record for record in run.metrics if record["step"] > 0]
     _, accuracies = series(run.metrics, "eval/accuracy")
-    cards = [["steps", f"{run.last_step:,}" + (f" of {run.setting('run.steps'):,}" if isinstance(run.setting("run.steps"), int) else ""), state(run)]]
+    cards = [["steps", f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}"), state(run)]]
     for title, values, form in (
         ("held-out accuracy", accuracies, "{:.3f}"),
         ("reward", series(steps, "reward/mean")[1], "{:.3f}"),
@@ -71,8 +71,7 @@ def headline(run: RunFolder) -> list[list[str]]:
 
 def state(run: RunFolder) -> str:
     """How far a run is: finished, or when it last wrote a step."""
-    total = run.setting("run.steps")
-    if isinstance(total, int) and run.last_step >= total:
+    if run.total_steps is not None and run.last_step >= run.total_steps:
         return "finished"
     if not run.metrics:
         return "no step yet"

@@ -33,9 +33,10 @@ def _process(process: Record, run: RunFolder) -> Record:
 
 
 def _measured(role: str, run: RunFolder) -> list[list[Any]]:
-    """The highest value over the run of every metric memory/... in bytes that names the role."""
-    words = role.split()  # "rollout worker 0" is measured by memory/rollout_peak_bytes
-    names = [name for name in metric_names([run]) if name.startswith("memory/") and name.endswith("bytes") and words and words[0] in name]
+    """The highest value over the run of every metric memory/... in bytes that names the role, or both that share a process."""
+    roles = ("learner", "rollout") if role == "colocated" else role.split()[:1]  # "rollout worker 0" is measured by memory/rollout_peak_bytes
+    measured = [name for name in metric_names([run]) if name.startswith("memory/") and name.endswith("bytes")]
+    names = [name for name in measured if any(each in name for each in roles)]
     return [[_words(name), max(record[name] for record in run.metrics if record.get(name) is not None)] for name in names]
 
 

@@ -46,6 +46,12 @@ class RunFolder:
         return str(self.setting("run.name") or self.path.name)
 
     @property
+    def total_steps(self) -> int | None:
+        """Steps that the run is to have: as plan.json has them, else run.steps; None where neither says."""
+        total = self.plan.get("total_steps", self.setting("run.steps"))
+        return total if isinstance(total, int) else None
+
+    @property
     def last_step(self) -> int:
         """The last step in metrics.jsonl, 0: none."""
         return self.metrics[-1]["step"] if self.metrics else 0

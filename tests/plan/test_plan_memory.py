@@ -79,12 +79,12 @@ def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twic
 
 def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
     config, _ = settings()
-    assert write_plan(config, 60, tmp_path) is None
+    assert write_plan(config, 60, tmp_path, total_steps=9) is None
     (rollout, learner) = json.loads((tmp_path / FILE).read_text())["processes"]
     assert (rollout["role"], learner["role"]) == ("rollout", "learner")
     assert learner["sum_bytes"] == sum(line["bytes"] for line in learner["lines"])
     gone = with_settings(config, model__path=str(tmp_path / "gone"))
-    assert write_plan(gone, 60, tmp_path).startswith(f"no {FILE}: ValueError: model.path=")
+    assert write_plan(gone, 60, tmp_path, total_steps=9).startswith(f"no {FILE}: ValueError: model.path=")
 
 
 def save_policy(folder, kind, vocab, **sizes):

@@ -7,7 +7,9 @@ import shutil
 
 import pytest
 
+from infsample_rl.report import facts
 from infsample_rl.report.__main__ import main
+from infsample_rl.report.run_folder import read_run
 from infsample_rl.report.writing import write_report
 
 FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "samples.jsonl", "trace.json", "versions.json", "run.log")
@@ -137,3 +139,22 @@ def test_a_plan_stands_beside_what_was_measured(recorded_run, page_in):
         "measured": [["Rollout peak", 6e6 + 3]],
     }
     assert "Rollout peak" in [chart["title"] for chart in page["memory"]]
+
+
+def test_one_process_for_both_has_the_peaks_of_both(recorded_run, page_in):
+    (recorded_run / "plan.json").write_text(json.dumps({"processes": [{"role": "colocated", "lines": [], "sum_bytes": 9}]}))
+    metrics = recorded_run / "metrics.jsonl"
+    peaks = {"memory/learner_peak_bytes": 7.0, "memory/rollout_peak_bytes": 6.0, "memory/reference_peak_bytes": 5.0}
+    metrics.write_text("".join(json.dumps(json.loads(line) | peaks) + "\n" for line in metrics.read_text().splitlines()))
+    notes_of(recorded_run)
+    (process,) = page_in(recorded_run / "report.html")["plan"]
+    assert sorted(process["measured"]) == [["Learner peak", 7.0], ["Rollout peak", 6.0]]
+
+
+@pytest.mark.parametrize(("total", "state"), [(3, "finished"), (9, "last step written")])
+def test_a_run_of_epochs_ends_where_its_plan_says(recorded_run, total, state):
+    config = recorded_run / "config.yaml"
+    config.write_text(config.read_text().replace("  steps: 3\n", "  steps: null\n"))
+    (recorded_run / "plan.json").write_text(json.dumps({"total_steps": total, "processes": []}))
+    run = read_run(recorded_run)
+    assert run.total_steps == total and facts.headline(run)[0][1] == f"3 of {total}" and state in facts.state(run)
