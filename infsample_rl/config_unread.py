@@ -25,7 +25,14 @@ def _idle_settings(config: Config) -> dict[str, bool]:
     learner, objective, cluster, reference = config.learner, config.objective, config.cluster, config.reference
     generated = any(source.startswith("reasoning_gym:") for source in (config.data.source, config.data.held_out or ""))
     lora = learner.lora_rank > 0
+    own_reference = objective.needs_reference and reference.placement == "workers"
+    evaluates = config.run.eval_prompts > 0 and config.data.held_out is not None
     return {
+        "run.epochs": config.run.steps is not None,
+        "run.eval_every": not evaluates,
+        "run.eval_samples": not evaluates,
+        "run.eval_temperature": not evaluates,
+        "rollout.epsilon": config.rollout.schedule not in ("fptas", "infinite"),
         "rollout.predictor_path": config.rollout.predictor != "bert",
         "rollout.predict_every": not config.uses_probe,
         "model.lm_head_fp32": config.model.dtype == "float32",
@@ -33,6 +40,8 @@ def _idle_settings(config: Config) -> dict[str, bool]:
         "reference.placement": not objective.needs_reference,
         "reference.max_tokens_per_micro_batch": not objective.needs_reference or reference.placement == "learner",
         "reference.offload": not objective.needs_reference or lora,
+        "objective.kl_coef": objective.kl == "none" and objective.kl_coef > 0,
+        "objective.clip_low": objective.loss == "cispo",
         "objective.importance_cap": config.importance == "none",
         "objective.overlong_penalty": objective.overlong_buffer_tokens == 0,
         "objective.dynamic_sampling_rounds": not objective.dynamic_sampling,
@@ -41,9 +50,13 @@ def _idle_settings(config: Config) -> dict[str, bool]:
         "learner.grad_sync": cluster.learner_ranks == 1,
         "learner.shard_ranks": cluster.learner_ranks == 1,
         "learner.min_lr_ratio": learner.lr_schedule == "constant",
+        "learner.offload_optimizer": cluster.learner_gpus == 0,
         "learner.lora_alpha": not lora,
         "learner.lora_targets": not lora,
         "learner.lora_publish": not lora or cluster.colocate,
+        "cluster.reference_workers": not own_reference,
+        "cluster.reference_gpus": not own_reference,
+        "cluster.reference_cpus": not own_reference,
         "cluster.dashboard": cluster.address is not None,
         "cluster.dashboard_host": cluster.address is not None or not cluster.dashboard,
         "cluster.allow_unauthenticated": cluster.address is None,

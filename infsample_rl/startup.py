@@ -138,6 +138,9 @@ def setting_warnings(config: Config) -> list[str]:
         )
     if config.reference.offload and config.cluster.learner_gpus == 0:
         warnings.append("reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case")
+    objective = config.objective
+    if objective.kl != "none" and objective.kl_coef == 0:
+        warnings.append(f"objective.kl={objective.kl} with objective.kl_coef=0: there is no KL in the loss")
     if config.objective.shuffle_advantages:
         warnings.append("objective.shuffle_advantages=true: a control run, the policy cannot learn from the rewards")
     return warnings

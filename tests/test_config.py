@@ -209,6 +209,28 @@ def test_what_is_told_of_sampling_before_a_run():
     assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["objective.kl_coef=0.1"], "nothing reads it here: objective.kl_coef"),
+        (["objective.kl=k3"], "objective.kl=k3 with objective.kl_coef=0: there is no KL in the loss"),
+        (["rollout.epsilon=0.2"], "nothing reads it here: rollout.epsilon"),
+        (["run.epochs=3", "run.steps=4"], "nothing reads it here: run.epochs"),
+        (["run.eval_prompts=0", "run.eval_temperature=0"], "run.eval_temperature"),
+        (["learner.offload_optimizer=true"], "nothing reads it here: learner.offload_optimizer"),
+        (["cluster.reference_workers=2", "cluster.reference_cpus=1"], "cluster.reference_workers, cluster.reference_cpus"),
+        (["objective=cispo", "objective.clip_low=0.1"], "objective.clip_low"),
+    ],
+)
+def test_what_nothing_reads_is_told(overrides, said):
+    assert any(said in warning for warning in setting_warnings(load_config(overrides)))
+
+
+@pytest.mark.parametrize("objective", ["default", "no_kl", "dapo", "gspo", "cispo", "dr_grpo", "rloo"])
+def test_what_a_preset_sets_is_read(objective):
+    assert setting_warnings(load_config([f"objective={objective}"])) == []
+
+
 def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     config = load_config(["rollout.kv_dtype=fp8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"])
     (line,) = setting_warnings(config)

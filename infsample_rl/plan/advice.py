@@ -36,6 +36,9 @@ def _candidates(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
         yield from _of_rollout(config, model, plan, device)
     elif plan.role == "reference":
         yield {"reference__max_tokens_per_micro_batch": config.data.max_prompt_tokens + config.rollout.max_new_tokens}
+        yield {"reference__placement": "learner", "reference__offload": True}
+        if config.model.dtype == "float32":
+            yield {"model__dtype": "bfloat16"}
     else:
         if plan.role == "colocated":
             yield from _of_rollout(config, model, plan, device)
@@ -94,6 +97,8 @@ def _fits(config: Config, model: ModelOutline, role: str, changes: dict[str, Any
     if not _is_valid(config, changes):
         return False
     changed = with_settings(config, **changes)
+    if role == "reference" and changed.reference.placement == "learner":
+        role = "learner"
     try:
         return plan_role(changed, model, role).sum_bytes <= device_of(changed, role).usable_bytes
     except ValueError:  # a pool too small for one prompt and one response

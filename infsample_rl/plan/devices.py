@@ -69,7 +69,7 @@ def gpu_of(config: Config) -> Device | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    like = next((device for name, device in DEVICES.items() if name.split("-")[0] in found.name.lower().replace(" ", "")), DEVICES["a100-80gb"])
+    like = device_like(found.name, found.total_memory)
     return Device(
         name=found.name,
         memory_bytes=found.total_memory,
@@ -78,3 +78,12 @@ def gpu_of(config: Config) -> Device | None:
         link=like.link,
         multiprocessors=found.multi_processor_count,
     )
+
+
+def device_like(name: str, memory_bytes: int) -> Device:
+    """The known GPU that one found here is: device_like("NVIDIA L40S", 46 * 2**30).name -> "l40s". An A100 where none is like it."""
+    said = name.lower().replace(" ", "")
+    kinds = {known.split("-")[0] for known in DEVICES}
+    kind = max((kind for kind in kinds if kind in said), key=len, default="a100")
+    alike = [device for known, device in DEVICES.items() if known.split("-")[0] == kind]
+    return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes))

@@ -10,7 +10,7 @@ from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.processes import plan_role
-from infsample_rl.plan.rollout_memory import pool_page_bytes, prompt_pages, response_pages
+from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages, prompt_pages, response_pages
 
 ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6
 
@@ -25,12 +25,32 @@ def with_settings(config: Config, **changes: Any) -> Config:
 
 
 def largest_pool(config: Config, model: ModelOutline, plan: ProcessPlan, device: Device) -> dict[str, int]:
-    """Pages that fit beside everything else of a rollout worker, and what they hold: full responses (slots) and rows; 0 where nothing does."""
-    pool = sum(size for name, size in plan.lines.items() if "KV pool" in name)
-    pages = max(0, (device.usable_bytes - plan.sum_bytes + pool) // pool_page_bytes(config, model) - 1)
-    slots = max(0, pages - prompt_pages(config)) // response_pages(config)
+    """Pages that fit beside everything else of a rollout worker, and what they hold: full responses (slots) and rows; 0 where nothing does.
+
+    What else there is grows with the rows, so what has been found is planned again, and lessened by what it is too much.
+    """
+    pool, page = sum(size for name, size in plan.lines.items() if "KV pool" in name), pool_page_bytes(config, model)
+    pages = max(0, (device.usable_bytes - plan.sum_bytes + pool) // page - 1)
+    for _ in range(TRIES):
+        slots = max(0, pages - prompt_pages(config)) // response_pages(config)
+        excess = _sum_of_pool(config, model, plan.role, pages, slots) - device.usable_bytes if slots else 0
+        if excess <= 0:
+            break
+        pages = max(0, pages + excess // -page)
     rows = min(pages, config.rollout.max_rows or 256) if config.rollout.schedule == "token_budget" else slots
     return {"pages": pages, "slots": slots, "rows": rows if slots else 0}
+
+
+def _sum_of_pool(config: Config, model: ModelOutline, role: str, pages: int, slots: int) -> int:
+    """Bytes of the process with a pool of so many pages and, of a fixed-slot schedule, as many rows as they have slots."""
+    changes: dict[str, Any] = {"rollout__kv_budget_bytes": None, "rollout__kv_budget_tokens": pages * config.rollout.page_size}
+    if config.rollout.schedule != "token_budget":
+        changes |= {"rollout__slots": slots, "rollout__group_size": max(config.rollout.group_size, slots)}
+    try:
+        changed = with_settings(config, **changes)
+    except ValueError:  # such a group does not go with another setting
+        changed = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=pages * config.rollout.page_size)
+    return plan_role(changed, model, "learner" if role == "colocated" else "rollout").sum_bytes
 
 
 def largest_group(config: Config, limits: dict[str, int]) -> int | None:
@@ -46,6 +66,10 @@ def largest_row(config: Config, model: ModelOutline, device: Device) -> int | No
     fewest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     samples = config.rollout.group_size * config.rollout.max_new_tokens
     most = min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + samples))
+
+    if config.rollout.kv_budget_bytes == "auto":  # takes what rows leave it
+        fewest_tokens = pool_pages(config, model, 0) * config.rollout.page_size
+        config = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=fewest_tokens)
 
     def taken(tokens: int) -> int:
         return plan_role(with_settings(config, learner__max_tokens_per_micro_batch=tokens), model, "learner").sum_bytes

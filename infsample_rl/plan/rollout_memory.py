@@ -5,6 +5,9 @@ Arithmetic over what the engine allocates. The float32 path of the CPU has been 
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 import torch
 
 from infsample_rl.config import Config
@@ -15,8 +18,9 @@ from infsample_rl.rollout.cpu_decoder import ANGLES
 from infsample_rl.rollout.cuda_decode import HEAD_ROWS
 from infsample_rl.rollout.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.decoder import ARCHITECTURES
-from infsample_rl.rollout.kv_budget import num_pool_pages
+from infsample_rl.rollout.kv_budget import AUTO_SHARE, num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.kv_pool import smallest_budget_tokens
 from infsample_rl.rollout.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.sampler import split_vocabulary
 from infsample_rl.weight_sync.manifest import BUCKET_BYTES
@@ -33,7 +37,7 @@ def rollout_lines(config: Config, model: ModelOutline, device: Device) -> tuple[
     weights = {"weights": _item(config) * model.num_parameters}
     adapters, host = _adapters(config, model)
     work = _work(config, model, device)
-    return weights | adapters | _pool(config, model, device, weights["weights"]) | work, host
+    return weights | adapters | _predictor(config) | _pool(config, model, device, weights["weights"]) | work, host
 
 
 def pool_page_bytes(config: Config, model: ModelOutline) -> int:
@@ -43,9 +47,14 @@ def pool_page_bytes(config: Config, model: ModelOutline) -> int:
 
 
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
-    """Pages of the pool, where `free` bytes are free after the weights."""
-    prompts = [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
-    return num_pool_pages(config.rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
+    """Pages of the pool, where `free` bytes are free after the weights; of rollout.kv_budget_bytes=auto at least the fewest with which a run
+    starts, so that a plan says what they need where they do not fit."""
+    rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
+    if rollout.kv_budget_bytes == "auto":
+        least = -(-smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size)
+        if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
+            return math.ceil(least / AUTO_SHARE)
+    return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
 
 
 def prompt_pages(config: Config) -> int:
@@ -62,6 +71,14 @@ def _pool(config: Config, model: ModelOutline, device: Device, weights: int) -> 
     pages, size = pool_pages(config, model, device.usable_bytes - weights), pool_page_bytes(config, model)
     prompts = min(prompt_pages(config), pages)
     return {"KV pool: responses": (pages - prompts + 1) * size, "KV pool: prompts": prompts * size}  # one page is scratch
+
+
+def _predictor(config: Config) -> Lines:
+    """The paper's length predictor, which is read whole, in float32 as it is kept; where it is no folder here its size is not known."""
+    if config.rollout.predictor != "bert" or config.rollout.predictor_path is None:
+        return {}
+    files = list(Path(config.rollout.predictor_path).expanduser().glob("*.safetensors"))
+    return {"length predictor": sum(file.stat().st_size for file in files)} if files else {}
 
 
 def _item(config: Config) -> int:

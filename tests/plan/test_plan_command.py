@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,12 @@ from transformers import Qwen3Config
 from infsample_rl.config_cluster import DEVICE_TYPES
 from infsample_rl.config_loading import load_config
 from infsample_rl.plan.__main__ import main
-from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES
+from infsample_rl.plan.advice import advise
+from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like
 from infsample_rl.plan.learner_memory import row_groups
-from infsample_rl.plan.limits import with_settings
+from infsample_rl.plan.limits import largest_pool, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import plan_role
+from infsample_rl.plan.processes import device_of, plan_role
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +58,65 @@ def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its
     assert plan["traffic"][0]["num_bytes"] == 2 * parameters
 
 
+COLOCATED = ("cluster.colocate=true", "cluster.rollout_workers=1", "cluster.learner_ranks=1", "cluster.rollout_gpus=1", "cluster.learner_gpus=1")
+
+
+def test_a_pool_that_takes_what_is_free_is_planned_beside_a_learner(capsys):
+    settings = ("objective=no_kl", *COLOCATED, "rollout.kv_budget_bytes=auto")
+    status, plan = plan_json(capsys, *settings, "cluster.device_type=h100")
+    (process,) = plan["processes"]
+    assert status == 0 and process["role"] == "colocated" and process["largest"]["max_tokens_per_micro_batch"] > 0
+    assert process["sum_bytes"] <= process["usable_bytes"]
+
+
+@pytest.mark.slow
+def test_a_pool_that_takes_what_is_free_where_nothing_is_does_not_fit(qwen3_8b, capsys):
+    model = ("+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "objective=no_kl", "model.dtype=float32")
+    status, plan = plan_json(capsys, *model, "rollout.kv_budget_bytes=auto", "cluster.device_type=rtx4090")
+    rollout = plan["processes"][0]
+    assert status == 1 and not rollout["fits"] and rollout["advice"] and rollout["largest"]["pages"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [("rollout.schedule=arrival",), ("rollout.schedule=arrival", "model.dtype=bfloat16"), ("rollout.schedule=full_group",)]
+)
+def test_the_largest_pool_fits_with_the_rows_it_has(settings):
+    config = load_config(["objective=no_kl", *settings])
+    model, room = ModelOutline.of(config), replace(DEVICES["l4"], memory_bytes=2**30, multiprocessors=0)
+    limits = largest_pool(config, model, plan_role(config, model, "rollout"), room)
+    slots = limits["slots"]
+    at_most = with_settings(config, rollout__slots=slots, rollout__group_size=max(slots, config.rollout.group_size))
+    assert slots > 50 and plan_role(at_most, model, "rollout").sum_bytes <= room.usable_bytes
+    more = int(1.1 * slots)
+    above = with_settings(config, rollout__slots=more, rollout__group_size=max(more, config.rollout.group_size))
+    assert plan_role(above, model, "rollout").sum_bytes > room.usable_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA L40S", 44, "l40s"),
+        ("NVIDIA L4", 22, "l4"),
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40gb"),
+        ("NVIDIA GeForce RTX 4090", 24, "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", 79, "h100"),
+        ("Some Other", 80, "a100-80gb"),
+    ],
+)
+def test_a_gpu_that_is_found_is_the_known_one_it_is_named_like(name, gib, known):
+    assert device_like(name, gib * 2**30).name == known
+
+
+def test_a_reference_that_does_not_fit_is_told_what_helps(qwen3_8b, capsys):
+    arguments = ("+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "model.dtype=float32", "cluster.device_type=rtx4090")
+    config = load_config(list(arguments))
+    model = ModelOutline.of(config)
+    device = device_of(config, "reference")
+    advice = advise(config, model, plan_role(config, model, "reference"), device)
+    assert "model.dtype=bfloat16" in advice
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen3_8b, capsys):
     arguments = ["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=rtx4090"]
@@ -87,12 +148,14 @@ def test_the_default_experiment_prints_a_table_for_every_process(capsys):
         assert text in printed
 
 
-def test_recorded_lengths_give_the_running_steps(capsys):
+def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     recorded = "tests/data/lengths/llama3b_rgrl_step400_amc23_n50.jsonl"
     _, longest = plan_json(capsys)
     _, plan = plan_json(capsys, f"lengths={recorded}")
     assert plan["decode"]["lengths"] == "llama3b_rgrl_step400_amc23_n50.jsonl"
     assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
+    shutil.copy(recorded, tmp_path / "lengths.jsonl")
+    assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]  # a run folder
 
 
 @pytest.mark.parametrize(
