@@ -171,8 +171,8 @@ class Config:
                 f"reference.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens = {longest}, "
                 f"got {self.reference.max_tokens_per_micro_batch}; the nearest that works is {longest}"
             )
-        if self.run.steps is not None and self.learner.warmup_steps > self.run.steps:
-            raise ValueError(f"learner.warmup_steps must be <= run.steps = {self.run.steps}, got {self.learner.warmup_steps}")
+        if self.run.steps is not None:
+            self.check_warmup(self.run.steps)
         if self.rollout.kv_dtype != "auto" and self.objective.importance in ("auto", "none"):
             raise ValueError(
                 f"rollout.kv_dtype must be auto with objective.importance={self.objective.importance}, got {self.rollout.kv_dtype}: samples come "
@@ -182,6 +182,12 @@ class Config:
         self._check_learner()
         if self.run.deterministic:
             self._check_deterministic()
+
+    def check_warmup(self, steps: int) -> None:
+        """ValueError for a warm-up longer than a run of so many steps."""
+        updates, warmup = steps * self.objective.updates_per_step, self.learner.warmup_steps
+        if warmup > updates:
+            raise ValueError(f"learner.warmup_steps must be <= {updates}, the updates of {steps} steps, got {warmup}")
 
     def _check_objective(self) -> None:
         objective = self.objective

@@ -77,8 +77,7 @@ def prepare(config: Config) -> Start:
     prompts = build_train_prompts(config, tokenizer, context)
     eval_prompts = build_eval_prompts(config, tokenizer, context)
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
-    if config.learner.warmup_steps > total_steps:
-        raise ValueError(f"learner.warmup_steps must be <= the run's {total_steps} steps, got {config.learner.warmup_steps}")
+    config.check_warmup(total_steps)
     step, warnings, expected_lengths = 0, damages, None
     probe = RunProbe(architecture.hidden_size, max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
     if checkpoint is not None:

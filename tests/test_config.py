@@ -90,7 +90,7 @@ WRONG = [
     (["objective.kl_in_reward=true"], "objective.kl_reward_coef must be > 0 with kl_in_reward=true"),
     (["rollout.micro_group_size=64"], "rollout.micro_group_size must be <= rollout.group_size = 32, got 64"),
     (["run.deterministic=true", "model.dtype=bfloat16"], "model.dtype must be float32 with run.deterministic=true"),
-    (["learner.warmup_steps=9", "run.steps=3"], "learner.warmup_steps must be <= run.steps = 3, got 9"),
+    (["learner.warmup_steps=9", "run.steps=3"], "learner.warmup_steps must be <= 3, the updates of 3 steps, got 9"),
     (["reward.functions=[]"], "reward.functions is empty"),
     (["reward.isolation=sandbx"], "reward.isolation must be one of none, limits, sandbox, got 'sandbx'; did you mean sandbox?"),
     (["reward.memory_limit=64MB"], "reward.memory_limit must be >= 256MiB, got 64MB; the nearest that works is 256MiB"),
@@ -224,6 +224,12 @@ def test_what_is_told_of_sampling_before_a_run():
 )
 def test_what_nothing_reads_is_told(overrides, said):
     assert any(said in warning for warning in setting_warnings(load_config(overrides)))
+
+
+def test_a_warm_up_counts_updates_not_steps():
+    assert load_config(["run.steps=10", "objective.epochs=4", "learner.warmup_steps=40"]).learner.warmup_steps == 40
+    with pytest.raises(ConfigError, match="learner.warmup_steps must be <= 40, the updates of 10 steps, got 41"):
+        load_config(["run.steps=10", "objective.epochs=4", "learner.warmup_steps=41"])
 
 
 @pytest.mark.parametrize("objective", ["default", "no_kl", "dapo", "gspo", "cispo", "dr_grpo", "rloo"])

@@ -230,6 +230,9 @@ class LearnerWorker:
         if learner.grad_sync == "last_row":
             self.backend.reduce_with_next_backward()
             self.backend.backward(self._forward(_dummy_row(self.device))[0].sum() * 0.0)
+        elif learner.backend == "deepspeed" and self.provisional is None and totals.num_sequences > 0:
+            # all groups had equal rewards, so no row came: DeepSpeed steps with what its last backward pass left, or fails without any
+            self.backend.backward(self._forward(_dummy_row(self.device))[0].sum() * 0.0)
         sums = self.sums.over_ranks(self.device, self.world_size)
         self._check_mismatch(sums)
         lr = lr_at(self.num_updates, self.total_updates, learner)

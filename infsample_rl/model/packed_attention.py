@@ -205,6 +205,9 @@ def check_packable(config: PretrainedConfig) -> None:
     if config.model_type in STATE_SPACE_MODELS:
         raise ValueError(f"model type {config.model_type} mixes tokens by a state space: only attention can be trained on packed rows")
     changed = [name for name in LOGIT_CHANGES if settings.get(name) not in (None, 1, 1.0)]
+    if settings.get("attn_logit_softcapping"):
+        cap = settings["attn_logit_softcapping"]
+        raise ValueError(f"model type {config.model_type} has attn_logit_softcapping={cap}: only plain attention can be trained on packed rows")
     if changed:
         raise ValueError(f"model type {config.model_type} has {changed[0]}={settings[changed[0]]}: logits changed after the head are not supported")
 

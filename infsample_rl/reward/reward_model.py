@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def score(self, messages: list[dict[str, str]], responses: list[str]) -> tuple[list[float | None], list[str]]:
-        """(scores, problems) of responses to one prompt; a text above the model's longest is None and has a problem."""
+        """(scores, problems) of responses to one prompt; None with a problem for a text above the model's longest and for a score not finite."""
         rows = [self._encode(messages, response) for response in responses]
         scores: list[float | None] = [None] * len(rows)
         problems = [
@@ -92,7 +93,8 @@ class RewardModel:
             count = max(1, self.batch_tokens // max(1, len(rows[fitting[0]][0])))
             batch, fitting = fitting[:count], fitting[count:]
             for index, value in zip(batch, self._forward([rows[index] for index in batch]).tolist(), strict=True):
-                scores[index] = value
+                scores[index] = value if math.isfinite(value) else None
+                problems[index] = "" if math.isfinite(value) else f"returned {value}"
         return scores, problems
 
     def _encode(self, messages: list[dict[str, str]], response: str) -> tuple[list[int], list[int]]:

@@ -25,6 +25,8 @@ from infsample_rl.types import Completion, Prompt, RewardResult
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
     from infsample_rl.reward.reward_model import RewardModel
 
+LARGEST_REWARD = 1e18  # in float32 its square is finite
+
 Scored = tuple[list[float | None], list[str]]  # of one function: value and problem ("" for none) of every sample
 
 
@@ -95,6 +97,9 @@ class RewardWorker:
         rewards = weighted_sum(components, dict(zip(self.names, self.weights, strict=True)), len(texts), skipped=_skipped(components, problems))
         for name, sample in _skipped_by_all(components, problems, len(texts)):
             problems[name][sample] = "returned None"
+        for sample, reward in enumerate(rewards):
+            if reward is None and not any(column[sample] for column in problems.values()):
+                problems[self.names[0]][sample] = f"no reward: a weighted value is above {LARGEST_REWARD:g}"
         return RewardResult(
             rewards=rewards,
             components=components | reported,
@@ -161,15 +166,15 @@ def _skipped_by_all(components: dict[str, list[float | None]], problems: dict[st
 def weighted_sum(
     components: dict[str, list[float | None]], weights: dict[str, float], count: int, *, skipped: Set[tuple[str, int]] = frozenset()
 ) -> list[float | None]:
-    """Sum of weight x value for each of `count` samples; None where any value is, or where the sum overflows.
+    """Sum of weight x value for each of `count` samples; None where any value is, or where a term is above LARGEST_REWARD.
 
     `skipped`: (function, sample) that are left out of the sum, as TRL leaves out a function's None; None where all are.
     """
     rewards: list[float | None] = []
     for sample in range(count):
         values = {name: column[sample] for name, column in components.items() if (name, sample) not in skipped}
-        total = None if None in values.values() or not values else math.fsum(weights[name] * value for name, value in values.items())
-        rewards.append(finite_or_none(total))
+        terms = [] if None in values.values() else [weights[name] * value for name, value in values.items()]
+        rewards.append(math.fsum(terms) if terms and all(abs(term) <= LARGEST_REWARD for term in terms) else None)
     return rewards
 
 

@@ -110,15 +110,18 @@ def runs(tools, odd_policy, tied_policy, tmp_path_factory):
     """Results of rank 0 and 1 by scenario, and the same calls in this process without DeepSpeed by their name; and the checkpoints' folder."""
     folder = tmp_path_factory.mktemp("deepspeed")
 
-    def config(path, *, stage=None, dtype="float32"):
-        learner = LEARNER if stage is None else replace(LEARNER, backend="deepspeed", zero_stage=stage)
+    def config(path, *, stage=None, dtype="float32", offload=False):
+        learner = LEARNER if stage is None else replace(LEARNER, backend="deepspeed", zero_stage=stage, offload_optimizer=offload)
         return tools.make_config(path, learner=learner, objective=OBJECTIVE, dtype=dtype, ranks=2)
 
     two, one = eventful_run(tools, odd_policy)
     remembered_two, remembered_one = remembering_update(tools, tied_policy)
     batches = [tools.make_samples(tools.load_plain(tied_policy), seed=seed) for seed in range(20, 24)]
     first, second, third, fourth = (on_two(tools, samples, (2, 1), tools.totals_of(samples)) for samples in batches)
+    without_rows = [("step", (tools.totals_of(batches[0]),))]  # as where all groups have equal rewards
+    rowless = [without_rows + third[way] + without_rows + fourth[way] + END for way in (0, 1)]
     here = {
+        "rowless": tools.run_here(config(tied_policy), rowless[1]),
         "eventful": tools.run_here(config(odd_policy), one + END),
         "bf16": tools.run_here(config(tied_policy, dtype="bfloat16"), first[1] + second[1] + remembered_one + END),
     }
@@ -129,6 +132,8 @@ def runs(tools, odd_policy, tied_policy, tmp_path_factory):
     for stage in STAGES:
         ranks[f"eventful {stage}"] = tools.Scenario(config(odd_policy, stage=stage), two + END)
         ranks[f"bf16 {stage}"] = tools.Scenario(config(tied_policy, stage=stage, dtype="bfloat16"), first[0] + second[0] + remembered_two + END)
+        for offload in (False, True):
+            ranks[f"rowless {stage} {offload}"] = tools.Scenario(config(tied_policy, stage=stage, offload=offload), rowless[0])
         calls = [*third[0], ("save", (str(folder / str(stage)),)), *END]
         ranks[f"resumed {stage}"] = tools.Scenario(config(tied_policy, stage=stage), calls, checkpoint=start)
     results = tools.run_ranks(folder, ranks, 2)
@@ -163,6 +168,16 @@ def test_skipped_updates_leave_nothing_behind(runs, stage):
     assert [update["learner/skipped_updates"] for update in updates(found)] == [0, 1, 0, 1, 0, 1, 0]
     assert all(update["learner/grad_norm"] > LEARNER.max_grad_norm for update in updates(found)[::2])  # those that stepped were clipped
     assert_same_run(found, here["eventful"])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_updates_without_rows_have_a_gradient_of_zeros(runs, stage, offload):
+    results, here, _ = runs
+    found = results[0][f"rowless {stage} {offload}"]
+    assert [update["learner/skipped_updates"] for update in updates(found)] == [0, 0, 0, 0]
+    assert [update["learner/grad_norm"] > 0 for update in updates(found)] == [False, True, False, True]
+    assert_same_run(found, here["rowless"])
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -183,6 +183,7 @@ def test_logits_never_exist_for_more_than_a_chunk():
         (MambaConfig(), "mixes tokens by a state space"),
         (LlamaConfig(sliding_window=16), "sliding_window=16"),
         (LlamaConfig(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
+        (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
     ],
 )
 def test_models_that_mix_tokens_otherwise_are_refused(config, message):

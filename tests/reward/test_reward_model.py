@@ -117,6 +117,12 @@ def test_a_text_the_model_cannot_hold_has_no_score(bert_folder):
     assert problems == ["prompt and response are 70 tokens, the model takes 64", ""]
 
 
+def test_a_score_that_is_not_finite_is_none_and_said(bert_folder):
+    model = RewardModel(function(bert_folder), "cpu", 1000)
+    torch.nn.init.constant_(model.model.classifier.bias, torch.nan)
+    assert model.score(MESSAGES, ["three"]) == ([None], ["returned nan"])
+
+
 def test_more_than_one_label_is_refused(tiny_qwen3, tmp_path):
     Qwen3ForSequenceClassification(qwen3_config(3, 0)).save_pretrained(tmp_path)
     for folder, labels in ((tmp_path, 3), (tiny_qwen3, 2)):

@@ -168,8 +168,18 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_start(open_worker):
 
 
 def test_a_sum_that_overflows_is_none():
-    assert weighted_sum({"a": [1e308, 1.0]}, {"a": 1e308}, 2) == [None, 1e308]
+    assert weighted_sum({"a": [1e308, 1.0]}, {"a": 1e17}, 2) == [None, 1e17]
+    assert weighted_sum({"a": [1.7e308], "b": [1.7e308]}, {"a": 1.0, "b": 1.0}, 1) == [None]
+    assert weighted_sum({"a": [1e300], "b": [-1e300]}, {"a": 1e300, "b": 1e300}, 1) == [None]
     assert weighted_sum({"a": [1.0], "b": [None]}, {"a": 1.0, "b": 0.0}, 1) == [None]
+
+
+def test_a_reward_that_no_advantage_could_hold_is_said(open_worker, tmp_path):
+    path = tmp_path / "huge.py"
+    path.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1e200 if solution_str == 'a' else 1.0\n")
+    result = open_worker(f"{path}:score").score_texts(make_prompt(), ["a", "b"])
+    assert result.rewards == [None, 1.0]
+    assert result.failures == ["score: no reward: a weighted value is above 1e+18 on prompt row 17 (1 sample)"]
 
 
 def test_equal_failures_are_one_line():
