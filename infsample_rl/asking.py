@@ -60,7 +60,11 @@ class Asking:
         except RuntimeError as error:
             if role == "learner":
                 raise learner_failure(self._crew.all("learner"), error) from error
-            if isinstance(error, (WorkerLost, PayloadLost)):
+            if isinstance(error, WorkerLost):
+                raise
+            if gone := self._first_gone("learner"):  # which gives them what they load
+                raise StepLost(f"{gone}, and so {error}") from error
+            if isinstance(error, PayloadLost):
                 raise
             raise self._first_gone(role) or error from error  # a link that one member has left fails on all
 

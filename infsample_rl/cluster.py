@@ -212,7 +212,9 @@ class Cluster:
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""
-        self._learner("saving the checkpoint", lambda rank: rank.save.remote(folder))
+        # Behind rows that may still be under way after abandon_step(), on all ranks alike: in a process that also samples those have a group.
+        group = {"concurrency_group": "learner"} if self._config.cluster.colocate else {}
+        self._learner("saving the checkpoint", lambda rank: rank.save.options(**group).remote(folder))
 
     def _learner(self, what: str, call: Callable[[Handle], ray.ObjectRef]) -> list[Any]:
         return self._asking.ask("learner", what, call, self._config.cluster.progress_timeout_s)

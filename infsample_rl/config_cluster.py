@@ -44,7 +44,7 @@ class ClusterConfig:
     weight_checksum: bool = setting(False, "prove after every transfer that engines and learner hold the same weights")
     min_workers: int = setting(1, "rollout workers a step needs; with fewer left the run waits for their replacements", low=1)
     max_workers: int | None = setting(None, "rollout workers the run may grow to between steps where there is room; none: rollout_workers", low=1)
-    max_restarts: int = setting(8, "restarts of lost workers between two finished steps, after which the run stops", low=0)
+    max_restarts: int = setting(8, "restarts of a lost worker, or of the learner, between two newly finished steps, after which the run stops", low=0)
     start_timeout_s: float = setting(300.0, "seconds the workers may take to start", above=0)
     progress_timeout_s: float = setting(600.0, "seconds without any progress after which what is waited for is taken as lost", above=0)
     collective_timeout_s: float = setting(300.0, "seconds a collective of the learner ranks may take", above=0)

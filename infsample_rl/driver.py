@@ -65,7 +65,7 @@ class Driver:
         self.checkpoint = start.checkpoint
         self.probe = start.probe
         self._lock = start.lock  # of the run folder, for as long as this process lives
-        self.step = start.step  # updates done = version of the weights that sample now
+        self.step = self._furthest = start.step  # updates done = version of the weights that sample now; the most so far
         self._expected = ExpectedLengths(start.expected_lengths)
         self._origin = (start.checkpoint, self._state())  # where the run goes back to before its first checkpoint
         self._finished_state = self._state()  # of the last finished step
@@ -110,7 +110,7 @@ class Driver:
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
     def _is_finished(self) -> bool:
-        return self.step == self.total_steps and self._saved_step() == self.step
+        return self.step >= self.total_steps and self._saved_step() == self.step
 
     def _go_on(self) -> None:
         """Train from the step that is there to the last."""
@@ -122,7 +122,9 @@ class Driver:
             metrics, completions = self.train_step()
             metrics |= observe_step(self.cluster, self.timeline, self.step, before)
             self._finished_state, self._unsavable = self._state(), ""
-            self.cluster.restarts.step_finished()
+            if self.step > self._furthest:  # else it was done again, and whatever ended it may come again
+                self._furthest = self.step
+                self.cluster.restarts.step_finished()
             try:
                 if self._is_due(self.config.run.eval_every) and self.eval_prompts:
                     metrics |= self.evaluate()
@@ -265,7 +267,8 @@ class Driver:
                 self.probe.save(Path(folder))
 
         try:
-            self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts, keep=self.config.run.keep_checkpoints)
+            with self.interruption.held():  # it is what SIGTERM would want, and the learner's ranks must come to its end together
+                self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts, keep=self.config.run.keep_checkpoints)
         except StepLost:
             raise
         except (OSError, RuntimeError) as error:
@@ -292,12 +295,17 @@ class Driver:
         elif self._save_seconds > left:
             why = f"saving takes {self._save_seconds:.1f} s, run.grace_s leaves {left:.1f}"
         else:
-            with self.interruption.held():
-                self.cluster.abandon_step()
-                self.step = finished
-                self.save()
-            self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
-            return
+            why = "it could not be saved"
+            try:
+                with self.interruption.held():
+                    self.cluster.abandon_step()
+                    self.step = finished
+                    self.save()
+            except (StepLost, OSError, RuntimeError) as error:
+                why = str(error)
+            if self._saved_step() == finished:
+                self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
+                return
         self.log.warn(f"SIGTERM: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")
 
     def _state(self) -> dict[str, Any]:

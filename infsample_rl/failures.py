@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 LONGEST_PAUSE_S = 30.0
@@ -25,7 +26,8 @@ def worker_name(role: str, index: int) -> str:
 
 
 class Restarts:
-    """Counts restarts: at most `limit` between two finished steps, with pauses that double from the second on."""
+    """Counts restarts: at most `limit` of a part between two steps that the run had not finished before, with pauses that double from the
+    second on. Each part counts for itself: a node that is lost takes many with it."""
 
     def __init__(
         self, limit: int, note: Callable[[str], None], sleep: Callable[[float], None], explain: Callable[[str], str] = lambda text: text
@@ -34,20 +36,19 @@ class Restarts:
         self._explain = explain
         self.by_part: dict[str, int] = {}  # of the run
         self._limit, self._note, self._sleep = limit, note, sleep
-        self._in_a_row = 0
+        self._in_a_row = Counter[str]()
 
     def begin(self, who: str, reason: str) -> None:
         """Say that `who` is started again, and wait for its turn. RuntimeError when there were too many."""
         said = self._explain(f"{who}: {reason}")
-        if self._in_a_row >= self._limit:
-            raise RuntimeError(
-                f"{said}; cluster.max_restarts={self._limit}: {self._in_a_row} restarts since the last finished step are enough"
-            )
-        self._in_a_row += 1
+        before = self._in_a_row[who]
+        if before >= self._limit:
+            raise RuntimeError(f"{said}; cluster.max_restarts={self._limit}: {before} restarts since the run last finished a new step are enough")
+        self._in_a_row[who] += 1
         self.by_part[who] = self.by_part.get(who, 0) + 1
-        pause = 0.0 if self._in_a_row == 1 else min(LONGEST_PAUSE_S, 0.5 * 2.0 ** (self._in_a_row - 2))
+        pause = 0.0 if before == 0 else min(LONGEST_PAUSE_S, 0.5 * 2.0 ** (before - 1))
         after = f" after {pause:g} s" if pause else ""
-        self._note(f"{said}; started again{after} (restart {self._in_a_row} of at most {self._limit} before a step is finished)")
+        self._note(f"{said}; started again{after} (restart {before + 1} of at most {self._limit} before a step is finished)")
         self._sleep(pause)
 
     @property
@@ -56,5 +57,5 @@ class Restarts:
         return sum(self.by_part.values())
 
     def step_finished(self) -> None:
-        """A step has ended: what failed before it no longer counts."""
-        self._in_a_row = 0
+        """A step has ended that the run had not finished before: what failed until then no longer counts."""
+        self._in_a_row.clear()

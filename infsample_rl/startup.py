@@ -83,6 +83,8 @@ def prepare(config: Config) -> Start:
     if checkpoint is not None:
         state = keeping.read_state(checkpoint)
         step, expected_lengths = state["step"], state.get("expected_lengths")
+        if step > total_steps:
+            raise ValueError(f"{checkpoint} is after step {step}, this run has {total_steps}: raise run.steps or run.epochs, or give another run.dir")
         prompts.restore(state["data"])
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import ray
@@ -20,7 +21,7 @@ class Watchdog:
     def __init__(self, config: Config, note: Callable[[str], None]) -> None:
         self._config, self._note = config, note
         self._patience = Patience(note)
-        self._heartbeat = -1
+        self._heartbeats: dict[int, int] = {}  # running steps by stream
 
     def moved(self) -> None:
         """Something has arrived."""
@@ -30,9 +31,10 @@ class Watchdog:
         """Nothing has arrived: say what is waited for, from time to time. Why it has to be given up, once it has lasted too long."""
         if not self._patience.say(_names(streams, calls, returns)):
             return None
-        before, self._heartbeat = self._heartbeat, max(self._heartbeat, _running_steps(streams))
-        if self._heartbeat > before:
+        found = _running_steps(streams)
+        if any(self._heartbeats.get(number) != steps for number, steps in found.items()):
             self._patience.moved()
+        self._heartbeats |= found
         if self._patience.idle_s <= self._limit_s(calls):
             return None
         said = f"nothing has moved for {self._patience.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
@@ -57,14 +59,12 @@ def _names(streams: Iterable[Stream], calls: Iterable[Call], returns: Iterable[R
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _running_steps(streams: list[Stream]) -> int:
-    """Of all decoding workers together: grows as long as anyone decodes."""
-    asked = [stream.handle.progress.remote() for stream in streams]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-    steps = 0
+def _running_steps(streams: list[Stream]) -> dict[int, int]:
+    """Of the workers that answer, since their start, by the number of their stream."""
+    asked = {stream.handle.progress.remote(): stream.number for stream in streams}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+    steps = {}
     for ref in answered:
-        try:
-            steps += ray.get(ref)
-        except ray.exceptions.RayError:
-            continue  # a death is dealt with where its results are opened
+        with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
+            steps[asked[ref]] = ray.get(ref)
     return steps

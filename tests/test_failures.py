@@ -16,12 +16,20 @@ def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
     restarts = Restarts(3, said.append, slept.append)
     for _ in range(3):
         restarts.begin("rollout worker 1", "its process died")
-    with pytest.raises(RuntimeError, match=r"rollout worker 1: its process died; cluster.max_restarts=3: 3 restarts since the last finished step"):
+    with pytest.raises(RuntimeError, match=r"rollout worker 1: its process died; cluster.max_restarts=3: 3 restarts since the run last"):
         restarts.begin("rollout worker 1", "its process died")
     assert slept == [0.0, 0.5, 1.0]
     restarts.step_finished()
     restarts.begin("the learner", "rank 0 is gone")
     assert slept[-1] == 0.0 and restarts.total == 4 and len(said) == 4
+
+
+def test_a_node_that_takes_many_workers_with_it_is_one_restart_of_each_at_once():
+    slept = []
+    restarts = Restarts(3, lambda text: None, slept.append)
+    for index in range(64):
+        restarts.begin(worker_name("rollout", index), "its node is gone")
+    assert set(slept) == {0.0} and restarts.total == 64
 
 
 def test_no_pause_is_longer_than_half_a_minute():

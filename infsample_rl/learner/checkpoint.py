@@ -4,13 +4,16 @@ FOLDER/                 config, safetensors in the model's dtype, tokenizer, gen
 FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in safetensors files, written by all ranks in
                         turn; one random state a rank; last of all progress.json, which lists what must be there. Any backend at any
                         number of ranks can go on from it.
+
+Tensors are gathered on all ranks together, so a rank that cannot write goes on gathering, and all ranks fail in the end.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
+
+T = TypeVar("T")
 
 
 def save_pretrained_folder(
@@ -45,10 +50,11 @@ def save_pretrained_folder(
     tokenizer.save_pretrained(folder)
 
 
-def save_training_state(
-    folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, num_updates: int, optimizer_steps: int, rank: int, world_size: int
-) -> None:
-    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes every i-th of them."""
+def save_training_state(folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int) -> dict[str, list[str]]:
+    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes every i-th of them.
+
+    Parameter -> what is saved of it, for write_progress.
+    """
     state_folder = folder / TRAINING_STATE
     state_folder.mkdir(parents=True, exist_ok=True)
     held: dict[str, Tensor] = {}
@@ -65,13 +71,32 @@ def save_training_state(
     if held:
         save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
     torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
+    return kinds
+
+
+def write_progress(folder: Path, kinds: dict[str, list[str]], *, num_updates: int, optimizer_steps: int, world_size: int) -> None:
+    """List what must be there, after the files of all ranks: a save that was cut short has no list, and is not taken for a whole one."""
+    progress = {"num_updates": num_updates, "optimizer_steps": optimizer_steps, "ranks": world_size, "parameters": kinds}
+    (folder / TRAINING_STATE / "progress.json").write_text(json.dumps(progress) + "\n")
+
+
+def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, rank: int, world_size: int) -> T:
+    """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one of them could not write."""
+    tensors, found, failure = iter(tensors), None, None
+    try:
+        found = write(tensors)
+    except Exception as error:
+        failure = error
+        for _ in tensors:  # the other ranks take part in the gathering of the rest
+            pass
+    said: list[str | None] = [None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"]
     if world_size > 1:
-        dist.barrier()
-    if rank == 0:  # after the files of all ranks: a save that was cut short has no list, and is not taken for a whole one
-        progress = {"num_updates": num_updates, "optimizer_steps": optimizer_steps, "ranks": world_size, "parameters": kinds}
-        (state_folder / "progress.json").write_text(json.dumps(progress) + "\n")
-    if world_size > 1:
-        dist.barrier()
+        said = [None] * world_size
+        dist.all_gather_object(said, None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}")
+    failed = [line for line in said if line is not None]
+    if failed:
+        raise RuntimeError(f"{what} could not be written by {'; '.join(failed)}") from failure
+    return found
 
 
 class SavedState:

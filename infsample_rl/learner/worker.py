@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
-from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state
+from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state, write_progress, written_by_all
 from infsample_rl.learner.loss import loss_denominator, policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.learner.publishing import WeightPublisher
@@ -287,19 +288,20 @@ class LearnerWorker:
 
     @phase("save")
     def save(self, folder: str) -> None:
-        """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside it."""
+        """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside it.
+
+        RuntimeError on all ranks, which stay in step, when one of them cannot write.
+        """
+        path, rank, world_size = Path(folder), self.rank, self.world_size
+        together = partial(written_by_all, what=f"checkpoint {folder}", rank=rank, world_size=world_size)
         if self.adapted is None:
-            save_pretrained_folder(Path(folder), self.policy.lm, self.backend.full_parameters(), self.tokenizer, rank=self.rank)
+            together(lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank), self.backend.full_parameters())
         else:
-            save_adapter_folder(Path(folder), self.adapted, self._trained_parameters(), self.tokenizer, rank=self.rank)
-        save_training_state(
-            Path(folder),
-            self.backend.training_states(),
-            num_updates=self.num_updates,
-            optimizer_steps=self.backend.optimizer_steps,
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+            together(lambda tensors: save_adapter_folder(path, self.adapted, tensors, self.tokenizer, rank=rank), self._trained_parameters())
+        states = self.backend.training_states()
+        kinds = together(lambda tensors: save_training_state(path, tensors, rank=rank, world_size=world_size), states)
+        counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps, "world_size": world_size}
+        together(lambda _: write_progress(path, kinds, **counts) if rank == 0 else None, ())
 
     def statistics(self) -> dict[str, float]:
         """Sums since the start, by metric name."""

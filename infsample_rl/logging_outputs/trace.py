@@ -6,6 +6,7 @@ one move, so a run killed at any moment leaves a whole one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -44,15 +45,19 @@ class TraceFile:
             self.write()
 
     def write(self) -> None:
-        """Replace the file; with keep_steps=0 there is none."""
+        """Replace the file; with keep_steps=0 there is none. Where it cannot be written (a full disk) the one before stays."""
         if self._steps.maxlen == 0:
             return
+        self._written_at = time.monotonic()
         lines = [*map(json.dumps, self._names.values()), *(line for step in self._steps for line in step)]
         partial = self._path.with_name(self._path.name + ".tmp")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write("[\n" + ",\n".join(lines) + "\n]\n")
-        os.replace(partial, self._path)
-        self._written_at = time.monotonic()
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write("[\n" + ",\n".join(lines) + "\n]\n")
+            os.replace(partial, self._path)
+        except OSError:  # no run ends for its timeline; of a full disk the checkpoint's warning tells
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def _restore(self, start_step: int) -> None:
         steps: dict[int, list[str]] = {}

@@ -27,7 +27,8 @@ from infsample_rl.types import WeightManifest
 class Scenario:
     """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank with None skips it.
 
-    Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,); die_in_next_backward.
+    Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,);
+    die_in_next_backward; failing_save (folder,).
     """
 
     config: Config
@@ -94,7 +95,16 @@ def export_weights(worker: LearnerWorker, version: int) -> tuple[WeightManifest,
     return (manifest, kept) if worker.rank == 0 else None
 
 
-OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward)
+def failing_save(worker: LearnerWorker, folder: str) -> str:
+    """What a save that fails says."""
+    try:
+        worker.save(folder)
+    except RuntimeError as error:
+        return str(error)
+    return "it did not fail"
+
+
+OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward, failing_save)
 OWN_METHODS = {function.__name__: function for function in OWN_FUNCTIONS}
 
 

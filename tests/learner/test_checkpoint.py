@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner import checkpoint
-from infsample_rl.learner.checkpoint import SavedState, save_training_state
+from infsample_rl.learner.checkpoint import SavedState, save_training_state, write_progress
 
 pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes
 
@@ -142,7 +142,8 @@ def test_every_rank_writes_its_share(travels):
 def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
     states = [(f"p{number}", {"master": torch.full((100,), float(number)), "exp_avg": torch.zeros(100)}) for number in range(5)]
-    save_training_state(tmp_path, iter(states), num_updates=4, optimizer_steps=3, rank=0, world_size=1)
+    kinds = save_training_state(tmp_path, iter(states), rank=0, world_size=1)
+    write_progress(tmp_path, kinds, num_updates=4, optimizer_steps=3, world_size=1)
     sizes = {path.name: len(load_file(path)) for path in (tmp_path / "training_state").glob("*.safetensors")}
     assert sizes == {"rank_0_0.safetensors": 4, "rank_0_1.safetensors": 4, "rank_0_2.safetensors": 2}  # 800 bytes a parameter
     saved = SavedState(tmp_path)
@@ -151,3 +152,26 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
         assert read.keys() == state.keys() and all(torch.equal(read[key], state[key]) for key in state)
     progress = json.loads((tmp_path / "training_state" / "progress.json").read_text())
     assert progress["parameters"]["p3"] == ["exp_avg", "master"] and progress["ranks"] == 1
+
+
+@pytest.mark.parametrize("learner", [{}, {"backend": "deepspeed", "zero_stage": 2}])
+@pytest.mark.parametrize(
+    ("rank", "occupied"), [(0, "model.safetensors"), (1, "training_state/rank_1_0.safetensors"), (0, "training_state/progress.json")]
+)
+def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, tied_policy, tmp_path, learner, rank, occupied):
+    if learner:
+        pytest.importorskip("deepspeed")
+    (tmp_path / "full" / occupied).mkdir(parents=True)  # where a file is to be
+    objective = replace(OBJECTIVE, mismatch_stop=100.0, mismatch_stop_float32=100.0)  # the second update has the first policy's samples
+    config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=objective, ranks=2)
+    samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
+    ends = {}
+    for name, saves in (("with", [("failing_save", (str(tmp_path / "full"),))]), ("without", [])):
+        calls = [*update(tools, samples, (2, 1)), *saves, *update(tools, samples, (1, 2)), ("parameters", ())]
+        ends[name] = tools.run_ranks(tmp_path, {"save": tools.Scenario(config, calls)}, 2)
+    said = [next(result for result in results["save"] if isinstance(result, str)) for results in ends["with"]]
+    assert said[0] == said[1] and f"could not be written by rank {rank}: " in said[0]
+    for name, tensor in ends["without"][0]["save"][-1].items():
+        assert torch.equal(tensor, ends["with"][0]["save"][-1][name])
+    with pytest.raises(ValueError, match="has no training_state/progress.json"):
+        SavedState(tmp_path / "full")
