@@ -89,14 +89,16 @@ def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], 
         failure = error
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
-    said: list[str | None] = [None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"]
+    said = [None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"] * world_size
     if world_size > 1:
-        said = [None] * world_size
-        dist.all_gather_object(said, None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}")
+        dist.all_gather_object(said, said[rank])
     failed = [line for line in said if line is not None]
-    if failed:
-        raise RuntimeError(f"{what} could not be written by {'; '.join(failed)}") from failure
-    return found
+    try:
+        if failed:
+            raise RuntimeError(f"{what} could not be written by {'; '.join(failed)}") from failure
+        return found
+    finally:
+        failure = None  # with its traceback it would keep this frame, and the frame what writes
 
 
 class SavedState:

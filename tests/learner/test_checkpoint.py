@@ -154,24 +154,27 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
     assert progress["parameters"]["p3"] == ["exp_avg", "master"] and progress["ranks"] == 1
 
 
+OCCUPIED = [(0, "model.safetensors"), (1, "training_state/rank_1_0.safetensors"), (0, "training_state/progress.json")]  # by rank
+
+
 @pytest.mark.parametrize("learner", [{}, {"backend": "deepspeed", "zero_stage": 2}])
-@pytest.mark.parametrize(
-    ("rank", "occupied"), [(0, "model.safetensors"), (1, "training_state/rank_1_0.safetensors"), (0, "training_state/progress.json")]
-)
-def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, tied_policy, tmp_path, learner, rank, occupied):
+def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, tied_policy, tmp_path, learner):
     if learner:
         pytest.importorskip("deepspeed")
-    (tmp_path / "full" / occupied).mkdir(parents=True)  # where a file is to be
     objective = replace(OBJECTIVE, mismatch_stop=100.0, mismatch_stop_float32=100.0)  # the second update has the first policy's samples
     config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=objective, ranks=2)
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
-    ends = {}
-    for name, saves in (("with", [("failing_save", (str(tmp_path / "full"),))]), ("without", [])):
-        calls = [*update(tools, samples, (2, 1)), *saves, *update(tools, samples, (1, 2)), ("parameters", ())]
-        ends[name] = tools.run_ranks(tmp_path, {"save": tools.Scenario(config, calls)}, 2)
-    said = [next(result for result in results["save"] if isinstance(result, str)) for results in ends["with"]]
-    assert said[0] == said[1] and f"could not be written by rank {rank}: " in said[0]
-    for name, tensor in ends["without"][0]["save"][-1].items():
-        assert torch.equal(tensor, ends["with"][0]["save"][-1][name])
-    with pytest.raises(ValueError, match="has no training_state/progress.json"):
-        SavedState(tmp_path / "full")
+    first, second = update(tools, samples, (2, 1)), update(tools, samples, (1, 2))
+    scenarios = {"without": tools.Scenario(config, [*first, *second, ("parameters", ())])}
+    for _, name in OCCUPIED:
+        (tmp_path / name.replace("/", "_") / name).mkdir(parents=True)  # where a file is to be
+        saves = ("failing_save", (str(tmp_path / name.replace("/", "_")),))
+        scenarios[name] = tools.Scenario(config, [*first, saves, *second, ("parameters", ())])
+    found = tools.run_ranks(tmp_path, scenarios, 2)
+    for rank, name in OCCUPIED:
+        said = [next(result for result in of_rank[name] if isinstance(result, str)) for of_rank in found]
+        assert said[0] == said[1] and f"could not be written by rank {rank}: " in said[0]
+        for key, tensor in found[0]["without"][-1].items():
+            assert torch.equal(tensor, found[0][name][-1][key])
+        with pytest.raises(ValueError, match="has no training_state/progress.json"):
+            SavedState(tmp_path / name.replace("/", "_"))
