@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from infsample_rl.logging_outputs.trace import TraceFile
 from infsample_rl.phases import Phase, WorkerPhases
 from infsample_rl.timeline import Timeline
 
@@ -103,16 +104,25 @@ def test_only_the_last_steps_are_kept_and_a_whole_file_is_there_at_any_time(tmp_
     assert {event["args"]["step"] for event in events(tmp_path)} == {6, 7, 8}
 
 
-def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path):
+def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path, monkeypatch):
+    def broken(self, events):
+        raise RuntimeError("no step can be drawn")
+
     run = timeline(tmp_path)
-    (tmp_path / "trace.json.tmp").mkdir()
+    monkeypatch.setattr(TraceFile, "add", broken)
     run.add([rollout(0, ("decode", 1.0, 2.0), until=3.0)])
     run.end_step(1, 0.0, 10.0)
     run.end_step(2, 10.0, 20.0)  # draws step 1
-    with pytest.raises(OSError, match="trace.json.tmp"):
+    with pytest.raises(RuntimeError, match="no step can be drawn"):
         for _ in range(2000):  # more than it has done when the next is handed in
             run.add([])
             time.sleep(0.001)
+
+
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path):
+    run = timeline(tmp_path)
+    (tmp_path / "trace.json.tmp").mkdir()  # as a full disk
+    run_steps(run, 1, 2)
     (tmp_path / "trace.json.tmp").rmdir()
     run.close()
     assert {event["args"]["step"] for event in events(tmp_path)} == {1, 2}

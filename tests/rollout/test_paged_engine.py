@@ -16,11 +16,11 @@ from infsample_rl.rollout.kv_pool import smallest_budget_tokens
 PROMPT = [5, 9, 7, 30, 2]
 
 
-def make_engine(model, tokenizer, *, stop=(3, 17, 40), **settings):
+def make_engine(model, tokenizer, *, stop=(3, 17, 40), max_prompt_tokens=None, **settings):
     config = RolloutConfig(**({"group_size": 12, "max_new_tokens": 24, "page_size": 4} | settings))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return SamplingEngine(model, tokenizer, config, stop_token_ids=set(stop))
+        return SamplingEngine(model, tokenizer, config, stop_token_ids=set(stop), max_prompt_tokens=max_prompt_tokens)
 
 
 def tokens_of(groups):
@@ -114,7 +114,8 @@ def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule)
 def test_a_budget_in_bytes_holds_as_many_pages_as_fit(model, tokenizer):
     engine = make_engine(model, tokenizer, kv_budget_bytes="100KB", page_size=16)
     assert engine.runner.kv.num_pages == 100_000 // (16 * 2 * 2 * 2 * 16 * 4)
-    assert make_engine(model, tokenizer, kv_budget_bytes="auto", max_new_tokens=6).runner.kv.num_pages == 2 * (12 * 2 + 1)  # all that could be used
+    engine = make_engine(model, tokenizer, kv_budget_bytes="auto", max_new_tokens=6, max_prompt_tokens=1)
+    assert engine.runner.kv.num_pages == 2 * (12 * 2 + 1)  # all that could be used
 
 
 def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, tokenizer):
