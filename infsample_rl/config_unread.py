@@ -29,7 +29,6 @@ def _idle_settings(config: Config) -> dict[str, bool]:
     evaluates = config.run.eval_prompts > 0 and config.data.held_out is not None
     return {
         "run.epochs": config.run.steps is not None,
-        "run.eval_every": not evaluates,
         "run.eval_samples": not evaluates,
         "run.eval_temperature": not evaluates,
         "rollout.epsilon": config.rollout.schedule not in ("fptas", "infinite"),
