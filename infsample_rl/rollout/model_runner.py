@@ -236,7 +236,7 @@ class ModelRunner:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"{name} cannot decode over a pool of KV pages ({first_line(error)}); take e.g. Llama, Qwen2 or Qwen3") from error
         difference = (own - whole).abs().max() / whole.abs().max()
-        if not difference < (1e-3 if self.dtype == torch.float32 else 0.2):
+        if not difference < (1e-3 if self.dtype == torch.float32 else 0.5):  # in 16 bits rounding may send a token to another expert
             found = f"hidden states differ by {difference:.2g} of the largest from a plain forward"
             raise ValueError(f"{name} gives something else one token at a time over a pool of KV pages: {found}; take e.g. Llama, Qwen2 or Qwen3")
 
