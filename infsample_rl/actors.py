@@ -13,6 +13,7 @@ import ray
 
 from infsample_rl.config import Config
 from infsample_rl.phases import WorkerPhases, phase, report_phases
+from infsample_rl.sealed import Payload, SealedMicroGroup, seal, unseal
 from infsample_rl.secret_env import Secrets, take_secrets
 from infsample_rl.status import status, watch_log
 from infsample_rl.telemetry import MetricsExporter, Statistics
@@ -37,7 +38,7 @@ from infsample_rl.types import (
     WorkerStatus,
 )
 
-StreamItem = MicroGroupHeader | list[Completion] | StreamEnd
+StreamItem = SealedMicroGroup | MicroGroupHeader | list[Completion] | StreamEnd
 Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
 
 
@@ -72,13 +73,16 @@ class RolloutCalls(Observed):
         self.observe(config, "rollout", index, self.rollout.statistics)
 
     def stream(self, order: StreamOrder) -> Iterator[StreamItem]:
-        """Header, micro-group, header, micro-group, ..., until all is done or halt(number), and the stream's end."""
-        for item in self._items(*order):
+        """Micro-groups with their headers, as seal() sends them, until all is done or halt(number), and the stream's end."""
+        yield from seal(self._counted(self._items(*order)))
+        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
+
+    def _counted(self, items: Iterator[MicroGroupHeader | list[Completion]]) -> Iterator[MicroGroupHeader | list[Completion]]:
+        for item in items:
             if isinstance(item, list):
                 self.metrics.count("micro_groups_yielded")
                 self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
             yield item
-        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
 
     def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
         return self.rollout.stream(work, step=step, evaluation=evaluation, number=number)
@@ -131,9 +135,9 @@ class RewardCalls(Observed):
         self.worker = RewardWorker(config)
         self.observe(config, "reward", index, self.worker.statistics)
 
-    def score(self, prompts: list[Prompt], *micro_groups: list[Completion]) -> list[RewardResult]:
+    def score(self, prompts: list[Prompt], *payloads: Payload) -> list[RewardResult]:
         """Rewards of micro-groups, one of each prompt in `prompts`."""
-        return [self.worker.score(prompt, micro_group) for prompt, micro_group in zip(prompts, micro_groups, strict=True)]
+        return [self.worker.score(prompt, unseal(payload)) for prompt, payload in zip(prompts, payloads, strict=True)]
 
 
 class ReferenceCalls(Observed):
@@ -146,9 +150,9 @@ class ReferenceCalls(Observed):
         self.worker = ReferenceWorker(config)
         self.observe(config, "reference", index, dict)
 
-    def logprobs(self, prompt: Prompt, completions: list[Completion]) -> tuple[ReferenceReport, ReferenceResult]:
+    def logprobs(self, prompt: Prompt, payload: Payload) -> tuple[ReferenceReport, ReferenceResult]:
         """What the driver reads, and the log-probabilities it does not open."""
-        result = self.worker.logprobs(prompt, completions)
+        result = self.worker.logprobs(prompt, unseal(payload))
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
         return result.report, result
 
@@ -173,9 +177,10 @@ class LearnerCalls(Observed):
 
     def learn_rows(self, rows: list[RowWork], *payloads: Any) -> list[dict[str, float]]:
         """Rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's first update."""
-        return [self._learn_row(row, payloads) for row in rows]
+        opened = [payload if isinstance(payload, ReferenceResult) else unseal(payload) for payload in payloads]
+        return [self._learn_row(row, opened) for row in rows]
 
-    def _learn_row(self, work: RowWork, payloads: tuple[Any, ...]) -> dict[str, float]:
+    def _learn_row(self, work: RowWork, payloads: list[Any]) -> dict[str, float]:
         started, samples, report = time.time(), _samples(work, payloads), {}
         if work.totals is None:
             self.learner.remember(samples, work.row_id)
@@ -253,7 +258,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         return self.both.publish(version, probe)
 
 
-def _samples(work: RowWork, payloads: tuple[Any, ...]) -> list[TrainingSample] | None:
+def _samples(work: RowWork, payloads: list[Any]) -> list[TrainingSample] | None:
     from infsample_rl.learner.row_plan import assemble
 
     micro_groups = [payload for payload in payloads if isinstance(payload, list)]

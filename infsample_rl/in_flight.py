@@ -22,7 +22,8 @@ class Stream:
     handle: Handle
     number: int  # of all streams of the run
     owed: dict[int, RolloutWork]  # by prompt_index
-    header: ray.ObjectRef | None = None  # whose micro-group is still to come
+    item: ray.ObjectRef | None = None  # taken and not looked at yet; None: there is no further one
+    header: MicroGroupHeader | None = None  # whose micro-group is still to come
     is_lost: bool = False
     has_nothing_to_give: bool = False  # all its samples but one have started
 
@@ -62,8 +63,8 @@ def settle(owed: dict[int, RolloutWork], header: MicroGroupHeader) -> RolloutWor
     arrived = set(header.sample_indices)
     left = [index for index in work.sample_indices if index not in arrived]
     if left:
-        owed[header.prompt_index] = replace(work, sample_indices=left)
-    return replace(work, sample_indices=list(header.sample_indices))
+        owed[header.prompt_index] = RolloutWork(prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=left)
+    return RolloutWork(prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=list(header.sample_indices))
 
 
 def drain(generator: Any) -> None:

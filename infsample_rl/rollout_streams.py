@@ -15,6 +15,7 @@ from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.in_flight import Return, Stream, by_prompt, drain, settle
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.ray_calls import PayloadLost, learner_failure, value_of
+from infsample_rl.sealed import SealedMicroGroup
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder
 
 BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
@@ -24,7 +25,7 @@ class Finished(NamedTuple):
     """A micro-group that has arrived: what the driver reads of it, where it is, and the work it settles."""
 
     header: MicroGroupHeader
-    payload: ray.ObjectRef
+    payload: ray.ObjectRef  # sealed.unseal opens what it holds
     work: RolloutWork
 
 
@@ -64,7 +65,7 @@ class RolloutStreams:
         if not work:
             return
         handle = self._crew.all("rollout")[index]
-        pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each
+        pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each, where they are apart
         options = {"num_returns": "streaming", "_generator_backpressure_num_objects": pending}
         number, self._num_streams = self._num_streams, self._num_streams + 1
         order = StreamOrder(work, *self._batch, number)
@@ -100,51 +101,51 @@ class RolloutStreams:
         first = self._turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
         return [*streams[first:], *streams[:first], *self._returns, *self._asked_back]
 
-    def headers(self, ready: list[Any]) -> list[ray.ObjectRef]:
-        """Headers that will be opened when what is ready is taken."""
-        return [stream.header for ref in ready if (stream := self._streams.get(ref)) is not None and stream.header is not None]
+    def advance(self, ready: list[Any]) -> list[ray.ObjectRef]:
+        """Take the next item of each stream that is ready; references of those whose values take() needs."""
+        wanted = []
+        for generator in ready:
+            stream = self._streams.get(generator)
+            if stream is not None:
+                stream.item = next(generator, None)
+                wanted += [stream.item] if stream.item is not None and stream.header is None else []
+        return wanted
 
     def take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
-        """Take something that is ready; a micro-group if it completes one. `opened`: headers that have been fetched."""
+        """Take something that is ready, a stream after advance(); a micro-group if it completes one. `opened`: values that have been fetched."""
         if ref in self._streams:
-            return self._open_stream(ref, self._streams[ref], opened)
-        if ref in self._returns:
+            try:
+                return self._take_item(ref, self._streams[ref], opened)
+            except WorkerLost as lost:
+                self._lose_stream(ref, lost)
+        elif ref in self._returns:
             self._welcome(ref, self._returns.pop(ref))
         elif ref in self._asked_back:
             self._take_back(ref, self._asked_back.pop(ref))
         return None  # something else that was ready has dropped it
 
-    def _open_stream(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
-        try:
-            item = next(generator)
-        except StopIteration:
-            try:
-                self._end(generator, stream, opened)
-            except WorkerLost as lost:
-                self._lose_stream(generator, lost)
-                return None
-            del self._streams[generator]
-            self._ask_for_work()
+    def _take_item(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
+        """A micro-group with its header, or the header and then the micro-group, which stays closed; at last the end. An error takes any place."""
+        item, header = stream.item, stream.header
+        if item is not None and header is not None:
+            stream.header = None
+            return self._finish(stream, header, item)
+        found = value_of(generator.completed() if item is None else item, "rollout", stream.index, opened)
+        if isinstance(found, SealedMicroGroup):
+            return self._finish(stream, found.header, item)
+        if isinstance(found, MicroGroupHeader):
+            stream.header = found
             return None
-        if stream.header is None:
-            stream.header = item
-            return None
-        try:
-            header: MicroGroupHeader = value_of(stream.header, "rollout", stream.index, opened)
-        except WorkerLost as lost:
-            self._lose_stream(generator, lost)
-            return None
-        stream.header, stream.has_nothing_to_give = None, header.num_waiting < 2  # of one there is no half
-        return Finished(header, item, settle(stream.owed, header))
+        if isinstance(found, StreamEnd):
+            self.ends.append(found)
+            self._phases.append(found.phases)
+        del self._streams[generator]
+        self._ask_for_work()
+        return None
 
-    def _end(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> None:
-        """Its end takes the place of a header, and so does an error."""
-        end = None if stream.header is None else value_of(stream.header, "rollout", stream.index, opened)
-        if isinstance(end, StreamEnd):
-            self.ends.append(end)
-            self._phases.append(end.phases)
-        else:
-            value_of(generator.completed(), "rollout", stream.index)
+    def _finish(self, stream: Stream, header: MicroGroupHeader, item: ray.ObjectRef) -> Finished:
+        stream.has_nothing_to_give = header.num_waiting < 2  # of one there is no half
+        return Finished(header, item, settle(stream.owed, header))
 
     def take_phases(self) -> list[WorkerPhases]:
         """What workers did until their streams ended, since the last call."""

@@ -16,6 +16,7 @@ from infsample_rl.in_flight import Call
 from infsample_rl.interruption import Interruption
 from infsample_rl.ray_calls import ANSWER_S, SLICE_S, PayloadLost, Waiting, learner_failure, open_at_once, status_of, value_of
 from infsample_rl.rollout_streams import BringBack, Finished, RolloutStreams
+from infsample_rl.sealed import unseal
 from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 from infsample_rl.watchdog import Watchdog
 
@@ -118,7 +119,7 @@ class Traffic:
                 watchdog.moved()
             elif said := watchdog.silence(self.rollout.streams, list(self._calls.values()), self.rollout.returns):
                 self._give_up_on_all(said)
-            opened = open_at_once([*self.rollout.headers(ready), *(ref for ref in ready if ref in self._calls)])
+            opened = open_at_once([*self.rollout.advance(ready), *(ref for ref in ready if ref in self._calls)])
             for ref in ready:
                 yield from self._take(ref, opened)
 
@@ -182,7 +183,7 @@ class Traffic:
     def completions(self, key: int) -> list[Completion] | None:
         """Open a micro-group, for the samples that are shown to the user; None if it is gone."""
         try:
-            return ray.get(self._micro_groups[key], timeout=ANSWER_S)
+            return unseal(ray.get(self._micro_groups[key], timeout=ANSWER_S))
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
             return None
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
+from infsample_rl import rollout_streams
 from infsample_rl.config_loading import load_config
+from infsample_rl.failures import WorkerLost
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.rollout_streams import RolloutStreams
-from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd
+from infsample_rl.sealed import MOST_SEALED_BYTES, SealedMicroGroup, seal, unseal
+from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, StreamEnd
 
 
 class Ref:
@@ -72,7 +77,7 @@ def take(streams, index, items=1):
     (generator,) = [ref for ref in streams.waited() if streams._streams.get(ref) and streams._streams[ref].index == index]
     found = []
     for _ in range(items):
-        opened = {ref: ref.value for ref in streams.headers([generator])}
+        opened = {ref: ref.value for ref in streams.advance([generator])}
         found.append(streams.take(generator, opened))
     return [one for one in found if one is not None]
 
@@ -88,6 +93,49 @@ def test_a_micro_group_comes_with_its_header_and_the_end_with_figures_and_phases
     assert streams.ends == [end(0)] and streams.take_phases() == [end(0).phases] and streams.take_phases() == []
     streams.start([[]], step=1, evaluation=False)
     assert streams.ends == []
+
+
+def completion(sample_index, tokens):
+    return Completion(
+        prompt_index=0,
+        sample_index=sample_index,
+        token_ids=np.arange(tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        sampling_logprobs=None,
+        finish_reason="stop",
+        policy_version=0,
+    )
+
+
+def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two():
+    small, large = [completion(0, 4), completion(1, 4)], [completion(2, MOST_SEALED_BYTES // 8), completion(3, 1)]
+    items = list(seal(iter([header([0, 1], 2), small, header([2, 3], 0), large])))
+    assert [type(item) for item in items] == [SealedMicroGroup, MicroGroupHeader, list]
+    streams, _ = started([*items, end(0)])
+    (first,) = take(streams, 0)
+    assert (first.header.sample_indices, first.work.sample_indices, streams.num_owed) == ([0, 1], [0, 1], 2)
+    assert [(one.sample_index, one.token_ids.tolist()) for one in unseal(first.payload.value)] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+    assert take(streams, 0) == []
+    (second,) = take(streams, 0)
+    assert second.header.sample_indices == [2, 3] and unseal(second.payload.value) is large
+    take(streams, 0)
+    assert streams.is_done and streams.ends == [end(0)]
+
+
+def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again(monkeypatch):
+    def gone(ref, role, index, opened=None):
+        if ref.value == "gone":
+            raise WorkerLost(role, index, "its process died")
+        return ref.value
+
+    monkeypatch.setattr(rollout_streams, "value_of", gone)
+    streams, handles = started([SealedMicroGroup(header([0, 1], 2), pickle.dumps([])), "gone"])
+    replaced = []
+    streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index)
+    streams._bring_back = lambda index: ([], Ref(None))
+    take(streams, 0, items=2)
+    assert replaced == [0] and streams.num_owed == 2 and not streams.streams
+    assert [work.sample_indices for work in streams._backlog] == [[2, 3]]
 
 
 @pytest.mark.parametrize(("num_waiting", "asked"), [(0, 0), (1, 0), (2, 1)])
