@@ -13,7 +13,7 @@ import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
-from ray._private.services import canonicalize_bootstrap_address
+from ray._private.services import JEMALLOC_SO, canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.config import Config
@@ -23,6 +23,7 @@ from infsample_rl.secret_env import without_secrets
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
 RETRY_S = 2.0
 START_ATTEMPTS = 3  # of a local cluster
+TENSOR_ROLES = ("rollout", "reference", "learner")
 HOW_TO_AUTHENTICATE = (
     "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and RAY_AUTH_MODE=token with "
     "RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
@@ -51,6 +52,17 @@ def worker_environment(config: Config) -> dict[str, str]:
     package = str(Path(__file__).resolve().parent.parent)
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path}
+
+
+def allocator_environment(role: str, gpus: float) -> dict[str, str]:
+    """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where another library is preloaded.
+
+    glibc keeps much of what a learner row frees, so that its peak grows from step to step; jemalloc gives it back in the same time. Without
+    `oversize_threshold:0` it would return every tensor of 8 MB and more at once, and each would be faulted in again (docs/plan.md).
+    """
+    if role not in TENSOR_ROLES or gpus > 0 or JEMALLOC_SO is None or "LD_PRELOAD" in os.environ:
+        return {}
+    return {"LD_PRELOAD": JEMALLOC_SO, "MALLOC_CONF": "oversize_threshold:0"}
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:

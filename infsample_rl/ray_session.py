@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from infsample_rl import shared_files
 from infsample_rl.config import Config
 from infsample_rl.placement import Node, Reservation, Worker, layout_table, nodes_text, refusal, reservations, worker_groups
-from infsample_rl.ray_connection import connect
+from infsample_rl.ray_connection import allocator_environment, connect
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
@@ -64,7 +64,8 @@ class RaySession:
         """Options of the actor of worker `index` of a role: what it takes, and the bundle it takes it from."""
         group, (reservation, bundle) = self._groups[role], self._bundles[role, index]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
-        return {"num_cpus": group.cpus, "num_gpus": group.gpus, "scheduling_strategy": strategy}
+        environment = {"env_vars": allocator_environment(role, group.gpus)}
+        return {"num_cpus": group.cpus, "num_gpus": group.gpus, "scheduling_strategy": strategy, "runtime_env": environment}
 
     def add(self, role: str, index: int) -> bool:
         """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for."""

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 
 from infsample_rl.config_loading import load_config
+from infsample_rl.ray_connection import allocator_environment
 from infsample_rl.ray_session import RaySession
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,12 +104,24 @@ def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_pat
         actor = Probe.options(**mine.options("reward", 0)).remote({"JUDGE_API_KEY": "planted-judge-key"})
         _, environment = ray.get(actor.where.remote())
         assert environment["JUDGE_API_KEY"] == "planted-judge-key" and "WANDB_API_KEY" not in environment
+        assert "LD_PRELOAD" not in environment, "reward functions start programs of their own"
+        _, environment = ray.get(Probe.options(**mine.options("learner", 0)).remote({}).where.remote())
+        assert environment["LD_PRELOAD"] == JEMALLOC_SO and environment["OMP_NUM_THREADS"] == "1", "the run's variables stay beside it"
         assert "planted" not in str(ray.get_runtime_context().runtime_env)
         logs = Path(ray._private.worker._global_node.get_session_dir_path())
         assert "planted" not in everything_written(logs)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         mine.close()
+
+
+def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_library_is_preloaded(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    given = {role: allocator_environment(role, 0.0).get("LD_PRELOAD") for role in ("rollout", "reference", "learner", "reward")}
+    assert given == {"rollout": JEMALLOC_SO, "reference": JEMALLOC_SO, "learner": JEMALLOC_SO, "reward": None}
+    assert allocator_environment("learner", 0.5) == {}, "its tensors are on a GPU"
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
+    assert allocator_environment("learner", 0.0) == {}
 
 
 @pytest.mark.slow
@@ -150,6 +164,7 @@ def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from infsample_rl.config_loading import load_config
+from infsample_rl.ray_connection import allocator_environment
 from infsample_rl.ray_session import RaySession
 settings = ["run.dir={tmp_path}/first", "objective=no_kl", "cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true"]
 RaySession(load_config(settings), print).open()
