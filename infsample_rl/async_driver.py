@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from infsample_rl.driver import Completions, Driver
 from infsample_rl.groups import StepGroups
+from infsample_rl.interruption import Terminated
 from infsample_rl.phases import phase
 from infsample_rl.step_metrics import Metrics, RolloutStats
 from infsample_rl.waves import Waves
@@ -42,7 +43,11 @@ class AsyncDriver(Driver):
         for group in groups.trained():
             waves.add(group)
         update = self._update(groups, waves, following)
-        self._ready = None if following is None else self._finish_sampling(following)
+        try:
+            self._ready = None if following is None else self._finish_sampling(following)
+        except Terminated:  # the update is whole: only what was being drawn for the next is lost
+            self.cluster.abandon_step()
+            self._ready = following = None
         if self.probe is not None:
             self.cluster.start_learning_lengths()
         metrics, completions = self._end_step(groups, rounds, update, started=started, following=following)

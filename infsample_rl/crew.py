@@ -24,6 +24,7 @@ class Crew:
         self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
         self._handles: dict[str, dict[int, Handle]] = {}
         self._answers: dict[tuple[str, int], Answer] = {}
+        self._shared: dict[str, str] = {}  # role -> the one whose workers do its calls
 
     def start(self, role: str, count: int) -> None:
         """Start workers 0 to count - 1 of a role."""
@@ -38,7 +39,7 @@ class Crew:
 
     def share(self, role: str, other: str) -> None:
         """The workers of `role` do the calls of `other` too."""
-        self._handles[other] = self._handles[role]
+        self._handles[other], self._shared[other] = self._handles[role], role
 
     def all(self, role: str) -> dict[int, Handle]:
         """Handles by index, also of those that are still starting."""
@@ -46,7 +47,7 @@ class Crew:
 
     def has_started(self, role: str, index: int) -> bool:
         """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it needs."""
-        return self._is_there(self._answers[role, index])
+        return self._is_there(self._answers[self._shared.get(role, role), index])
 
     def is_current(self, role: str, index: int, handle: Handle) -> bool:
         """Whether a handle has not been replaced."""

@@ -88,7 +88,10 @@ class Driver:
         failed = True
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
-            self._publish()
+            try:
+                self._publish()
+            except StepLost as lost:
+                self._return_to_checkpoint(str(lost))
             gc.freeze()  # what is there now stays: a collection need not look at libraries and settings again, a tenth of a second each time
             self.log.start_progress(self.cluster.now)
             while not self._is_finished():
@@ -212,15 +215,18 @@ class Driver:
             allowed = self.config.run.max_staleness
             raise RuntimeError(f"samples of weights version {groups.step} are to train version {self.step}: run.max_staleness={allowed}")
         report, backward_done = [], time.time()
-        for totals, is_last in waves.updates():
-            for arrival in self.cluster.arrivals(until_learner_is_idle=True):
-                self._enter(arrival, following or groups, rows_of=groups)
-            backward_done = time.time()
-            if self.probe is not None and not report and following is None:
-                self.cluster.start_learning_lengths()
-            self._unsavable = "the learner has begun the next update"
-            with self.interruption.held():
-                report.append(self.cluster.optimizer_step(totals, is_last=is_last))
+        with ExitStack() as begun:  # after the first optimizer step the others are waited for, as long as a save would still have time
+            for totals, is_last in waves.updates():
+                for arrival in self.cluster.arrivals(until_learner_is_idle=True):
+                    self._enter(arrival, following or groups, rows_of=groups)
+                backward_done = time.time()
+                if self.probe is not None and not report and following is None:
+                    self.cluster.start_learning_lengths()
+                self._unsavable = "the learner has begun the next update"
+                with self.interruption.held():
+                    report.append(self.cluster.optimizer_step(totals, is_last=is_last))
+                if len(report) == 1:
+                    begun.enter_context(self.interruption.held(self.config.run.grace_s - self._save_seconds))
         return UpdateReport(report, backward_done, time.time())
 
     def _end_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested_at: float | None = None  # time.monotonic()
-        self._held = 0
+        self._held_s = 0.0  # seconds after SIGTERM in which check() does not raise
 
     def install(self) -> None:
         """Take SIGTERM over, in the main thread; after ray.init(), which installs a handler of its own."""
@@ -28,7 +29,7 @@ class Interruption:
 
     def check(self) -> None:
         """Raise Terminated if SIGTERM has come, outside held()."""
-        if self.requested_at is not None and not self._held:
+        if self.requested_at is not None and time.monotonic() - self.requested_at >= self._held_s:
             raise Terminated
 
     def sleep(self, seconds: float) -> None:
@@ -39,13 +40,13 @@ class Interruption:
             time.sleep(min(left, 0.5))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """What must not be left half done: an optimizer step and all that belongs to it."""
-        self._held += 1
+    def held(self, for_s: float = math.inf) -> Iterator[None]:
+        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after SIGTERM."""
+        before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:
             yield
         finally:
-            self._held -= 1
+            self._held_s = before
 
     def seconds_left(self, grace_s: float) -> float:
         """Of the time between SIGTERM and the end."""

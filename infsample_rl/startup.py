@@ -56,6 +56,17 @@ class Start:
 def prepare(config: Config) -> Start:
     """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
     run_dir = Path(config.run.dir or ".")
+    # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a checkpoint.
+    lock = keeping.lock_run_folder(run_dir) if run_dir.is_dir() else None
+    try:
+        return _prepare(config, run_dir, lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     checkpoint, damages = keeping.find_checkpoint(run_dir, config.run.resume)
     check_reward_functions(config.reward)
     choose_transport(config.cluster)
@@ -88,7 +99,7 @@ def prepare(config: Config) -> Start:
         prompts.restore(state["data"])
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []
-    lock = keeping.lock_run_folder(run_dir)
+    lock = lock or keeping.lock_run_folder(run_dir)
     superseded = keeping.set_aside_after(run_dir, step)
     changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
     write_versions(run_dir)
@@ -149,7 +160,7 @@ def setting_warnings(config: Config) -> list[str]:
 
 def context_warnings(architecture: PretrainedConfig, context: int | None) -> list[str]:
     """That sequences are not as long as the model's positions (loading.context_of)."""
-    positions = architecture.to_dict().get("max_position_embeddings")
+    positions = getattr(architecture, "max_position_embeddings", None)
     if context is None or positions is None or context >= positions:
         return []
     return [f"rope_type=longrope: a prompt and its response end at {context} of the model's {positions} tokens, beyond which rows change each other"]

@@ -182,6 +182,8 @@ class Traffic:
 
     def completions(self, key: int) -> list[Completion] | None:
         """Open a micro-group, for the samples that are shown to the user; None if it is gone."""
+        if key not in self._micro_groups:
+            return None
         try:
             return unseal(ray.get(self._micro_groups[key], timeout=ANSWER_S))
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):

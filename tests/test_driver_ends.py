@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from infsample_rl import async_driver
 from infsample_rl import driver as driver_module
+from infsample_rl.async_driver import AsyncDriver, Sampled
 from infsample_rl.config_loading import load_config
 from infsample_rl.driver import Driver
 from infsample_rl.failures import Restarts, StepLost
-from infsample_rl.interruption import Interruption
+from infsample_rl.interruption import Interruption, Terminated
 
 
 @pytest.fixture
@@ -85,3 +88,83 @@ def test_sigterm_during_a_save_lets_it_end(made):
     assert driver._saved_step() == 7
     driver._keep_what_is_finished()
     assert said[-1] == "SIGTERM: stopped after step 7; nothing but the unfinished step is lost"
+
+
+class Updates:
+    """Waves of so many updates."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def updates(self):
+        for number in range(1, self._count + 1):
+            yield None, number == self._count
+
+
+def with_updates(driver, sigterm_after):
+    """SIGTERM comes behind optimizer step `sigterm_after`; every wait looks for it. The optimizer steps that were done."""
+    done = []
+
+    def arrivals(**options):
+        driver.interruption.check()
+        yield from ()
+
+    def optimizer_step(totals, is_last):
+        done.append(is_last)
+        if len(done) == sigterm_after:
+            driver.interruption.requested_at = time.monotonic()
+        return {}
+
+    driver.cluster.arrivals, driver.cluster.optimizer_step = arrivals, optimizer_step
+    return done
+
+
+def test_sigterm_between_two_updates_of_a_step_waits_for_the_others_while_a_save_has_time(made):
+    driver, _ = made
+    groups = SimpleNamespace(step=0)
+    done = with_updates(driver, sigterm_after=1)
+    driver._update(groups, Updates(3))
+    assert done == [False, False, True]
+    with pytest.raises(Terminated):
+        driver.interruption.check()
+    driver.interruption.requested_at, driver._save_seconds = None, driver.config.run.grace_s + 1  # a save would not fit
+    done = with_updates(driver, sigterm_after=1)
+    with pytest.raises(Terminated):
+        driver._update(groups, Updates(3))
+    assert done == [False] and driver._unsavable == "the learner has begun the next update"
+
+
+def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is_whole(made, monkeypatch):
+    driver, _ = made
+    driver.__class__ = AsyncDriver
+    abandoned, ended = [], []
+    groups = SimpleNamespace(step=0, trained=lambda: [])
+    driver.prompts = SimpleNamespace(state=lambda: {"position": 4})
+    driver._ready = Sampled(groups, [])
+    driver._new_groups = lambda: SimpleNamespace(prompts=[])
+    driver._start_rollout = lambda *arguments, **options: None
+    driver._end_step = lambda *arguments, following, **options: (ended.append(following), ({}, []))[1]
+    monkeypatch.setattr(async_driver, "Waves", lambda *_: Updates(1))
+    driver.cluster.abandon_step = lambda: abandoned.append(True)
+    with_updates(driver, sigterm_after=1)
+    metrics, _ = driver.train_step()
+    assert abandoned == [True] and ended == [None] and driver._ready is None and "rollout/staleness" in metrics
+
+
+def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_brought_back(made):
+    driver, _ = made
+    back, end = [], RuntimeError("the end of this test")
+
+    def publish():
+        raise StepLost("learner rank 0: its process died")
+
+    def go_on(source):
+        raise end
+
+    driver._publish, driver._return_to_checkpoint = publish, back.append
+    driver.cluster.start, driver.cluster.stop = lambda checkpoint: None, lambda: None
+    driver.cluster.now, driver.log.start_progress, driver.log.close = None, go_on, lambda failed: None
+    driver.timeline = SimpleNamespace(close=lambda: None)
+    with pytest.raises(RuntimeError, match="the end of this test"):
+        driver.run()
+    assert back == ["learner rank 0: its process died"]

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from infsample_rl.crew import Crew
 from infsample_rl.failures import Restarts, WorkerLost, worker_name
 from infsample_rl.interruption import Interruption, Terminated
 
@@ -38,6 +39,13 @@ def test_no_pause_is_longer_than_half_a_minute():
     for _ in range(20):
         restarts.begin("reward worker 0", "its process died")
     assert max(slept) == 30.0 == slept[-1]
+
+
+def test_workers_that_do_the_calls_of_another_role_have_started_under_both_names():
+    crew = Crew(lambda role, index: (f"{role} {index}", f"answer {index}"), print, lambda answer: answer == "answer 0", None)
+    crew.start("learner", 2)
+    crew.share("learner", "rollout")
+    assert [crew.has_started(role, index) for role in ("learner", "rollout") for index in (0, 1)] == [True, False, True, False]
 
 
 def test_workers_have_the_names_of_the_field():

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from infsample_rl import keeping
 from infsample_rl.checksums import write_checksums
 from infsample_rl.config_loading import load_config
 from infsample_rl.keeping import write_checkpoint
@@ -40,6 +42,24 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
     anew = begin(tmp_path)
     assert anew.probe.statistics.counts.tolist() == [0, 0]
     assert f"{checkpoint / FILE} is not there: the length probe starts anew" in anew.warnings
+
+
+def test_a_run_folder_is_locked_before_its_checkpoints_are_looked_at(tmp_path, monkeypatch):
+    """A process that SIGTERM ends may save once more: who comes after it must not have chosen a checkpoint by then."""
+    (tmp_path / "run").mkdir()
+    real = keeping.find_checkpoint
+
+    def looked_at(run_dir, resume):
+        with pytest.raises(ValueError, match="is in use by a running process"):
+            keeping.lock_run_folder(run_dir)
+        return real(run_dir, resume)
+
+    monkeypatch.setattr(keeping, "find_checkpoint", looked_at)
+    start = begin(tmp_path / "run")
+    start.lock.close()
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        begin(tmp_path / "run", "rollout.stop_token_ids=[99999]")
+    keeping.lock_run_folder(tmp_path / "run").close()  # given back where the settings were refused
 
 
 def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_path):
