@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infsample_rl.convert.common import (
+    ALL_PROBLEMS,
     first_of,
     local_path,
     need,
@@ -60,18 +61,19 @@ def _data(c: Conversion) -> None:
     c.refuse("data.max_samples", (DEFAULTS["data.max_samples"],), "cut the file, or set run.steps")
     if not truth(c.value("data.apply_chat_template")):
         c.refuse("data.input_template", (None,), "write the template into the data, or set data.instruction")
-    longest, new, prompt = whole(c.value("data.max_len")), c.value("rollout.max_new_tokens"), c.value("data.prompt_max_len")
+    longest = whole(c.value("data.max_len"))
+    new, prompt = (None if c.value(name) is None else whole(c.value(name)) for name in ("rollout.max_new_tokens", "data.prompt_max_len"))
     names = [name for name in ("data.max_len", "data.prompt_max_len", "rollout.max_new_tokens") if c.is_given(name)] or ["data.max_len"]
     if prompt is None:
-        prompt = longest - whole(new) if new is not None else longest // 2
+        prompt = longest - new if new is not None else longest // 2
     if new is None:
-        new = max(1, longest - whole(prompt))
+        new = max(1, longest - prompt)
         c.differs.append(f"a response may fill data.max_len behind its prompt in OpenRLHF; here prompt and response have {prompt} and {new} tokens")
-    c.set("data.max_prompt_tokens", whole(prompt), *names)
-    c.set("rollout.max_new_tokens", whole(new), *names)
+    c.set("data.max_prompt_tokens", prompt, *names)
+    c.set("rollout.max_new_tokens", new, *names)
     c.set("data.long_prompts", "truncate", *names, why="OpenRLHF cuts long prompts from the left")
     row_tokens = whole(c.value("train.max_tokens_per_gpu")) if truth(c.value("train.dynamic_batch_enable")) else None
-    set_row_lengths(c, whole(prompt), whole(new), *(["train.max_tokens_per_gpu"] if row_tokens else names), row_tokens=row_tokens)
+    set_row_lengths(c, prompt, new, *(["train.max_tokens_per_gpu"] if row_tokens else names), row_tokens=row_tokens)
     _evaluation(c)
 
 
@@ -81,6 +83,7 @@ def _evaluation(c: Conversion) -> None:
         return
     c.set("data.eval_source", local_path(str(c.value("eval.dataset"))), "eval.dataset")
     c.set("data.eval_split", str(c.value("eval.split")), "eval.split")
+    c.set("run.eval_prompts", ALL_PROBLEMS, "eval.dataset", why="all of them")
     c.set("run.eval_every", max(0, whole(c.value("eval.steps"))), "eval.steps")
     c.set("run.eval_samples", whole(c.value("eval.n_samples_per_prompt")), "eval.n_samples_per_prompt")
     c.set("run.eval_temperature", number(c.value("eval.temperature")), "eval.temperature")
@@ -163,6 +166,10 @@ def _optimizer(c: Conversion) -> None:
     betas = c.value("actor.adam.betas")
     c.set("learner.beta1", number(betas[0]), "actor.adam.betas")
     c.set("learner.beta2", number(betas[1]), "actor.adam.betas")
+    if c.value("actor.lr_scheduler") != "constant":
+        c.set("learner.warmup_ratio", number(c.value("actor.lr_warmup_ratio")), "actor.lr_warmup_ratio")
+    elif c.is_given("actor.lr_warmup_ratio"):
+        c.lacks("actor.lr_warmup_ratio", "actor.lr_scheduler=constant has no warm-up in transformers; learner.warmup_ratio if it is wanted")
     if c.value("actor.lr_scheduler") == "cosine_with_min_lr":
         c.set("learner.min_lr_ratio", number(c.value("actor.min_lr_ratio")), "actor.min_lr_ratio", why="cosine_with_min_lr")
     if whole(c.value("ds.lora.rank")) > 0:

@@ -205,7 +205,6 @@ ROWS = (
     Row("actor.adam.eps", "learner.adam_epsilon", number),
     Row("actor.adam.weight_decay", "learner.weight_decay", number),
     Row("actor.lr_scheduler", "learner.lr_schedule", choose(SCHEDULES, "take learner.lr_schedule=constant, linear or cosine")),
-    Row("actor.lr_warmup_ratio", "learner.warmup_ratio", number),
     Row("actor.max_norm", "learner.max_grad_norm", number),
     Row("actor.gradient_checkpointing_enable", "learner.activation_checkpointing", lambda value: int(truth(value))),
     Row("ds.adam_offload", "learner.offload_optimizer", truth),

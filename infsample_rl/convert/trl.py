@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from infsample_rl.convert.common import (
+    ALL_PROBLEMS,
     local_path,
     need,
     place_apart,
@@ -121,10 +122,13 @@ def _durations(c: Conversion, updates: int) -> None:
         c.set("run.checkpoint_every", 0, "save_strategy")
     else:
         c.lacks("save_strategy" if str(c.value("save_strategy")) != "steps" else "save_steps", "set run.checkpoint_every, in steps")
-    if c.value("eval_steps") is not None:
-        c.set("run.eval_every", max(1, math.ceil(number(c.value("eval_steps")) / updates)), "eval_steps", why=why)
+    _evaluation(c, updates)
     warmup = number(c.value("warmup_steps"))
-    if 0 < warmup < 1:
+    if str(c.value("lr_scheduler_type")) == "constant":
+        for name in ("warmup_steps", "warmup_ratio"):
+            if c.is_given(name):
+                c.lacks(name, "lr_scheduler_type=constant has no warm-up in transformers; learner.warmup_steps if it is wanted")
+    elif 0 < warmup < 1:
         c.set("learner.warmup_ratio", warmup, "warmup_steps")
     elif warmup > 0:
         c.set("learner.warmup_steps", whole(warmup), "warmup_steps")
@@ -139,10 +143,28 @@ def _durations(c: Conversion, updates: int) -> None:
         c.lacks("lr_scheduler_kwargs", "learner.min_lr_ratio is all there is")
 
 
+def _evaluation(c: Conversion, updates: int) -> None:
+    """The whole held-out set; how often counts updates, or is a share of max_steps, or else that of logging."""
+    if str(c.value("eval_strategy")) in ("no", "False"):
+        c.value("eval_steps")
+        return
+    c.set("run.eval_prompts", ALL_PROBLEMS, "eval_strategy", why="all of them")
+    if c.value("num_generations_eval") is None:
+        c.set("run.eval_samples", whole(c.value("num_generations")), "num_generations_eval", "num_generations")
+    name = "eval_steps" if c.value("eval_steps") is not None else "logging_steps"
+    every, total = number(c.value(name)), whole(c.value("max_steps"))
+    if str(c.value("eval_strategy")) != "steps":
+        c.lacks("eval_strategy", "set run.eval_every, in steps")
+    elif every < 1 and total <= 0:
+        c.lacks(name, "a share of max_steps, which is not given: set run.eval_every, in steps")
+    else:
+        c.set("run.eval_every", max(1, math.ceil((every * total if every < 1 else every) / updates)), name, why=f"{updates} updates a step")
+
+
 def _objective(c: Conversion, trainer: str) -> None:
-    high = c.value("epsilon_high") if c.value("epsilon_high") is not None else c.value("epsilon")
+    high = number(c.value("epsilon") if c.value("epsilon_high") is None else c.value("epsilon_high"))
     if trainer == "rloo":
-        return _rloo(c, number(high))
+        return _rloo(c, high)
     loss, level = c.value("loss_type"), c.value("importance_sampling_level")
     ours = LOSSES.get(loss) or NEAREST_LOSSES.get(loss)
     if ours is None:
@@ -156,11 +178,11 @@ def _objective(c: Conversion, trainer: str) -> None:
         if loss != "grpo":
             c.differs.append(f"importance_sampling_level=sequence with loss_type={loss} weighs long responses more; gspo weighs all alike")
     c.set("objective.loss", ours, "loss_type", "importance_sampling_level")
-    if ours == "cispo" and number(high) < 1:
+    if ours == "cispo" and high < 1:
         c.lacks("epsilon_high", f"a cap of {high} on the ratio itself scales every gradient by {high}; objective.clip_high=0 caps at 1")
         c.set("objective.clip_high", 0.0, "epsilon_high")
     else:
-        c.set("objective.clip_high", number(high) - (1.0 if ours == "cispo" else 0.0), "epsilon_high", "epsilon")
+        c.set("objective.clip_high", high - (1.0 if ours == "cispo" else 0.0), "epsilon_high", "epsilon")
     scale = {"True": "group", "False": "none"}.get(str(c.value("scale_rewards")), c.value("scale_rewards"))
     c.set("objective.advantage", "std" if scale == "group" else "mean_only", "scale_rewards")
     if scale == "batch":

@@ -27,6 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 500,
     "eval_strategy": "no",
+    "logging_steps": 10,
     "report_to": "none",
     "gradient_checkpointing": True,
     "fp16": False,

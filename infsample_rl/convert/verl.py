@@ -72,9 +72,16 @@ def _renamed(given: dict[str, Given]) -> dict[str, Given]:
         if whole_name is None:
             found[ALIASES.get(name, name)] = entry
         else:
-            before = found[whole_name].value if whole_name in found else {}
-            found[whole_name] = Given({**before, name[len(whole_name) + 1 :]: entry.value}, entry.place)
+            before = found[whole_name].value if whole_name in found else None
+            found[whole_name] = Given(_nested(before, name[len(whole_name) + 1 :].split("."), entry.value), entry.place)
     return found
+
+
+def _nested(before: Any, names: list[str], value: Any) -> dict[str, Any]:
+    """`before` with a value at a path of names: _nested({"a": 1}, ["b", "c"], 2) -> {"a": 1, "b": {"c": 2}}."""
+    first, *rest = names
+    before = before if isinstance(before, dict) else {}
+    return before | {first: _nested(before.get(first), rest, value) if rest else value}
 
 
 def convert(given: dict[str, Given]) -> Conversion:

@@ -66,6 +66,14 @@ def test_flags_of_older_versions_are_the_same_settings(convert):
     assert config.data.apply_chat_template is False
 
 
+def test_evaluations_are_of_the_whole_set_and_a_constant_rate_has_no_warm_up(convert, refused):
+    config = convert("openrlhf", "one.sh", SCRIPT).config
+    assert (config.run.eval_prompts, config.run.eval_every, config.learner.warmup_ratio) == (1_000_000, 10, 0.03)
+    constant = convert("openrlhf", "two.sh", SCRIPT.rstrip() + " --actor.lr_scheduler constant\n")
+    assert (constant.config.learner.warmup_ratio, constant.config.learner.lr_schedule) == (0.0, "constant")
+    assert "rollout.max_new_tokens=1k, line" in refused("openrlhf", "three.sh", SCRIPT.replace("max_new_tokens 2048", "max_new_tokens 1k"))
+
+
 @pytest.mark.parametrize(
     ("added", "settings", "said"),
     [

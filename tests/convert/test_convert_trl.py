@@ -185,6 +185,41 @@ def test_objectives_by_their_name(convert, changed, settings, said):
     assert said in found.under("No equivalent here") + found.under("Differs in meaning")
 
 
+LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "said"),
+    [
+        ("max_steps: 1000", {"eval_every": 0}, ""),
+        ("eval_strategy: steps\neval_steps: 40\nmax_steps: 1000", {"eval_every": 40, "eval_prompts": 1_000_000, "eval_samples": 8}, ""),
+        ("eval_strategy: steps\neval_steps: 0.1\nmax_steps: 1000", {"eval_every": 100}, ""),
+        ("eval_strategy: steps\neval_steps: 0.1", {"eval_every": 0}, "eval_steps=0.1, one.yaml: a share of max_steps, which is not given"),
+        ("eval_strategy: steps", {"eval_every": 10}, ""),
+        ("eval_strategy: steps\nlogging_steps: 25\nnum_generations_eval: 2", {"eval_every": 25, "eval_samples": 2}, ""),
+        ("eval_strategy: epoch", {"eval_every": 0}, "eval_strategy=epoch, one.yaml: set run.eval_every, in steps"),
+    ],
+)
+def test_evaluations_are_of_as_much_and_as_often(convert, changed, settings, said):
+    found = convert("trl", "one.yaml", f"{LEAST}gradient_accumulation_steps: 1\n{changed}\n")
+    assert {name: getattr(found.config.run, name) for name in settings} == settings
+    assert said in found.under("No equivalent here")
+
+
+@pytest.mark.parametrize(
+    ("changed", "warmup"),
+    [
+        ("lr_scheduler_type: constant\nwarmup_steps: 100", (0, 0.0)),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100", (100, 0.0)),
+        ("warmup_ratio: 0.1", (0, 0.1)),
+    ],
+)
+def test_a_constant_rate_has_no_warm_up_in_transformers(convert, changed, warmup):
+    found = convert("trl", "one.yaml", f"{LEAST}max_steps: 1000\n{changed}\n")
+    assert (found.config.learner.warmup_steps, found.config.learner.warmup_ratio) == warmup
+    assert ("constant has no warm-up" in found.under("No equivalent here")) == ("constant\n" in changed)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -200,6 +235,10 @@ def test_objectives_by_their_name(convert, changed, settings, said):
         (
             "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nbeta: some\n",
             "beta=some, one.yaml is not a value",
+        ),
+        (
+            "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nepsilon_high: abc\n",
+            "epsilon_high=abc, one.yaml is not a value",
         ),
     ],
 )

@@ -172,6 +172,19 @@ def test_dictionaries_in_both_spellings(convert):
         assert found.under("Unknown, not converted") == ""
 
 
+def test_dictionaries_within_dictionaries_and_null_ones(convert):
+    names = {"+custom_reward_function.reward_kwargs.cfg.len": 4, "+custom_reward_function.reward_kwargs.cfg.deep.er": 5}
+    (function,) = convert("verl", "one.sh", script_of(**{"custom_reward_function.path": "rw.py", **names})).config.reward.functions
+    assert function.kwargs == {"cfg": {"len": 4, "deep": {"er": 5}}}
+    null = (
+        "algorithm: {adv_estimator: grpo}\n"
+        "data: {train_files: a.parquet, train_batch_size: 4, apply_chat_template_kwargs: null}\n"
+        "actor_rollout_ref: {model: {path: a/b}, rollout: {n: 4}}\n"
+    )
+    found = convert("verl", "one.yaml", null, "data.apply_chat_template_kwargs.enable_thinking=False")
+    assert found.config.data.chat_template_kwargs == {"enable_thinking": False}
+
+
 def test_other_samples_are_not_called_the_same(convert):
     names = ("actor_rollout_ref.rollout.ignore_eos", "actor_rollout_ref.rollout.do_sample")
     found = convert("verl", "one.sh", script_of(**dict(zip(names, (True, False), strict=True))))
