@@ -47,7 +47,7 @@ class RolloutConfig:
     max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
     preemption: str = setting("auto", "KV of a preempted sample: computed again, or parked in host memory", choices=("auto", "recompute", "park"))
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
-    max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses", low=1)
+    max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1)
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_budget_bytes, int):

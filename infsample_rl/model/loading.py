@@ -43,7 +43,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
 def context_of(architecture: PretrainedConfig) -> int | None:
     """Most tokens of a sequence; None: no limit. With longrope as many as the short factors are for: transformers takes the factors of all
     sequences of a call by the longest, so beyond that a sample would depend on what decodes beside it."""
-    context = architecture.to_dict().get("max_position_embeddings")
+    context = getattr(architecture, "max_position_embeddings", None)  # not in every family's dictionary
     rope = getattr(architecture, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return context

@@ -219,8 +219,10 @@ class StepPlanner:
     def _next_of_slot(self, slot: int) -> Sample | None:
         """Fixed slots: what the groups' schedules start in `slot`, if a full response fits."""
         for group in self._groups_with_samples():
-            held = sum(len(other.pages) for other in self.resident if other.pages) + (len(self.running) + 1) * self._full_pages
-            if held + self._missing_prompt_pages(group) > self.pool.num_pages:  # kept prefixes give way, so they do not count
+            # Kept prefixes give way, so they do not count; nor do, where nothing runs, the prompts of others.
+            prompts = [other for other in self.resident if other.pages and (self.running or other is group)]
+            held = sum(len(other.pages) for other in prompts) + (len(self.running) + 1) * self._full_pages
+            if held + self._missing_prompt_pages(group) > self.pool.num_pages:
                 return None
             if group not in self.resident:
                 self.resident.append(self.waiting.popleft())

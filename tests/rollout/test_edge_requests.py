@@ -60,12 +60,21 @@ def test_auto_budget_grows_with_the_longest_prompt(make_model, make_tokenizer):
     assert [each.token_ids.tolist() for each in short[0]] == [each.token_ids.tolist() for each in again[0]]
 
 
-@pytest.mark.parametrize("temperature", [1e-39, 0.0009, -1.0])
+@pytest.mark.parametrize("schedule", BARRED)
+def test_a_prompt_that_waits_for_the_pages_of_an_idle_one_does_not_stop_all(make_model, make_tokenizer, schedule):
+    """Prompt 1 has nothing for slot 1, and does not fit beside prompt 2, which starts there."""
+    settings = {"group_size": 2, "slots": 3, "prompts_at_once": 4, "page_size": 1, "max_new_tokens": 1, "kv_budget_tokens": 36}
+    engine = engine_of(make_model(), make_tokenizer(), schedule=schedule, **settings)
+    found = engine.generate([[1], [2] * 26, [3] * 25], 0, sample_indices=[[0], [0], [0, 1]])
+    assert [len(group) for group in found] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 0.0009, -1.0, float("nan"), float("inf")])
 def test_a_temperature_that_logits_cannot_be_divided_by(make_model, make_tokenizer, temperature):
     engine = engine_of(make_model(), make_tokenizer(), group_size=2, max_new_tokens=2)
     with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001"):
         engine.generate([[1]], 0, temperature=temperature)
-    if temperature > 0:
+    if 0 < temperature < 1:
         with pytest.raises(ValueError, match=r"rollout.temperature must be 0 .* or >= 0.001"):
             RolloutConfig(temperature=temperature)
 
@@ -79,16 +88,25 @@ def test_longrope_ends_where_its_short_factors_do(make_model, make_tokenizer):
         engine.generate([[1] * 21], 0)
 
 
+def test_a_context_that_a_family_calls_otherwise_bounds_requests_too(make_tokenizer):
+    config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=64, pad_token_id=0)
+    engine = engine_of(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), make_tokenizer(), group_size=2, max_new_tokens=32)
+    engine.generate([[1] * 20], 0)
+    with pytest.raises(ValueError, match="context of 64"):
+        engine.generate([[1] * 60], 0)
+
+
 def test_models_that_decode_in_another_way_are_refused(make_tokenizer):
-    def refused(family, match, **settings):
+    def refused(family, match, dtype=torch.float32, **settings):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | settings)), dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SMALL | settings)), dtype=dtype).eval()
         with pytest.raises(ValueError, match=match):
             engine_of(model, make_tokenizer(), group_size=2, max_new_tokens=4)
 
     grouped = {"num_key_value_heads": 2, "head_dim": 16}
     refused("diffllama", "gives something else", **grouped, initializer_range=0.2)
-    refused("recurrent_gemma", "gives something else", lru_width=64, attention_window_size=64, num_hidden_layers=3, head_dim=16)
+    state = {"lru_width": 64, "attention_window_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+    refused("recurrent_gemma", "layers that keep a state", torch.bfloat16, **state)
     refused("nemotron", "cannot decode over a pool", **grouped)
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     refused("gpt_oss", "attention sinks", **grouped, **experts, layer_types=["full_attention"] * 2)

@@ -60,7 +60,7 @@ def load_encoder(folder: str, setting: str) -> tuple[PreTrainedModel, PreTrained
 
 def window_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Most tokens of one input, special tokens included."""
-    positions = model.config.to_dict().get("max_position_embeddings")  # encoders with relative positions have none
+    positions = getattr(model.config, "max_position_embeddings", None)  # encoders with relative positions have none
     return min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
 
 
