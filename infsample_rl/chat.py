@@ -19,6 +19,7 @@ import torch
 
 from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config
+from infsample_rl.config_fields import LEAST_TEMPERATURE, check_temperature
 from infsample_rl.data.chat import render
 from infsample_rl.data.fields import Problem
 from infsample_rl.merge import load_policy_folder
@@ -84,8 +85,8 @@ class Chat:
                 wanted = float(value)
             except ValueError:
                 wanted = -1.0
-            if not 0 <= wanted <= 10:
-                return f"temperature must be between 0 and 10, got {value!r}"
+            if not (wanted == 0 or LEAST_TEMPERATURE <= wanted <= 10):
+                return f"temperature must be 0 (greedy) or between {LEAST_TEMPERATURE} and 10, got {value!r}"
             self.temperature = wanted
             return f"temperature {wanted:g}"
         return HELP
@@ -93,11 +94,13 @@ class Chat:
 
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
     """The run's settings with what a talk needs. ValueError in one line."""
+    check_temperature("temperature", options.temperature)
     folder = Path(checkpoint).expanduser()
     run_dir = run_of(folder) if folder.is_dir() else None
     ours = [f"model.path={quoted(str(folder.absolute()) if folder.is_dir() else checkpoint)}", "model.tokenizer_path=null"]
     ours += ["rollout.group_size=1", "rollout.micro_group_size=null", "rollout.slots=1", "rollout.prompts_at_once=1"]
     ours += ["rollout.schedule=token_budget", "rollout.predictor=none", "rollout.prefix_tokens=null", "objective.advantage=mean_only"]
+    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]  # one response needs its own length, whatever the run had
     ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0", "run.max_staleness=0"]
     ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
     if run_dir is None:

@@ -67,7 +67,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
 
 def check_temperature(name: str, temperature: float) -> None:
     """ValueError for a temperature other than 0 (exact argmax) by which logits cannot be divided in float32."""
-    if temperature < 0 or 0 < temperature < LEAST_TEMPERATURE:
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"{name} must be 0 (exact argmax) or >= {LEAST_TEMPERATURE}, got {temperature}")
 
 

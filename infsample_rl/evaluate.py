@@ -81,20 +81,18 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     ours = [f"model.path={quoted(model)}", "model.tokenizer_path=null", f"rollout.group_size={options.samples}", "rollout.micro_group_size=null"]
     ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
     ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
-    if not any(override.startswith("run.eval_prompts=") for override in overrides) and run_dir is None:
-        ours.append(f"run.eval_prompts={ALL_PROBLEMS}")
     config = load_run_config(run_dir, [*ours, *overrides])
     names = {override.partition("=")[0] for override in overrides}
-    if names & {"data", "data.source"} and "data.eval_source" not in names:
+    has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
+    if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
-        if "run.eval_prompts" not in names and not config.data.source.startswith("reasoning_gym:"):
-            config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
-    if config.run.eval_prompts == 0:
-        if any(override.startswith("run.eval_prompts=") for override in overrides):
+    if "run.eval_prompts" in names:
+        if config.run.eval_prompts == 0:
             raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
-        # the run itself was not evaluated; of generated problems there are as many as one asks for
-        is_generated = (config.data.held_out or "").startswith("reasoning_gym:")
-        config.run = dataclasses.replace(config.run, eval_prompts=RunConfig().eval_prompts if is_generated else ALL_PROBLEMS)
+    elif (config.data.held_out or "").startswith("reasoning_gym:"):  # of generated problems there are as many as one asks for
+        config.run = dataclasses.replace(config.run, eval_prompts=config.run.eval_prompts or RunConfig().eval_prompts)
+    elif run_dir is None or has_own_data or config.run.eval_prompts == 0:  # a run that was not evaluated has 0
+        config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
     if config.data.held_out is None:
         raise ValueError(f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source to evaluate on")
     return config

@@ -46,6 +46,8 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
     ours += ["learner.backend=fsdp", "learner.shard_ranks=null", "reference.placement=learner"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
+    if not load_run_config(run_dir, []).objective.kl_in_loss:
+        ours.append("reference.path=null")  # nothing asks it, and beside adapters there is no place for one
     return load_run_config(run_dir, [*ours, *overrides])
 
 

@@ -34,11 +34,14 @@ def seal(items: Iterable[MicroGroupHeader | list[Completion]]) -> Iterator[Seale
     for item in items:
         if isinstance(item, MicroGroupHeader):
             header = item
-        elif header is not None and sum(completion.num_bytes for completion in item) <= MOST_SEALED_BYTES:
-            yield SealedMicroGroup(header, pickle.dumps(item, protocol=5))
-        else:
+            continue
+        is_large = sum(completion.num_bytes for completion in item) > MOST_SEALED_BYTES  # told without pickling it
+        sealed = b"" if is_large else pickle.dumps(item, protocol=5)
+        if is_large or len(sealed) > MOST_SEALED_BYTES:
             yield header
             yield item
+        else:
+            yield SealedMicroGroup(header, sealed)
 
 
 def unseal(payload: Payload) -> list[Completion]:

@@ -95,7 +95,8 @@ def accuracy_text(records: list[dict[str, Any]]) -> str:
 def sampled_text(steps: list[dict[str, Any]], samples_per_step: int) -> str:
     """Tokens sampled in the steps (evaluations apart) and tokens a second of step time."""
     measured = [step for step in steps if step.get("response/length_mean") is not None]
-    tokens = sum(step["response/length_mean"] * samples_per_step for step in measured)
+    # With objective.dynamic_sampling a step has more samples than samples_per_step.
+    tokens = sum(step.get("response/tokens") or step["response/length_mean"] * samples_per_step for step in measured)
     seconds = sum(step.get("timing/step") or 0.0 for step in measured)
     speed = f", {tokens / seconds:,.0f} tokens/s over {duration(seconds)} of steps" if seconds > 0 else ""
     return f"{tokens:,.0f} tokens{speed}"

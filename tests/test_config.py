@@ -226,6 +226,10 @@ def test_what_nothing_reads_is_told(overrides, said):
     assert any(said in warning for warning in setting_warnings(load_config(overrides)))
 
 
+def test_offload_is_read_by_deepspeed_on_any_device():
+    assert setting_warnings(load_config(["learner.backend=deepspeed", "learner.offload_optimizer=true"])) == []
+
+
 def test_a_warm_up_counts_updates_not_steps():
     assert load_config(["run.steps=10", "objective.epochs=4", "learner.warmup_steps=40"]).learner.warmup_steps == 40
     with pytest.raises(ConfigError, match="learner.warmup_steps must be <= 40, the updates of 10 steps, got 41"):

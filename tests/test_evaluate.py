@@ -68,6 +68,21 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
 
 
+def test_of_generated_problems_there_are_as_many_as_a_run_would_take(tiny_qwen3):
+    generated = ["data.source=reasoning_gym:leg_counting", "reward.functions=[{name: reasoning_gym}]"]
+    assert evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), generated).run.eval_prompts == 100
+    assert evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, "run.eval_prompts=7"]).run.eval_prompts == 7
+
+
+def test_a_talk_does_not_need_the_runs_memory(tiny_qwen3, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    settings = {"model": {"path": str(tiny_qwen3)}, "rollout": {"kv_budget_tokens": 512}, "data": {"source": "none.jsonl", "max_prompt_tokens": 64}}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "math"}]}}))
+    config = chat_config(str(checkpoint), ChatOptions(max_new_tokens=512), [])
+    assert (config.rollout.max_new_tokens, config.rollout.kv_budget_tokens) == (512, None)
+
+
 def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     options = ChatOptions(temperature=0.0, max_new_tokens=8)
     config = chat_config(str(tiny_qwen3), options, [])
@@ -81,7 +96,10 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     one.reset()
     assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
     assert one.obey("/temperature 0.3") == "temperature 0.3" and one.temperature == 0.3
-    assert one.obey("/temperature hot") == "temperature must be between 0 and 10, got 'hot'"
+    for wrong in ("hot", "0.0005", "nan"):
+        assert one.obey(f"/temperature {wrong}") == f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
+    with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001, got nan"):
+        chat_config(str(tiny_qwen3), ChatOptions(temperature=float("nan")), [])
     assert one.obey("/help") == chat.HELP
 
 

@@ -83,6 +83,12 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert "learner/grad_norm" in shown and "relative" in shown
 
 
+def test_a_run_of_adapters_with_a_reference_of_its_own_replays_without_it(tmp_path, arguments):
+    lora = ["learner.lora_rank=2", "reference.placement=workers", f"reference.path={tmp_path}", "objective.kl=none", "objective.kl_coef=0"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose([*arguments, *lora])))
+    assert replay.replay_config(tmp_path, []).reference.path is None
+
+
 def test_a_recording_holds_every_sample_as_it_was(recorded_run):
     recorded = read_recording(recorded_run.folder, 1)
     assert recorded.total_steps == 2

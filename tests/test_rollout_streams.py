@@ -111,6 +111,8 @@ def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two(
     small, large = [completion(0, 4), completion(1, 4)], [completion(2, MOST_SEALED_BYTES // 8), completion(3, 1)]
     items = list(seal(iter([header([0, 1], 2), small, header([2, 3], 0), large])))
     assert [type(item) for item in items] == [SealedMicroGroup, MicroGroupHeader, list]
+    many_short = [completion(index, 15) for index in range(512)]  # 61,440 bytes of arrays, 140,000 with what pickle adds
+    assert [type(item) for item in seal(iter([header([0], 0), many_short]))] == [MicroGroupHeader, list]
     streams, _ = started([*items, end(0)])
     (first,) = take(streams, 0)
     assert (first.header.sample_indices, first.work.sample_indices, streams.num_owed) == ([0, 1], [0, 1], 2)

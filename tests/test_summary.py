@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
-from infsample_rl.summary import smooth, write_summary
+from infsample_rl.summary import sampled_text, smooth, write_summary
 
 
 def config() -> Config:
@@ -64,6 +64,12 @@ def test_summary_of_a_hand_written_run(tmp_path: Path) -> None:
         "    reward_curve.png   reward, held-out accuracy and response length over the steps",
         "    checkpoints/       to resume from, and to load with transformers",
     ]
+
+
+def test_sampled_tokens_are_those_that_were_counted_where_a_step_has_more_samples_than_it_trains() -> None:
+    step = {"response/length_mean": 100.0, "response/tokens": 3200, "timing/step": 10.0}
+    assert sampled_text([step], 8) == "3,200 tokens, 320 tokens/s over 10 s of steps"
+    assert sampled_text([{**step, "response/tokens": None}], 8) == "800 tokens, 80 tokens/s over 10 s of steps"
 
 
 def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path: Path) -> None:
