@@ -188,7 +188,7 @@ class LearnerCalls(Observed):
             report = self.learner.accumulate(samples, work.totals, work.row_id)
         return report | {"started_at": started, "ended_at": time.time()}
 
-    def step(self, totals: LossTotals, is_last: bool) -> dict[str, float]:
+    def step(self, totals: LossTotals, is_last: bool) -> dict[str, float | None]:
         """Clip, step the optimizer, report."""
         return self.learner.step(totals, is_last=is_last)
 

@@ -179,7 +179,7 @@ class Cluster:
 
     # Calls on all workers of a role.
 
-    def optimizer_step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float]:
+    def optimizer_step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:
         """Step the optimizer on every rank, for the last time in this step or not; the metrics are equal on all, rank 0's are returned."""
         self._weights.learner_has_moved = True
         return self._learner("optimizer step", lambda rank: rank.step.remote(totals, is_last))[0]

@@ -48,7 +48,7 @@ Completions = list[dict[str, Any]]
 class UpdateReport(NamedTuple):
     """What the learner said of a step's updates, when its last row was done, and when the last update was."""
 
-    metrics: list[dict[str, float]]
+    metrics: list[dict[str, float | None]]
     backward_done: float
     ended: float
 

@@ -54,9 +54,14 @@ class Steps:
         """A metric in the last `count` steps; empty unless all of them are there and have a number or `default`."""
         return _numbers(self.recent[-count:], count, name, default)
 
+    def last_known(self, count: int, name: str) -> list[float]:
+        """A metric of the last `count` steps that have it; empty where fewer have. Steps without a learner row have no mean over tokens."""
+        return _numbers([record for record in self.recent if record.get(name) is not None][-count:], count, name, None)
+
     def baseline(self, name: str) -> float | None:
-        """Mean of a metric over the first BASELINE_STEPS, once later ones are there to be compared with them."""
-        values = _numbers(self.first, BASELINE_STEPS, name, None)
+        """Mean of a metric over those of the first BASELINE_STEPS that have it, once later ones are there to be compared with them."""
+        known = [record for record in self.first if record.get(name) is not None] if len(self.first) == BASELINE_STEPS else []
+        values = _numbers(known, len(known), name, None)
         later = self.recent and self.recent[-1]["step"] >= self.first[-1]["step"] + RECENT
         return fmean(values) if values and later else None
 
@@ -98,7 +103,7 @@ def exploding_kl(config: Config, steps: Steps) -> Finding | None:
 
 def collapsing_entropy(config: Config, steps: Steps) -> Finding | None:
     """Samples of a prompt grow alike."""
-    newest, first = steps.last(RECENT, "learner/entropy"), steps.baseline("learner/entropy")
+    newest, first = steps.last_known(RECENT, "learner/entropy"), steps.baseline("learner/entropy")
     if not newest or first is None or not fmean(newest) < ENTROPY_SHARE * first:
         return None
     now = fmean(newest)
@@ -168,10 +173,13 @@ def skipped_updates(config: Config, steps: Steps) -> Finding | None:
         return None
     count = sum(record.get("learner/skipped_updates") or 0 for record in steps.recent[-10:])
     said = f"{count:.0f} updates of the last {len(steps.recent[-10:])} steps were skipped"
-    if (newest.get("reward/failed") or 0) >= config.samples_per_step:
+    if (newest.get("reward/failed") or 0) >= (newest.get("response/samples") or config.samples_per_step):
         return Finding("skipped_updates", count, f"{said}: no sample has a reward; see the warnings above it in run.log")
     if config.objective.dynamic_sampling and not newest.get("reward/groups_with_signal"):
         return Finding("skipped_updates", count, f"{said}: no group was left by objective.dynamic_sampling; take prompts of middling difficulty")
+    empty = "an update had no sample with a reward or a signal; set fewer objective.mini_batches"
+    if config.learner.on_nonfinite == "stop":  # what is not finite would have ended the run
+        return Finding("skipped_updates", count, f"{said}: {empty}")
     dtype = {"float16": "model.dtype=bfloat16", "bfloat16": "model.lm_head_fp32=true"}.get(config.model.dtype)
     do = " or ".join(filter(None, [f"learner.lr={config.learner.lr / 3:.1g}", dtype]))
     return Finding("skipped_updates", count, f"{said}: the loss or the gradient was not finite; set {do}")
@@ -189,8 +197,8 @@ def always_clipped(config: Config, steps: Steps) -> Finding | None:
 
 def failing_rewards(config: Config, steps: Steps) -> Finding | None:
     """Samples whose reward function failed teach nothing."""
-    failed = steps.last(3, "reward/failed")
-    share = fmean(failed) / config.samples_per_step if failed else 0.0
+    failed, samples = steps.last(3, "reward/failed"), steps.last(3, "response/samples", config.samples_per_step)
+    share = sum(failed) / sum(samples) if failed else 0.0
     if share < FAILED_SHARE:
         return None
     said = f"{share:.0%} of the last 3 steps' rewards failed; those samples teach nothing"
@@ -206,7 +214,7 @@ def growing_mismatch(config: Config, steps: Steps) -> Finding | None:
         name, bound, setting = "learner/logprob_diff_max", objective.mismatch_stop_float32, "objective.mismatch_stop_float32"
     elif not config.mismatch_is_bounded_in_mean:
         return None
-    newest, first = steps.last(RECENT, name), steps.baseline(name)
+    newest, first = steps.last_known(RECENT, name), steps.baseline(name)
     if not newest or first is None or fmean(newest) < MISMATCH_SHARE * bound or fmean(newest) < MISMATCH_GROWTH * first:
         return None
     now = fmean(newest)
@@ -221,8 +229,8 @@ def growing_mismatch(config: Config, steps: Steps) -> Finding | None:
 
 def stale_samples(config: Config, steps: Steps) -> Finding | None:
     """Importance weights of samples from older weights, or of a rounding engine, leave few of them."""
-    shares = steps.last(RECENT, "learner/engine_ess")
-    if not shares or config.importance == "none" or fmean(shares) >= ESS_LIMIT or fmean(shares) == 0:
+    shares = steps.last_known(RECENT, "learner/engine_ess")
+    if not shares or config.importance == "none" or fmean(shares) >= ESS_LIMIT:
         return None
     said = f"importance weights leave {fmean(shares):.0%} of the last {RECENT} steps' tokens effective: samples are of a policy too different"
     if config.run.max_staleness > 0:

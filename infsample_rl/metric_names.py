@@ -44,6 +44,7 @@ METRICS = {
     "response/length_max": Metric("tokens", "longest response"),
     "response/cut": Metric("share", "samples cut at rollout.max_new_tokens"),
     "response/tokens": Metric("tokens", "all tokens sampled in the step"),
+    "response/samples": Metric("samples", "all samples of the step; more than it trains with objective.dynamic_sampling"),
     "eval/accuracy": Metric("reward", "mean reward over all samples of all held-out problems; a failed reward counts 0"),
     "eval/pass@1": Metric("reward", "mean over the problems of the first sample's reward"),
     "eval/mean@<k>": Metric("reward", "eval/accuracy under the number of samples a problem, run.eval_samples"),

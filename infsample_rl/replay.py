@@ -28,7 +28,7 @@ from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.recording import RecordedStep, read_recording
 from infsample_rl.run_settings import load_run_config
-from infsample_rl.step_metrics import update_metrics
+from infsample_rl.step_metrics import Metrics, update_metrics
 from infsample_rl.types import SampleSpec, TrainingSample
 
 
@@ -65,7 +65,7 @@ def start_of(run_dir: Path, step: int) -> Path | None:
     return kept[step - 1]
 
 
-def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> dict[str, float]:
+def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> Metrics:
     """Metrics of the recorded step's updates, made from `checkpoint`."""
     worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
     worker.setup("", 0, None if checkpoint is None else str(checkpoint))
@@ -97,10 +97,10 @@ def _rows(groups: list[Group], recorded: RecordedStep, config: Config) -> Iterat
         yield assemble(row, prompts, [recorded.completions], [])
 
 
-def compare(run: dict[str, Any], replayed: dict[str, float]) -> list[dict[str, Any]]:
+def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:
     """Both figures of every name and their difference relative to the run's."""
     rows = []
-    for name in (name for name in run if name in replayed and run[name] is not None):
+    for name in (name for name in run if run[name] is not None and replayed.get(name) is not None):
         was, now = float(run[name]), float(replayed[name])
         difference = abs(now - was) / abs(was) if was else abs(now)
         rows.append({"name": name, "run": was, "replay": now, "difference": difference})

@@ -38,6 +38,7 @@ def sample_metrics(groups: StepGroups) -> Metrics:
         "response/length_max": max(lengths),
         "response/cut": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
         "response/tokens": sum(lengths),
+        "response/samples": len(samples),
     }
     if groups.with_reference:
         metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
@@ -120,9 +121,10 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     }
 
 
-def update_metrics(updates: list[dict[str, float]]) -> Metrics:
-    """Means over a step's updates; skipped ones are counted, the learning rate is the last one's, memory the most there was."""
-    means = {name: (max if name.startswith("memory/") else statistics.fmean)([update[name] for update in updates]) for name in updates[0]}
+def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
+    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's, memory the most there was."""
+    found = {name: [update[name] for update in updates if update[name] is not None] for name in updates[0]}
+    means = {name: (max if name.startswith("memory/") else statistics.fmean)(values) if values else None for name, values in found.items()}
     skipped = sum(update["learner/skipped_updates"] for update in updates)
     return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
 

@@ -75,6 +75,7 @@ CASES = [
     ("exploding_kl", ["objective.kl=none"], [(20, {"learner/kl": 9.0})], None),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": 0.05})], [(5, {}), (5, {"learner/entropy": 0.02})]),
     ("collapsing_entropy", [], [(20, {"learner/entropy": 0.0001})], [(5, {}), (20, {"learner/entropy": 0.0})]),
+    ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": None})], None),  # steps without a learner row
     ("all_cut", [], [(20, {"response/cut": 0.62})], [(5, {"response/cut": 0.97})]),
     ("predictor_worse_than_none", [], [(20, {"predictor/used": 0.0, SAVED: -70})], [(5, {SAVED: -3})]),
     ("predictor_worse_than_none", [], [(20, {"predictor/tau": 0.1})], [(10, {"predictor/tau": -0.1})]),
@@ -90,10 +91,26 @@ CASES = [
     ("always_clipped", [], [(19, {"learner/grad_norm": 9.0}), (1, {})], [(20, {"learner/grad_norm": 4.0})]),
     ("always_clipped", [], [(40, {"learner/grad_norm": 2.0})], None),
     ("failing_rewards", [], [(20, {"reward/failed": 6})], [(3, {"reward/failed": 20})]),
+    ("failing_rewards", [], [(20, {"reward/failed": 20, "response/samples": 384})], [(3, {"reward/failed": 60, "response/samples": 384})]),
     ("growing_mismatch", ["objective.mismatch_stop_float32=0.0001"], [(20, {MAX: 6e-5})], [(5, {}), (5, {MAX: 6e-5})]),
     ("growing_mismatch", ["model.dtype=bfloat16"], [(5, {}), (20, {MEAN: 0.02})], [(5, {}), (5, {MEAN: 0.03})]),
     ("stale_samples", ["run.max_staleness=1"], [(20, {"learner/engine_ess": 0.7})], [(5, {"learner/engine_ess": 0.4})]),
 ]  # fmt: skip
+
+
+def test_steps_without_a_row_do_not_hide_what_the_others_show():
+    config, low = settings("run.max_staleness=1"), {"learner/engine_ess": 0.4}
+    said = findings(config, *([(1, low), (1, {"learner/engine_ess": None})] * 5))
+    assert [(step, rule) for step, rule, _ in said] == [(9, "stale_samples")] and "leave 40%" in said[0][2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cause"),
+    [([], "no sample with a reward or a signal"), (["learner.on_nonfinite=skip"], "was not finite")],
+)
+def test_a_skipped_update_is_called_not_finite_only_where_such_are_skipped(overrides, cause):
+    ((_, rule, text),) = findings(settings(*overrides), (1, {"learner/skipped_updates": 1.0}))
+    assert rule == "skipped_updates" and cause in text
 
 
 @pytest.mark.parametrize(("rule", "overrides", "quiet", "said"), CASES, ids=[f"{place}-{case[0]}" for place, case in enumerate(CASES)])

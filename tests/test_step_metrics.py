@@ -9,6 +9,7 @@ import pytest
 
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
+from infsample_rl.learner.update_sums import UpdateSums
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.step_metrics import (
@@ -98,6 +99,14 @@ def test_rounds_of_sampling_come_one_after_the_other():
 def test_a_steps_updates_are_averaged_and_skipped_ones_counted():
     updates = [{"learner/loss": loss, "learner/lr": lr, "learner/skipped_updates": 1.0} for loss, lr in ((1.0, 0.1), (2.0, 0.2))]
     assert update_metrics(updates) == {"learner/loss": 1.5, "learner/lr": 0.2, "learner/skipped_updates": 2.0, "learner/updates": 2}
+
+
+def test_an_update_without_a_row_has_no_part_in_the_means_over_tokens():
+    sums = UpdateSums(entropy=0.8, num_tokens=2, weight=2.0, weight_square=2.0)
+    rest = {"learner/skipped_updates": 0.0, "learner/lr": 0.1}
+    found = update_metrics([sums.metrics() | rest, UpdateSums().metrics() | rest])
+    assert (found["learner/entropy"], found["learner/engine_ess"]) == (0.4, 1.0)
+    assert update_metrics([UpdateSums().metrics() | rest])["learner/entropy"] is None
 
 
 def test_timing_of_overlap_and_leads():

@@ -156,7 +156,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "warm_up_steps": 1,
         "settings": run.settings,
         "variants": run.variants,
-        "mismatch": max((step["mismatch"] for step in steps), default=None) if "mismatch" in steps[0] else None,
+        "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
         "parameters": facts["parameters"],
         "device": facts["device"],
         "threads": options.threads,

@@ -53,19 +53,20 @@ class UpdateSums:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return UpdateSums(*total.tolist(), *values[-2:].tolist())
 
-    def metrics(self) -> dict[str, float]:
-        """Means over the update's tokens, by metric name.
+    def metrics(self) -> dict[str, float | None]:
+        """Means over the update's tokens, by metric name; None where no row was sent.
 
         logprob_diff_* and engine_ess compare the engine's log-probabilities with the learner's first ones of the same tokens.
         """
-        tokens = max(1, self.num_tokens)
-        return {
-            "learner/kl": self.kl / tokens,
-            "learner/entropy": self.entropy / tokens,
-            "learner/clip_fraction": self.clipped / tokens,
-            "learner/importance_mean": self.importance / tokens,
-            "learner/logprob_diff_mean": self.mismatch / tokens,
+        tokens = self.num_tokens
+        means = {
+            "learner/kl": self.kl / max(1, tokens),
+            "learner/entropy": self.entropy / max(1, tokens),
+            "learner/clip_fraction": self.clipped / max(1, tokens),
+            "learner/importance_mean": self.importance / max(1, tokens),
+            "learner/logprob_diff_mean": self.mismatch / max(1, tokens),
             "learner/logprob_diff_max": self.mismatch_max,
-            "learner/logprob_diff_k3": self.mismatch_k3 / tokens,
+            "learner/logprob_diff_k3": self.mismatch_k3 / max(1, tokens),
             "learner/engine_ess": effective_sample_size(self.weight, self.weight_square, self.num_tokens),
         }
+        return means if tokens else dict.fromkeys(means)

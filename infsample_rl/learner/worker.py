@@ -220,7 +220,7 @@ class LearnerWorker:
             )
 
     @phase("optimizer")
-    def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float]:
+    def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float | None]:
         """Apply the accumulated gradient with the real denominators of the update, and return its metrics over all ranks.
 
         loss has the real denominator, the other means are over the tokens seen. An update without any valid sample is
