@@ -47,15 +47,19 @@ def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str],
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if re.fullmatch(r"step_\d{6,}", path.name) and (path / STATE_FILE).is_file())
+    return sorted(path for path in _step_folders(run_dir) if (path / STATE_FILE).is_file())
+
+
+def _step_folders(run_dir: Path) -> list[Path]:
+    """Folders that a save has named, not e.g. step_000010_merged beside them."""
+    return [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
     """Move checkpoints of steps that are about to be done again into checkpoints/superseded; drop what a killed save left."""
     for partial in (run_dir / "checkpoints").glob(".partial_*"):
         shutil.rmtree(partial)
-    later = [path for path in (run_dir / "checkpoints").glob("step_*") if int(path.name.removeprefix("step_")) > step]
+    later = [path for path in _step_folders(run_dir) if int(path.name.removeprefix("step_")) > step]
     for path in later:
         aside = path.parent / "superseded" / path.name
         aside.parent.mkdir(exist_ok=True)

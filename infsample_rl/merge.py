@@ -21,7 +21,9 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
 
-VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")  # settings merge_weight knows nothing of
+# Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
+VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+OWN_BASES = ("pissa", "olora", "corda", "loftq")
 
 
 def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
@@ -48,6 +50,8 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     if settings is None:
         raise ValueError(f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole weights")
     used = [name for name in VARIANTS if settings.get(name)]
+    if str(settings.get("init_lora_weights")).startswith(OWN_BASES):
+        used.append(f"init_lora_weights={settings['init_lora_weights']}")
     if settings["peft_type"] != "LORA" or settings["bias"] != "none" or used:
         raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
     tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
@@ -58,7 +62,11 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         layer = name.removesuffix(".lora_A.weight")
         weight = lm.get_submodule(layer.removeprefix(PEFT_PREFIX)).weight
-        weight.copy_(merge_weight(weight, tensors[name], tensors[f"{layer}.lora_B.weight"], scale))
+        if weight is lm.get_input_embeddings().weight:
+            raise ValueError(f"CHECKPOINT={checkpoint} adapts {layer}, whose weight is the embedding too: merge it with peft itself")
+        weight.copy_(merge_weight(weight, tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight"), scale))
+    if tensors:
+        raise ValueError(f"CHECKPOINT={checkpoint} holds {next(iter(tensors))}, which is no adapter of a linear layer: merge it with peft itself")
     return lm
 
 

@@ -61,9 +61,11 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written
     for step in (1, 2, 3):
         write(tmp_path, step, keep=3)
     (tmp_path / "checkpoints" / ".partial_step_000004").mkdir()
+    (tmp_path / "checkpoints" / "step_000003_merged").mkdir()  # the user's own
     assert [path.name for path in set_aside_after(tmp_path, 1)] == ["step_000002", "step_000003"]
     assert write(tmp_path, 2, keep=1).is_dir(), "pruning by name no longer drops it in favour of step 3"
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+    assert (tmp_path / "checkpoints" / "step_000003_merged").is_dir()
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == ["step_000002", "step_000003"]
     assert not (tmp_path / "checkpoints" / ".partial_step_000004").exists()
 

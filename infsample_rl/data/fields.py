@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from infsample_rl.boxed import RAW_ANSWER, last_boxed
@@ -117,11 +119,12 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
         columns.setdefault("data_source", None)
         columns.setdefault("extra_info", None)
     if fields.answer is not None:
-        given = _required(row.fields, fields.answer)
-        columns["answer"] = gold_answer(given, fields.answer)
-        if fields.answer == "answer" and isinstance(given, str) and columns["answer"] != given.strip():
-            columns.setdefault("solution", given)  # the worked solution the gold answer was cut from
-            columns[RAW_ANSWER] = given
+        own, gold = row.fields.get("answer"), gold_answer(_required(row.fields, fields.answer), fields.answer)
+        columns["answer"] = gold
+        if own is not None and gold != (own.strip() if isinstance(own, str) else own):
+            columns[RAW_ANSWER] = own
+            if fields.answer == "answer" and isinstance(own, str):
+                columns.setdefault("solution", own)  # the worked solution the gold answer was cut from
     return Problem(row=row.number, origin=origin, messages=messages, columns=columns)
 
 
@@ -172,7 +175,9 @@ def gold_answer(value: Any, name: str) -> Any:
     gold_answer("6 * 7 = 42\n#### 1,042", "answer") == "1042"; lists and objects stay as they are.
     """
     if isinstance(value, float):
-        return str(int(value)) if value.is_integer() else str(value)
+        if not math.isfinite(value):
+            raise BadRow(f"cannot be used: its field {name!r} is {value}, no number")
+        return str(int(value)) if value.is_integer() else format(Decimal(repr(value)), "f")  # 0.00001, not 1e-05
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

@@ -117,7 +117,9 @@ class RewardWorker:
         """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all processes."""
         assert self._pool is not None or not self._in_pool
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
-        columns["label"] = prompt.columns.get(RAW_ANSWER, prompt.columns.get(self.answer_field or "answer", prompt.columns.get("answer")))
+        field = self.answer_field or "answer"
+        given = RAW_ANSWER if field == "answer" and RAW_ANSWER in prompt.columns else field
+        columns["label"] = prompt.columns.get(given, prompt.columns.get("answer"))
         columns["trainer_state"] = {
             "global_step": step * self.updates_per_step,  # TRL counts updates
             "max_steps": -1 if self.steps is None else self.steps * self.updates_per_step,

@@ -62,7 +62,7 @@ def test_prompts_are_numbered_by_their_place_in_the_batch_and_carry_their_column
     stream.next_batch()
     batch = stream.next_batch()
     assert [prompt.prompt_index for prompt in batch] == [0, 1, 2]
-    assert [prompt.columns for prompt in batch] == [{"answer": "3"}, {"answer": "4"}, {"answer": "5"}]
+    assert [prompt.columns for prompt in batch] == [{"answer": str(number), "answer_as_given": number} for number in (3, 4, 5)]
     assert stream.first_rendered == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert (stream.num_rows, stream.dropped, stream.truncated) == (7, 0, 0)
 

@@ -20,7 +20,7 @@ import pytest
 from infsample_rl.boxed import last_boxed
 from infsample_rl.config import DataConfig
 from infsample_rl.data import sources
-from infsample_rl.data.fields import gold_answer
+from infsample_rl.data.fields import BadRow, gold_answer
 from infsample_rl.data.sources import hub_rows, load_problems
 
 USER = [{"role": "user", "content": "1 + 1 = ?"}]
@@ -79,6 +79,9 @@ def test_raw_math_rows_yield_the_last_boxed_answer_and_keep_the_solution(tmp_pat
         (72, "72"),
         (72.0, "72"),
         (0.5, "0.5"),
+        (0.00001, "0.00001"),
+        (-2.5e-7, "-0.00000025"),
+        (1e22, "10000000000000000000000"),
         ("1,000", "1,000"),
         ([True, False], [True, False]),
         ({"target": 5}, {"target": 5}),
@@ -88,6 +91,12 @@ def test_raw_math_rows_yield_the_last_boxed_answer_and_keep_the_solution(tmp_pat
 )
 def test_gold_answer(value, answer):
     assert gold_answer(value, "answer") == answer
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_gold_answer_that_is_no_number_is_a_bad_row(value):
+    with pytest.raises(BadRow, match="'answer' is (nan|-inf), no number"):
+        gold_answer(value, "answer")
 
 
 def test_an_unclosed_box_is_no_box():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -230,3 +231,32 @@ def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)
     path.write_text(json.dumps(settings | {"use_dora": True}))
     assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, ""),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "embed"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, "lora_B.bias, which is no adapter of a linear layer"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head, whose weight is the embedding too"),
+        ({"target_modules": ["q_proj"], "layer_replication": [(0, 2), (0, 2)]}, "layer_replication"),
+        ({"target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+    ],
+)
+def test_a_peft_folder_is_merged_as_peft_means_it_or_refused(settings, said, tmp_path):
+    tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **settings))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    adapted.save_pretrained(tmp_path / "adapters")
+    if said:
+        with pytest.raises(ValueError, match=said):
+            merge.load_merged(tmp_path / "adapters")
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(merge.load_merged(tmp_path / "adapters")(IDS).logits, adapted.eval()(IDS).logits, rtol=0, atol=1e-4)

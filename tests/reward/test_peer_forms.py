@@ -81,6 +81,14 @@ def reward_func(queries, prompts, labels, **kwargs):
     rewards = [1.0 if response.strip() == label.split("####")[1].strip() else 0.0 for response, label in zip(responses, labels)]
     return {"rewards": Tensor(rewards), "scores": Tensor(rewards), "extra_logs": {"length": Tensor([float(len(responses[0]))])}}
 
+def kinds(completions, answer, **columns):
+    return [float(one) if isinstance(one, int) else -1.0 for one in answer]
+
+
+def labelled(queries, prompts, labels):
+    return Tensor([float(label) if isinstance(label, int) else -1.0 for label in labels])
+
+
 def reward_plain(queries, prompts, labels):
     return Tensor([3.0])
 """
@@ -131,6 +139,16 @@ def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, pro
     result = open_worker("exact", "judged", "length").score_texts(prompt_of(trl_row()), ["so 3", "so 4"])
     assert result.failures == []
     assert result.components == {"exact": [1.0, 0.0], "judged": [0.25, 0.25], "length": [0.4, 0.4]}
+
+
+def test_numbers_stay_numbers_for_functions_and_a_rows_own_answer_its_own(open_worker, prompt_of):
+    row = trl_row(answer=42, target=7)
+    assert open_worker("kinds").score_texts(prompt_of(row), ["x"]).components["kinds"] == [42.0]
+    assert prompt_of(row).columns["answer"] == "42"
+    other = prompt_of(row, answer_field="target")
+    assert other.columns["answer"] == "7" and open_worker("kinds", answer_field="target").score_texts(other, ["x"]).components["kinds"] == [42.0]
+    assert open_worker("labelled", answer_field="target").score_texts(other, ["x"]).rewards == [7.0]
+    assert open_worker("labelled").score_texts(prompt_of(row), ["x"]).rewards == [42.0]
 
 
 def test_a_trl_function_that_returns_none_is_left_out_of_the_weighted_sum(open_worker, prompt_of):
