@@ -45,5 +45,5 @@ def seal(items: Iterable[MicroGroupHeader | list[Completion]]) -> Iterator[Seale
 
 
 def unseal(payload: Payload) -> list[Completion]:
-    """The completions of a micro-group, however it came."""
+    """The completions of a micro-group, however it came: a rollout worker of this run made the bytes, Ray carried them."""
     return pickle.loads(payload.completions) if isinstance(payload, SealedMicroGroup) else payload
