@@ -108,6 +108,9 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = setting(16384, "tokens of one packed learner row, over all its responses", low=16)
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", low=1)
     activation_checkpointing: int = setting(0, "recompute activations in the backward pass: 0 of none, 1 of every layer, n of every n-th", low=0)
+    recompute_granularity: str = setting(
+        "full", "full: of a recomputed layer only its input is kept; selective: its matrix products too", choices=("full", "selective")
+    )
     lora_rank: int = setting(0, "train LoRA adapters of this rank (peft), not the weights; 0: the weights", low=0)
     lora_alpha: float = setting(32.0, "adapters count lora_alpha / lora_rank", above=0)
     lora_targets: list[str] = setting(["all-linear"], "names of the modules that get adapters, or all-linear")

@@ -50,6 +50,7 @@ def _idle_settings(config: Config) -> dict[str, bool]:
         "learner.shard_ranks": cluster.learner_ranks == 1,
         "learner.min_lr_ratio": learner.lr_schedule == "constant",
         "learner.offload_optimizer": cluster.learner_gpus == 0 and learner.backend != "deepspeed",
+        "learner.recompute_granularity": learner.activation_checkpointing == 0,
         "learner.lora_alpha": not lora,
         "learner.lora_targets": not lora,
         "learner.lora_publish": not lora or cluster.colocate,

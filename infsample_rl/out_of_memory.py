@@ -127,8 +127,10 @@ def _learner_advice(config: Config, phase: str) -> list[str]:
     rows, states = [], []
     if learner.max_tokens_per_micro_batch > longest:
         rows.append(f"learner.max_tokens_per_micro_batch={max(longest, learner.max_tokens_per_micro_batch // 2)}")
-    if learner.activation_checkpointing != 1:
-        rows.append("learner.activation_checkpointing=1")
+    if learner.activation_checkpointing == 0:
+        rows.append("learner.activation_checkpointing=1 (with learner.recompute_granularity=selective it costs hardly any time)")
+    elif learner.activation_checkpointing > 1 or learner.recompute_granularity == "selective":
+        rows.append("learner.activation_checkpointing=1 with learner.recompute_granularity=full")
     if learner.logprob_chunk_tokens > 256:
         rows.append(f"learner.logprob_chunk_tokens={learner.logprob_chunk_tokens // 4}")
     if learner.optimizer == "adamw" and learner.backend == "fsdp" and not learner.offload_optimizer:

@@ -116,8 +116,9 @@ class LearnerWorker:
         for module in lm.modules():
             if isinstance(module, nn.Dropout):  # the policy that sampled had none
                 module.p = 0.0
-        if self.config.learner.activation_checkpointing:
-            checkpoint_every(lm, self.config.learner.activation_checkpointing)
+        learner = self.config.learner
+        if learner.activation_checkpointing:
+            checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
 
     def _build_backend(self) -> Backend:
         """Imported where it is chosen: a machine may lack DeepSpeed."""

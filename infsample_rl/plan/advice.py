@@ -25,7 +25,7 @@ def advise(config: Config, model: ModelOutline, plan: ProcessPlan, device: Devic
     for changes in _candidates(config, model, plan, device):
         for tried in (changes, before | changes):
             if _fits(config, model, role, tried):
-                return [_written(name, value) for name, value in tried.items()]
+                return [_written(name, value) for name, value in tried.items() if value != _value(config, name)]
         if _is_valid(config, before | changes):
             before |= changes
     return []
@@ -64,9 +64,13 @@ def _of_rollout(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
 
 def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator[dict[str, Any]]:
     learner = config.learner
-    if learner.activation_checkpointing != 1:
-        yield {"learner__activation_checkpointing": 1}
-    for changes in ({}, {"learner__activation_checkpointing": 1}):
+    selective = {"learner__activation_checkpointing": 1, "learner__recompute_granularity": "selective"}
+    full = {"learner__activation_checkpointing": 1, "learner__recompute_granularity": "full"}
+    if learner.activation_checkpointing == 0:
+        yield selective
+    if learner.activation_checkpointing != 1 or learner.recompute_granularity != "full":
+        yield full
+    for changes in ({}, full):
         tokens = largest_row(with_settings(config, **changes), model, device)
         if tokens is not None and tokens < learner.max_tokens_per_micro_batch:
             yield changes | {"learner__max_tokens_per_micro_batch": tokens}
@@ -103,6 +107,11 @@ def _fits(config: Config, model: ModelOutline, role: str, changes: dict[str, Any
         return plan_role(changed, model, role).sum_bytes <= device_of(changed, role).usable_bytes
     except ValueError:  # a pool too small for one prompt and one response
         return False
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, key = name.partition("__")
+    return getattr(getattr(config, section), key)
 
 
 def _written(name: str, value: Any) -> str:

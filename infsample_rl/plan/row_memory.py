@@ -105,7 +105,7 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
     if settings.flex_attention:
         lm.set_attn_implementation(FLEX_ATTENTION)
     if learner.activation_checkpointing and settings.with_gradient:
-        checkpoint_every(lm, learner.activation_checkpointing)
+        checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
     return policy
 
 

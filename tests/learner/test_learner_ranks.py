@@ -44,7 +44,8 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
     }
     for backend, settings in tools.BACKENDS.items():
         for name, path in (("tied", tied_policy), ("untied", untied_policy)):
-            scenarios[f"{backend}, {name}"] = ten_updates(tools, path, settings, plain[path][0], folder / backend / name)
+            recompute = {"activation_checkpointing": 1, "recompute_granularity": "selective"} if name == "untied" else {}
+            scenarios[f"{backend}, {name}"] = ten_updates(tools, path, settings | recompute, plain[path][0], folder / backend / name)
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     totals = tools.totals_of(bf16)
     calls = [*tools.waves(tools.deal(bf16, (2, 1)), totals), ("step", (totals,)), ("parameters", ()), ("export_weights", (1,))]
@@ -64,11 +65,13 @@ def test_gradient_on_two_ranks_equals_the_plain_one(two_ranks, plain, tools, tie
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
-@pytest.mark.parametrize("checkpointing", [0, 1, 2])
+@pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
 def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(tools, plain, untied_policy, count, checkpointing):
     samples = plain[untied_policy][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
-    config = tools.make_config(untied_policy, learner=replace(LEARNER, activation_checkpointing=checkpointing), objective=OBJECTIVE)
+    every, granularity = checkpointing
+    learner = replace(LEARNER, activation_checkpointing=every, recompute_granularity=granularity)
+    config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE)
     calls = [("accumulate", (row, tools.totals_of(samples))) for row in tools.cut(samples, count)]
     gradients = tools.run_here(config, [*calls, ("gradients", ())])[-1]
     assert gradients.keys() == expected.keys()

@@ -4,36 +4,49 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_row
+from infsample_rl.plan.memory_trace import MemoryTrace
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def run(every):
-    """(gradients, how often each layer's MLP was entered, bytes kept for the backward pass) of one row."""
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products that are computed."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten.mm.default
+        return func(*args, **kwargs or {})
+
+
+SHORT_PROMPT, LONG_PROMPT = (9, (20, 25)), (40, (6, 4, 5))  # of the long one copied keys and values are too many to be kept
+
+
+def run(every, granularity="full", row=SHORT_PROMPT):
+    """(gradients, how often each layer's MLP was entered, bytes alive after the forward pass) of one row."""
     torch.manual_seed(0)
     lm = LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2, attention_dropout=0.5)).eval()
     calls = [0] * 5
     for number, layer in enumerate(lm.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
     if every:
-        checkpoint_every(lm, every)
+        checkpoint_every(lm, every, granularity=granularity)
     policy = PackedPolicy(lm, valid_vocab=60, chunk_tokens=16)
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    row = pack_row([(np.arange(9), [np.arange(20), np.arange(5, 30)])], "cpu")
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs, _ = policy(row, 0.7)
+    prompt, responses = row
+    packed = pack_row([(np.arange(prompt), [np.arange(length) for length in responses])], "cpu")
+    with MemoryTrace(lm.parameters()) as trace:
+        logprobs, _ = policy(packed, 0.7)
+        trace.moment = "after"
+        torch.empty(0)  # a moment is seen when something is made in it
+        kept = trace.fullest["after"].total()
     logprobs.sum().backward()
-    return {name: parameter.grad for name, parameter in lm.named_parameters()}, calls, sum(kept.values())
+    return {name: parameter.grad for name, parameter in lm.named_parameters()}, calls, kept
 
 
 @pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])])
@@ -44,6 +57,26 @@ def test_every_nth_layer_is_computed_twice_and_gradients_are_the_same(every, cal
     for name, gradient in found.items():
         assert torch.equal(gradient, expected[name]), name
     assert kept < kept_without
+
+
+@pytest.mark.parametrize("row", [SHORT_PROMPT, LONG_PROMPT])
+@pytest.mark.parametrize("every", [1, 2])
+def test_selective_recomputation_keeps_products_and_gives_the_same_gradients(every, row):
+    (expected, _, everything), (_, _, least) = run(0, row=row), run(every, row=row)
+    found, _, kept = run(every, "selective", row)
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
+    assert least < kept < everything
+
+
+def test_selective_recomputation_multiplies_no_matrix_of_a_layer_again():
+    products = {}
+    for granularity in ("full", "selective"):
+        with CountProducts() as count:
+            run(1, granularity)
+        products[granularity] = count.number
+    forward = 7 * 5  # query, key, value, output, gate, up, down of five layers
+    assert products["full"] - products["selective"] == forward - 5  # full: all again but the last of each layer, which nobody needs
 
 
 def test_more_recomputed_layers_keep_less():
