@@ -44,6 +44,7 @@ class LearnerMemoryOptions(ModelOptions):
     max_tokens_per_micro_batch: int = option(2048, "tokens of one packed row", low=16)
     logprob_chunk_tokens: int = option(LearnerConfig().logprob_chunk_tokens, "tokens whose logits exist at a time", low=1)
     activation_checkpointing: int = option(0, "0: of no layer, 1: of every layer, n: of every n-th; of both", low=0)
+    recompute_granularity: str = option("full", "of recomputed layers, as in the config; of both", choices=("full", "selective"))
     offload_optimizer: bool = option(False, "masters, moments and the optimizer step in host memory; of both")
     optimizer: str = option("adamw", "of both", choices=("adamw", "adamw_8bit"))
     timeout_s: float = option(1800.0, "seconds one measurement may take", low=1)

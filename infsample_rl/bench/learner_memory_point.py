@@ -27,7 +27,10 @@ from infsample_rl.peak_memory import PeakMemory
 from infsample_rl.types import LossTotals, SampleSpec, TrainingSample
 
 OBJECTIVE = ObjectiveConfig(kl="none")
-LEARNER_SETTINGS = ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "offload_optimizer", "optimizer")
+LEARNER_SETTINGS = (
+    *("max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity"),
+    *("offload_optimizer", "optimizer"),
+)
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(device)
     lm, tokenizer = models.load(dataclasses.replace(options, dtype="float32"))
     if learner.activation_checkpointing:
-        checkpoint_every(lm, learner.activation_checkpointing)
+        checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
     policy = PackedPolicy(lm, valid_vocab=len(tokenizer), chunk_tokens=learner.logprob_chunk_tokens) if spec["name"] == "ours" else PaddedPolicy(lm)
     backend = UnshardedBackend(policy, learner, dtype=getattr(torch, options.dtype))
     samples = make_samples(models.make_prompts(options, tokenizer, 1)[0], spec["group_size"], spec["max_new_tokens"], len(tokenizer), options.seed)

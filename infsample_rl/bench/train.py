@@ -101,8 +101,9 @@ def our_runs(options: TrainOptions, facts: dict[str, Any], group_size: int) -> l
     """Ours as set, and with all activations recomputed."""
     plain = our_settings(options)
     runs = [Run("ours", plain, sweep_spec(options, facts, group_size, options.repeats), [])]
-    if options.lean and options.activation_checkpointing != 1:
-        runs.append(Run("ours/lean", plain | {"activation_checkpointing": 1}, sweep_spec(options, facts, group_size, 1), []))
+    if options.lean and (options.activation_checkpointing != 1 or options.recompute_granularity != "full"):
+        leanest = plain | {"activation_checkpointing": 1, "recompute_granularity": "full"}
+        runs.append(Run("ours/lean", leanest, sweep_spec(options, facts, group_size, 1), []))
     return runs
 
 
@@ -159,6 +160,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
         "parameters": facts["parameters"],
         "device": facts["device"],
+        "allocator": options.allocator,
         "threads": options.threads,
         "versions": raw["versions"],
         "workload": {name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")},

@@ -187,6 +187,7 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
             max_tokens_per_micro_batch=spec["max_tokens_per_micro_batch"],
             logprob_chunk_tokens=spec["logprob_chunk_tokens"],
             activation_checkpointing=spec["activation_checkpointing"],
+            recompute_granularity=spec["recompute_granularity"],
         ),
         cluster=ClusterConfig(colocate=True, threads_per_worker=spec["threads"], rollout_gpus=gpus, learner_gpus=gpus),
     )

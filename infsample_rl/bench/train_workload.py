@@ -39,6 +39,8 @@ class TrainingOptions(ModelOptions):
     max_tokens_per_micro_batch: int = option(2048, "tokens of one packed row of our learner", low=16)
     logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
     activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
+    recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))
+    allocator: str = option("jemalloc", "of host memory, on both sides: Ray's, as our workers have it, or libc's", choices=("jemalloc", "libc"))
     rivals: list[str] = option(["trl"], "rivals beside ours; []: none", choices=("trl",))
     trl_python: str | None = option(None, "interpreter that has TRL; none: this one", key="rivals.trl_python")
     timeout_s: float = option(3600.0, "seconds one measurement may take", low=1)
@@ -82,12 +84,13 @@ def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int
 
 def our_settings(options: TrainingOptions) -> dict[str, Any]:
     """What only our side reads."""
-    names = ("slots", "max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing")
+    names = ("slots", "max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity")
     return {name: getattr(options, name) for name in names}
 
 
 def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
     """Run one side in a process of its own; RuntimeError when that fails."""
+    preload = _preload(options)
     if run.name.startswith("ours"):
         command, environment = [sys.executable, "-m", "infsample_rl.bench.train_ours"], {}
     else:
@@ -96,7 +99,15 @@ def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
         environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if run.spec["device"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment)
+    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment | preload)
+
+
+def _preload(options: TrainingOptions) -> dict[str, str]:
+    if options.allocator == "libc":
+        return {}
+    from infsample_rl.ray_connection import allocator_environment  # only here: a machine with a GPU may do without Ray
+
+    return allocator_environment("learner", gpus=0)
 
 
 def shown(settings: dict[str, Any]) -> str:

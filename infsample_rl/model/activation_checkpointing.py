@@ -31,7 +31,8 @@ def checkpoint_every(lm: PreTrainedModel, every: int, *, granularity: str = "ful
     if not layers or not lm.supports_gradient_checkpointing:
         raise ValueError(f"learner.activation_checkpointing must be 0 for {type(lm).__name__}, got {every}: its layers cannot be recomputed")
     selective = {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if granularity == "selective" else {}
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False} | selective)
+    enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable  # its name in older transformers
+    enable({"use_reentrant": False} | selective)
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every == 0
     lm.train()

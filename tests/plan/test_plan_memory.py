@@ -47,6 +47,9 @@ def test_ranks_share_the_state_and_recomputation_leaves_a_fraction_of_the_activa
     recomputed = plan_role(with_settings(config, learner__activation_checkpointing=1), model, "learner")
     assert recomputed.lines["activations"] < 0.2 * alone["activations"]
     assert recomputed.sum_bytes < 0.7 * sum(alone.values())
+    changes = {"learner__activation_checkpointing": 1, "learner__recompute_granularity": "selective"}
+    selective = plan_role(with_settings(config, **changes), model, "learner")
+    assert 0.3 * alone["activations"] < selective.lines["activations"] < 0.65 * alone["activations"]
 
 
 def test_adapters_take_the_place_of_gradients_and_moments():
@@ -57,9 +60,9 @@ def test_adapters_take_the_place_of_gradients_and_moments():
     assert lines["weights"] == whole["weights"] + 4 * count
 
 
-@pytest.mark.parametrize("every", [0, 1, 3])
-def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(every):
-    config, model = settings(f"learner.activation_checkpointing={every}")
+@pytest.mark.parametrize(("every", "granularity"), [(0, "full"), (1, "full"), (3, "full"), (1, "selective"), (3, "selective")])
+def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(every, granularity):
+    config, model = settings(f"learner.activation_checkpointing={every}", f"learner.recompute_granularity={granularity}")
     deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
     shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
     row = [(20, [30] * 6), (20, [10])]
@@ -107,6 +110,10 @@ KEPT_APART = {
     "llama untied, recomputed": (
         *("llama", 7000, (448, 7, 1200, 7, 7, 64, False), "learner"),
         ("learner.max_tokens_per_micro_batch=900", "learner.activation_checkpointing=1"),
+    ),
+    "qwen3 untied, recomputed selectively": (
+        *("qwen3", 6000, (416, 6, 1248, 8, 2, 48, False), "learner"),
+        ("learner.max_tokens_per_micro_batch=800", "learner.activation_checkpointing=1", "learner.recompute_granularity=selective"),
     ),
     "qwen2 bf16, chunks": (
         *("qwen2", 9000, (320, 4, 896, 10, 2, 32, False), "learner"),
