@@ -14,7 +14,7 @@ import torch
 
 from infsample_rl.bench import train, train_ours, train_report, train_reward
 from infsample_rl.bench.train_trl_settings import batching, best_settings, tune_prompts, variants
-from infsample_rl.bench.train_workload import Run, run_spec
+from infsample_rl.bench.train_workload import Run, our_settings, run_spec
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.types import LossTotals, TrainingSample
 
@@ -33,9 +33,9 @@ def run(command: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
 
 def spec_of(folder, **changes):
     """Two steps of two prompts, G = 4, eight tokens."""
-    options = train.TrainOptions(model=str(folder), device="cpu", threads=1, max_new_tokens=8, lr=0.01, prompt_tokens=8, rivals=[], slots=4)
-    spec = run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS)
-    return spec | {"slots": 4, "max_tokens_per_micro_batch": 64, "logprob_chunk_tokens": 16, "activation_checkpointing": 0} | changes
+    sizes = {"max_new_tokens": 8, "prompt_tokens": 8, "slots": 4, "max_tokens_per_micro_batch": 64, "logprob_chunk_tokens": 16}
+    options = train.TrainOptions(model=str(folder), device="cpu", threads=1, lr=0.01, rivals=[], **sizes)
+    return run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS) | our_settings(options) | changes
 
 
 def test_our_step_has_every_token_and_the_prompt_once_a_row(tiny_qwen3):
@@ -55,7 +55,8 @@ def test_the_engine_samples_with_the_weights_of_the_last_update(tiny_qwen3):
 
 def test_short_rows_and_recomputed_activations_train_the_same_policy(tiny_qwen3):
     whole = train_ours.main(spec_of(tiny_qwen3))["steps"]
-    split = train_ours.main(spec_of(tiny_qwen3, max_tokens_per_micro_batch=20, activation_checkpointing=1))["steps"]
+    recompute = {"activation_checkpointing": 1, "recompute_granularity": "selective"}
+    split = train_ours.main(spec_of(tiny_qwen3, max_tokens_per_micro_batch=20, **recompute))["steps"]
     assert split[0]["learner_tokens"] == 4 * 8 + 2 * 3 + 4 * 8 + 4 * 5  # rows of two and of one response
     assert [step["rewards"] for step in split] == [step["rewards"] for step in whole]
 
