@@ -65,8 +65,11 @@ class RolloutStreams:
         if not work:
             return
         handle = self._crew.all("rollout")[index]
-        pending = 2 * self._config.rollout.max_undelivered  # a header and a payload each, where they are apart
-        options = {"num_returns": "streaming", "_generator_backpressure_num_objects": pending}
+        options: dict[str, Any] = {"num_returns": "streaming"}
+        rollout = self._config.rollout
+        micro_groups = sum(-(-len(item.sample_indices) // rollout.micro_group) for item in work)
+        if micro_groups > rollout.max_undelivered:  # else it cannot be reached, and telling the worker of each item taken is most of what it costs
+            options["_generator_backpressure_num_objects"] = 2 * rollout.max_undelivered  # a header and a payload each, where they are apart
         number, self._num_streams = self._num_streams, self._num_streams + 1
         order = StreamOrder(work, *self._batch, number)
         self._streams[handle.stream.options(**options).remote(order)] = Stream(index, handle, number, by_prompt(work))

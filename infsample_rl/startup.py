@@ -18,6 +18,7 @@ from infsample_rl.config_loading import cache_folder
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.config_unread import unread_settings
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
+from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
 from infsample_rl.model.loading import context_of, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
@@ -70,6 +71,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     checkpoint, damages = keeping.find_checkpoint(run_dir, config.run.resume)
     check_reward_functions(config.reward)
     choose_transport(config.cluster)
+    check_optimizer(config.learner.optimizer)
     check_reward_environment(config)
     if config.cluster.address is None:
         _check_this_machine(config)

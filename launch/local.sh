@@ -2,7 +2,7 @@
 # A run on this machine with Ray's dashboard and job server: launch/local.sh [+experiment=NAME] [group.key=value ...]
 #
 # Starts a head node with a token and the dashboard on the loopback address, trains on it in the foreground, and ends what it
-# started. Ctrl-C and SIGTERM go to the run, which saves what it can. Without a setting to give, `make run` needs none of this.
+# started. Ctrl-C and SIGTERM end the run in order: it saves the last finished step. Without a setting to give, `make run` needs none of this.
 #   PORT=6379 DASHBOARD_PORT=8265   of the head node
 #   CPUS=N                          of the head node: reservations, not cores; default: the machine's, or as many as the run's workers ask for
 #   KEEP=1                          leave the head node running when the run ends, for launch/submit.sh
@@ -43,8 +43,7 @@ end_cluster() {
   rm -rf "$scratch"
 }
 trap end_cluster EXIT
-trap '[ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null' TERM
-trap '[ -z "$driver" ] || kill -INT "$driver" 2> /dev/null' INT
+trap '[ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null' TERM INT # a shell starts what is in the background with SIGINT ignored
 
 up=
 for _ in $(seq 120); do

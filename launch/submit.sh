@@ -9,7 +9,7 @@
 #   --address URL       job server (default: $RAY_API_SERVER_ADDRESS, else http://127.0.0.1:8265, e.g. through ssh -L 8265:127.0.0.1:8265 HEAD)
 #   --id ID             of the job; default infsample_rl-<date>-<time>
 #   --working-dir DIR   what the job gets a copy of (default: this checkout); runs, environments and .git stay behind
-#   --grace SECONDS     between SIGTERM and SIGKILL (default: run.grace_s and 30 more, else 150)
+#   --grace SECONDS     between SIGTERM and SIGKILL (default: 30 more than a run.grace_s given here, else 150); run.grace_s is 30 less unless given
 #   --no-follow         submit and leave
 #
 # run.dir is made absolute, against the current directory, and must be a folder that every node shares; the same command with the same
@@ -55,6 +55,7 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --*) fail "there is no option $1 (launch/submit.sh --help)" ;;
+    follow | status | stop) fail "$1 comes first: launch/submit.sh $1 ID" ;;
     *) settings+=("$1") ;;
   esac
   shift
@@ -132,6 +133,7 @@ case $run_dir in
 esac
 grace=${grace:-150}
 [[ $grace =~ ^[0-9]+$ ]] || fail "--grace must be whole seconds, got $grace"
+[ -n "${seconds:-}" ] || [ "$grace" -le 30 ] || job+=("run.grace_s=$((grace - 30))") # else a save of more than its 30 s is not begun
 [ -d "$working_dir" ] || fail "--working-dir $working_dir is not a folder"
 
 ray job submit --address "$address" --submission-id "$id" --working-dir "$working_dir" --no-wait --log-style record \

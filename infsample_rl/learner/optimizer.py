@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import LearnerConfig
+
+OPTIMIZER_8BIT = "adamw_8bit"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
@@ -22,20 +25,24 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
     ]
     groups = [group for group in groups if group["params"]]
     settings = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
-    if learner.optimizer == "adamw_8bit":
+    if learner.optimizer == OPTIMIZER_8BIT:
         return _adamw_8bit(groups, settings)
     # One fused kernel for all parameters: the same arithmetic, several times faster than one parameter at a time.
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
+def check_optimizer(name: str) -> None:
+    """ValueError for a learner.optimizer whose library is not there."""
+    if name == OPTIMIZER_8BIT and importlib.util.find_spec("torchao") is None:
+        missing = "the package torchao, which is not installed here; install torchao or take learner.optimizer=adamw"
+        raise ValueError(f"learner.optimizer={name} needs {missing}")
+
+
 def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
     """Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of whole blocks stays float32."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise ValueError(
-            "learner.optimizer=adamw_8bit needs the package torchao, which is not installed here; install torchao or take learner.optimizer=adamw"
-        ) from None
+    check_optimizer(OPTIMIZER_8BIT)
+    from torchao.optim import AdamW8bit
+
     return AdamW8bit(groups, **settings)
 
 

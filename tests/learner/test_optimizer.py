@@ -1,10 +1,12 @@
-import sys
+import importlib.util
 
 import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig
+from infsample_rl.config_loading import load_config
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, lr_at, moments, set_lr
+from infsample_rl.startup import prepare
 
 
 def rates(total, **settings):
@@ -105,7 +107,10 @@ def test_8_bit_adamw_follows_float32_and_its_next_update_after_a_resume_is_the_s
     assert torch.equal(ours[1], resumed[1])
 
 
-def test_8_bits_without_torchao_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+def test_8_bits_without_torchao_is_one_line_before_anything_starts(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name))
     with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao, .*take learner.optimizer=adamw$"):
         one_parameter(LearnerConfig(optimizer="adamw_8bit"))
+    with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao"):
+        prepare(load_config(["learner.optimizer=adamw_8bit", f"run.dir={tmp_path / 'run'}"]))
