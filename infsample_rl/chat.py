@@ -122,6 +122,7 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
         line = line.strip()
         if not line:
             continue
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text reach Python as halves of a pair
         if line.startswith("/"):
             print(chat.obey(line), file=out, flush=True)
             continue

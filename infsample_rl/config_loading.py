@@ -195,12 +195,22 @@ def _default_of(name: str) -> str:
     return f"; the default is {json.dumps(specs[key].default)}"
 
 
+def _run_of(checkpoint: str) -> Path:
+    """The run folder that run.resume=RUN/checkpoints/step_N goes on in. ConfigError for another folder: run.dir has to say it then."""
+    parent = Path(checkpoint).expanduser().resolve().parent
+    folder = parent.parent if parent.name == "superseded" else parent
+    if folder.name != "checkpoints":
+        known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
+        raise ConfigError(f"run.resume must be {known}, got {checkpoint!r}; for one that lies elsewhere give run.dir too")
+    return folder.parent
+
+
 def _make_paths_absolute(settings: dict[str, Any]) -> None:
     """Resolve every local path against the current directory; a Ray worker starts elsewhere."""
     run, model, data = settings["run"], settings["model"], settings["data"]
     if run["dir"] is None:
         if run["resume"] not in ("auto", "never"):
-            run["dir"] = str(Path(run["resume"]).expanduser().resolve().parent.parent)
+            run["dir"] = str(_run_of(run["resume"]))
         else:
             run["dir"] = f"runs/{run['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
     run["dir"] = str(Path(run["dir"]).expanduser().absolute())

@@ -274,7 +274,7 @@ class Driver:
 
         try:
             with self.interruption.held():  # it is what SIGTERM would want, and the learner's ranks must come to its end together
-                self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts, keep=self.config.run.keep_checkpoints)
+                self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts)
         except StepLost:
             raise
         except (OSError, RuntimeError) as error:
@@ -282,6 +282,8 @@ class Driver:
                 raise
             self.log.warn(f"the checkpoint of step {self.step} could not be written ({error}); {self.checkpoint or 'none'} is the last good one")
             return
+        for kept in keeping.drop_old(self.run_dir, self.config.run.keep_checkpoints):
+            self.log.warn_seldom(kept)
         self._save_seconds = time.time() - started
         self.log.note(f"checkpoint {self.checkpoint} written in {self._save_seconds:.1f} s")
         self.log.write_report()

@@ -82,6 +82,9 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
     ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
     config = load_run_config(run_dir, [*ours, *overrides])
+    if config.rollout.group_size != options.samples:
+        wrong, right = config.rollout.group_size, options.samples
+        raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
     names = {override.partition("=")[0] for override in overrides}
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
@@ -142,7 +145,7 @@ def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult
 def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> dict[str, Estimate | float | int]:
     """Figures by name. A failed reward counts 0 and does not pass."""
     rewards = [[reward or 0.0 for reward in sampled.rewards.values()] for sampled in found]
-    right = [sum(reward >= options.threshold for reward in group) for group in rewards]
+    right = [sum(reward is not None and reward >= options.threshold for reward in sampled.rewards.values()) for sampled in found]
     completions = [completion for sampled in found for completion in sampled.completions.values()]
     lengths = [[len(completion.token_ids) for completion in sampled.completions.values()] for sampled in found]
     figures: dict[str, Estimate | float | int] = {"problems": len(found), "samples": options.samples}
@@ -200,9 +203,9 @@ def _run(arguments: list[str]) -> int:
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
     found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
-    figures = summarise(found, options, seed=config.run.seed)
     if options.out is not None:
         write_completions(found, Path(options.out), config)
+    figures = summarise(found, options, seed=config.run.seed)
     if options.json:
         print(json.dumps({name: dataclasses.asdict(value) if isinstance(value, Estimate) else value for name, value in figures.items()}))
     else:

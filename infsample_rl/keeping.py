@@ -19,8 +19,8 @@ from infsample_rl.checksums import find_damage, write_checksums
 STATE_FILE = "driver_state.json"
 
 
-def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str], None], *, keep: int) -> Path:
-    """Let `save` fill a temporary folder, add the driver's state, rename it, drop all but the newest `keep`.
+def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str], None]) -> Path:
+    """Let `save` fill a temporary folder, add the driver's state, rename it.
 
     RuntimeError when the learner's files are not in it: a rank on another node has written to a disk of its own.
     """
@@ -40,32 +40,48 @@ def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str],
         raise
     os.replace(partial, folder)
     _sync_to_disk(folder.parent)
-    for old in checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
     return folder
+
+
+def drop_old(run_dir: Path, keep: int) -> list[str]:
+    """Drop all checkpoints but the newest `keep`; what could not be dropped, and why."""
+    kept = []
+    for old in checkpoints(run_dir)[:-keep]:
+        try:
+            old.unlink() if old.is_symlink() else shutil.rmtree(old)
+        except OSError as error:
+            kept.append(f"{old} could not be removed ({error.strerror or error}): it stays beside the newest {keep} checkpoints")
+    return kept
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(path for path in _step_folders(run_dir) if (path / STATE_FILE).is_file())
+    return sorted((path for path in _step_folders(run_dir / "checkpoints") if (path / STATE_FILE).is_file()), key=_step_in_name)
 
 
-def _step_folders(run_dir: Path) -> list[Path]:
+def _step_folders(folder: Path) -> list[Path]:
     """Folders that a save has named, not e.g. step_000010_merged beside them."""
-    return [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+
+
+def _step_in_name(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def set_aside_after(run_dir: Path, step: int) -> list[Path]:
-    """Move checkpoints of steps that are about to be done again into checkpoints/superseded; drop what a killed save left."""
+    """Move checkpoints and recordings of steps that are about to be done again into a folder superseded beside them; the checkpoints moved.
+
+    What a killed save has left is dropped.
+    """
     for partial in (run_dir / "checkpoints").glob(".partial_*"):
         shutil.rmtree(partial)
-    later = [path for path in _step_folders(run_dir) if int(path.name.removeprefix("step_")) > step]
-    for path in later:
+    folders = [path for name in ("checkpoints", "recordings") for path in _step_folders(run_dir / name) if _step_in_name(path) > step]
+    for path in folders:
         aside = path.parent / "superseded" / path.name
         aside.parent.mkdir(exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(path, aside)
-    return later
+    return [path for path in folders if path.parent.name == "checkpoints"]
 
 
 def lock_run_folder(run_dir: Path) -> TextIO:

@@ -34,6 +34,8 @@ def _refuse(message: str) -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what an ASCII terminal cannot show
     try:
         options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
         if options.config_dir is not None and not os.path.isdir(options.config_dir):

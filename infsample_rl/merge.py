@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -52,7 +53,7 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     used = [name for name in VARIANTS if settings.get(name)]
     if str(settings.get("init_lora_weights")).startswith(OWN_BASES):
         used.append(f"init_lora_weights={settings['init_lora_weights']}")
-    if settings["peft_type"] != "LORA" or settings["bias"] != "none" or used:
+    if settings["peft_type"] != "LORA" or settings.get("bias", "none") != "none" or used:
         raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
     tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
     dtype = next(iter(tensors.values())).dtype
@@ -79,7 +80,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         merge_checkpoint(options.checkpoint, options.out, trust_remote_code=options.trust_remote_code)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(json.dumps({"merged": str(options.out)}))

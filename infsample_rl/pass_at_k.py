@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 10_000
+DRAWN_AT_ONCE = 500
 Z = 1.959963984540054  # 97.5 % of the normal distribution
 
 
@@ -43,8 +44,10 @@ def mean_over_problems(values: Sequence[float], *, seed: int = 0) -> Estimate:
     figures = np.asarray(values, np.float64)
     if set(np.unique(figures)) <= {0.0, 1.0}:
         return _wilson(int(figures.sum()), len(figures))
-    draws = np.random.default_rng(seed).integers(0, len(figures), (RESAMPLES, len(figures)))
-    low, high = np.quantile(figures[draws].mean(axis=1), [0.025, 0.975])
+    generator, means = np.random.default_rng(seed), []
+    for _ in range(0, RESAMPLES, DRAWN_AT_ONCE):  # all at once would take 160 kB a problem
+        means.append(figures[generator.integers(0, len(figures), (DRAWN_AT_ONCE, len(figures)))].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return Estimate(float(figures.mean()), float(low), float(high), "bootstrap")
 
 

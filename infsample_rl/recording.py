@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -123,7 +124,10 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
     if not (folder / FACTS).is_file():
         there = ", ".join(str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*"))) or "none"
         raise ValueError(f"step={step} of {run_dir} was not recorded; recorded steps: {there}; set logging.record_every=1 in a run to keep all")
-    facts, arrays = json.loads((folder / FACTS).read_text()), load_file(folder / SAMPLES)
+    try:
+        facts, arrays = json.loads((folder / FACTS).read_text()), load_file(folder / SAMPLES)
+    except (ValueError, SafetensorError) as error:
+        raise ValueError(f"step={step} of {run_dir} cannot be read ({folder}): {' '.join(str(error).split())}") from None
     prompt_ids = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
     token_ids, logprobs = (np.split(arrays[name], np.cumsum(arrays["lengths"])[:-1]) for name in ("token_ids", "logprobs"))
     groups, completions, place = [], [], 0

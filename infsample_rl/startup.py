@@ -19,6 +19,7 @@ from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.config_unread import unread_settings
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.learner.optimizer import check_optimizer
+from infsample_rl.logging_outputs.trackers import check_trackers
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
 from infsample_rl.model.loading import context_of, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
@@ -72,6 +73,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     check_reward_functions(config.reward)
     choose_transport(config.cluster)
     check_optimizer(config.learner.optimizer)
+    check_trackers(config)
     check_reward_environment(config)
     if config.cluster.address is None:
         _check_this_machine(config)
@@ -303,12 +305,23 @@ def _check_folders(config: Config) -> None:
         raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")
 
 
+def _settings_before(kept: Path) -> dict[str, dict[str, Any]] | None:
+    """The settings a run began with; None where the file has been damaged. It is compared with, nothing else."""
+    try:
+        found = yaml.safe_load(kept.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    return found if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()) else None
+
+
 def _keep_settings(config: Config, run_dir: Path, *, resumed: bool) -> list[str]:
     """Write config.yaml into the run folder; returns what changed against the one a resumed run began with."""
     settings = dataclasses.asdict(config)
     kept = run_dir / "config.yaml"
-    before: dict[str, Any] = (yaml.safe_load(kept.read_text()) if resumed and kept.is_file() else None) or settings
-    changed = [
+    before = _settings_before(kept) if resumed and kept.is_file() else settings
+    changed = [f"{kept} is damaged: what changed is not known"] if before is None else []
+    before = before or settings
+    changed += [
         f"{section}.{key}: {before.get(section, {}).get(key)} -> {value}"
         for section, values in settings.items()
         for key, value in values.items()

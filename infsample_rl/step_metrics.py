@@ -131,9 +131,9 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
 
 def timing_metrics(groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float) -> Metrics:
     """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these were
-    trained, the same ones on policy.
+    trained, the same ones on policy or where none were.
     """
-    decoded, beside = _last_sample_at(groups), _last_sample_at(sampled_beside)
+    decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(sampled_beside))
     tokens = sum(sample.length for group in groups.groups for sample in group.samples)
     ranks = {rank for rank, _, _ in groups.row_times}
     overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in groups.row_times)

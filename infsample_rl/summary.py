@@ -106,10 +106,10 @@ def try_command(config: Config, checkpoint: Path, run_dir: Path) -> str:
     """A shell line that samples from the checkpoint with plain transformers, on the last prompt of completions.jsonl."""
     samples = run_dir / "completions.jsonl"
     if samples.exists() and samples.stat().st_size > 0:
-        prompt = f'json.loads(open({json.dumps(str(samples))}).readlines()[-1])["prompt"]'
+        prompt = f'json.loads(open({str(samples)!r}).readlines()[-1])["prompt"]'
     else:
         prompt = json.dumps("Question: what is 7 + 5?\nAnswer:")
-    model = json.dumps(str(checkpoint))
+    model = repr(str(checkpoint))
     sample = f"max_new_tokens={config.rollout.max_new_tokens}, do_sample=True, temperature={config.rollout.temperature}"
     code = f'import json; from transformers import pipeline; print(pipeline("text-generation", {model})({prompt}, {sample})[0]["generated_text"])'
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"

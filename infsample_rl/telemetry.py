@@ -63,6 +63,7 @@ class MetricsExporter:
 
     def __init__(self, statistics: Callable[[], Statistics], *, run: str, role: str, worker: int):
         self._statistics = statistics
+        run = run.encode("ascii", "backslashreplace").decode()  # Ray takes ASCII labels only
         self._labels = {"run": run, "role": role, "worker": str(worker)}
         self._metrics: dict[str, Any] = {}
         self._exported: dict[tuple[str, str], float] = {}  # of counters

@@ -32,7 +32,7 @@ setsid ray start --head --block --num-cpus="$cpus" --port="$port" --dashboard-ho
 head=$!
 driver=
 
-# shellcheck disable=SC2317 # a trap calls it
+# shellcheck disable=SC2317,SC2329 # a trap calls it
 end_cluster() {
   if [ -n "${KEEP:-}" ] && kill -0 "$head" 2> /dev/null; then
     echo "the cluster goes on: http://127.0.0.1:$dashboard; end it with: kill $head"
@@ -43,7 +43,8 @@ end_cluster() {
   rm -rf "$scratch"
 }
 trap end_cluster EXIT
-trap '[ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null' TERM INT # a shell starts what is in the background with SIGINT ignored
+signalled=
+trap 'signalled=1; [ -z "$driver" ] || kill -TERM "$driver" 2> /dev/null' TERM INT # a shell starts what is in the background with SIGINT ignored
 
 up=
 for _ in $(seq 120); do
@@ -54,6 +55,7 @@ done
 [ -n "$up" ] || { cat "$scratch/ray.log" >&2; fail "Ray did not start within two minutes"; }
 echo "dashboard: http://127.0.0.1:$dashboard (token: $RAY_AUTH_TOKEN_PATH)"
 
+[ -z "$signalled" ] || { echo "stopped before the run began" >&2; exit 130; }
 "$PYTHON" -m infsample_rl.main "$@" cluster.address="127.0.0.1:$port" &
 driver=$!
 while kill -0 "$driver" 2> /dev/null; do # a signal ends `wait`, not the run

@@ -112,12 +112,17 @@ if [ "$action" != submit ]; then
   exit
 fi
 
+# As Hydra reads a value: quotes around it where it holds more than letters of a plain path.
+unquoted() { local text=$1; [[ $text != \"*\" && $text != \'*\' ]] || text=${text:1:-1}; printf '%s' "$text"; }
+quoted() { if [[ $1 =~ ^[A-Za-z0-9_./-]+$ ]]; then printf '%s' "$1"; else printf '"%s"' "${1//\"/\\\"}"; fi; }
+
 job=()
 for setting in ${settings[@]+"${settings[@]}"}; do
   case $setting in
-    run.dir=*) run_dir=${setting#run.dir=} ;;
+    run.dir=*) run_dir=$(unquoted "${setting#run.dir=}") ;;
     run.grace_s=*)
       seconds=${setting#run.grace_s=}
+      [[ $seconds =~ ^[0-9]+(\.[0-9]*)?$ ]] || fail "$setting must be seconds, as 120 or 120.0"
       grace=${grace:-$((${seconds%.*} + 30))}
       job+=("$setting")
       ;;
@@ -138,7 +143,7 @@ grace=${grace:-150}
 
 ray job submit --address "$address" --submission-id "$id" --working-dir "$working_dir" --no-wait --log-style record \
   --runtime-env-json "{\"excludes\": [$EXCLUDED], \"env_vars\": {\"RAY_JOB_STOP_WAIT_TIME_S\": \"$grace\"}}" \
-  -- python -m infsample_rl.main ${job[@]+"${job[@]}"} "run.dir=$run_dir" cluster.address=auto > /dev/null
+  -- python -m infsample_rl.main ${job[@]+"${job[@]}"} "run.dir=$(quoted "$run_dir")" cluster.address=auto > /dev/null
 echo "$id: submitted to $address; run.dir=$run_dir; ${grace} s between SIGTERM and SIGKILL"
 [ -n "$follow" ] || exit 0
 trap 'echo "stopping $id"; stop_job "$id"; wait "$follower" || true; echo "$id: $(status_of "$id")"; exit 130' INT TERM

@@ -102,7 +102,7 @@ WRONG = [
     (["reward.functions=[{name: gsm9k}]"], "gsm8k"),
     (["data.source=/no/such/file.jsonl"], "/no/such/file.jsonl"),
     (["cluster.learner_gpus=1", "cluster.learner_ranks=64"], "64 GPUs, but there are"),
-    (["run.resume=/no/checkpoint"], "run.resume=/no/checkpoint is not a checkpoint"),
+    (["run.resume=/no/checkpoints/step_000001"], "run.resume=/no/checkpoints/step_000001 is not a checkpoint"),
     (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160"),
     (["learner.beta1=1"], "learner.beta1 must be <= 0.999999, got 1"),
     (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions.weight must be finite, got nan"),
@@ -329,3 +329,13 @@ def test_every_setting_is_read_somewhere():
 def test_config_error_is_a_value_error_and_sections_are_the_schema():
     assert issubclass(ConfigError, ValueError)
     assert list(SECTIONS) == [spec.name for spec in dataclasses.fields(Config)]
+
+
+@pytest.mark.parametrize("resume", ["Auto", "/backup/step_000010"])
+def test_a_checkpoint_outside_a_run_folder_needs_run_dir(resume, tmp_path):
+    known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
+    with pytest.raises(ConfigError, match=f"^run.resume must be {known}, got '{resume}'; .* give run.dir too$"):
+        load_config([f"run.resume={resume}"])
+    assert load_config([f"run.resume={resume}", f"run.dir={tmp_path}"]).run.dir == str(tmp_path)
+    superseded = tmp_path / "checkpoints" / "superseded" / "step_000003"
+    assert load_config([f"run.resume={superseded}"]).run.dir == str(tmp_path)

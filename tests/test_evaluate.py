@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 
+import numpy as np
 import pytest
 
 from infsample_rl import chat, evaluate
 from infsample_rl.chat import Chat, ChatOptions, chat_config, talk
+from infsample_rl.types import Completion, Prompt
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': float(len(solution_str) % 2), 'acc': 1.0}\n"
 
@@ -40,6 +42,20 @@ def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsy
     assert "pass@4" in shown and "over problems" in shown and "a sample passes at a reward of 0.5" in shown
 
 
+def test_a_failed_reward_never_passes():
+    prompt = Prompt(prompt_index=0, row=1, messages=[], text="", token_ids=np.zeros(1, np.int32))
+    ended = {
+        index: Completion(
+            **{"prompt_index": 0, "sample_index": index, "token_ids": np.zeros(2, np.int32), "logprobs": np.zeros(2, np.float32)},
+            **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
+        )
+        for index in range(2)
+    }
+    found = evaluate.Sampled(prompt=prompt, completions=ended, rewards={0: None, 1: 0.0})
+    figures = evaluate.summarise([found], evaluate.EvaluateOptions(samples=2, k=[1], threshold=0.0), seed=0)
+    assert figures["pass@1"].value == 0.5 and figures["failed rewards"] == 1
+
+
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsys):
     for wrong, message in (
         (["samples=0"], "must be >= 1"),
@@ -47,6 +63,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         (["smaples=2"], "is not a setting"),
         (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
         ([f"out={tmp_path}"], "is a folder; give a file"),
+        (["samples=4", "rollout.group_size=2"], "rollout.group_size must be samples = 4 here, got 2; give samples=2 instead"),
         (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
@@ -107,7 +124,7 @@ def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_q
     options = ChatOptions(temperature=0.0, max_new_tokens=6)
     out = io.StringIO()
     one = Chat(chat_config(str(tiny_qwen3), options, []), options, "cpu")
-    talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\n"), out)
+    talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\udce9\n"), out)  # the last: a byte that is no UTF-8, as Python reads it
     lines = out.getvalue().split("\n")
     assert "forgotten" in lines
     assert any(line.startswith("error: prompt 0 of") and "/reset forgets" in line for line in lines)

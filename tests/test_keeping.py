@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.keeping import checkpoints, find_checkpoint, lock_run_folder, read_state, set_aside_after, write_checkpoint
+from infsample_rl.keeping import checkpoints, drop_old, find_checkpoint, lock_run_folder, read_state, set_aside_after, write_checkpoint
 
 
 def save(folder: str) -> None:
@@ -14,7 +14,9 @@ def save(folder: str) -> None:
 
 
 def write(run_dir: Path, step: int, keep: int = 2) -> Path:
-    return write_checkpoint(run_dir, {"step": step, "data": {"position": step}}, save, keep=keep)
+    folder = write_checkpoint(run_dir, {"step": step, "data": {"position": step}}, save)
+    assert drop_old(run_dir, keep) == []
+    return folder
 
 
 def test_last_two_are_kept_and_auto_takes_the_newest(tmp_path):
@@ -33,9 +35,35 @@ def test_a_save_that_fails_leaves_the_last_one_and_nothing_half_done(tmp_path):
         raise OSError("No space left on device")
 
     with pytest.raises(OSError):
-        write_checkpoint(tmp_path, {"step": 2}, full_disk, keep=2)
+        write_checkpoint(tmp_path, {"step": 2}, full_disk)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
     assert write(tmp_path, 2).name == "step_000002"
+
+
+def test_old_checkpoints_are_told_by_number_and_a_link_or_one_that_cannot_go_harms_nothing(tmp_path, monkeypatch):
+    for step in (999_999, 1_000_000):
+        write(tmp_path, step)
+    assert write(tmp_path, 1_000_001).name == "step_1000001"
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
+    elsewhere = tmp_path / "other_disk"
+    (tmp_path / "checkpoints" / "step_1000000").rename(elsewhere)
+    (tmp_path / "checkpoints" / "step_1000000").symlink_to(elsewhere)
+    assert drop_old(tmp_path, 1) == [] and elsewhere.is_dir() and len(checkpoints(tmp_path)) == 1
+    write(tmp_path, 1_000_002)
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    (said,) = drop_old(tmp_path, 1)
+    assert "step_1000001 could not be removed (Operation not permitted)" in said
+
+
+def test_recordings_of_steps_that_are_done_again_are_set_aside_too(tmp_path):
+    for step in (1, 2):
+        (tmp_path / "recordings" / f"step_{step:06d}").mkdir(parents=True)
+    assert set_aside_after(tmp_path, 1) == []
+    assert [path.name for path in sorted((tmp_path / "recordings").iterdir())] == ["step_000001", "superseded"]
 
 
 def test_a_folder_without_state_is_no_checkpoint(tmp_path):
@@ -73,7 +101,7 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written
 def test_a_save_that_went_to_another_nodes_disk_is_refused_and_nothing_is_pruned(tmp_path):
     write(tmp_path, 1)
     with pytest.raises(RuntimeError, match="run.dir must be a folder that every node shares"):
-        write_checkpoint(tmp_path, {"step": 2}, lambda folder: None, keep=1)
+        write_checkpoint(tmp_path, {"step": 2}, lambda folder: None)
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
 
 

@@ -33,7 +33,7 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
         Path(folder, "model.safetensors").write_text("weights")
         start.probe.save(Path(folder))
 
-    checkpoint = write_checkpoint(tmp_path, {"step": 3, "data": start.prompts.state()}, save, keep=2)
+    checkpoint = write_checkpoint(tmp_path, {"step": 3, "data": start.prompts.state()}, save)
     again = begin(tmp_path)
     assert again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
     assert not any("length probe" in warning for warning in again.warnings)

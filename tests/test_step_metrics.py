@@ -127,6 +127,8 @@ def test_timing_of_a_step_whose_samples_were_drawn_before():
         group.last_sample_at += 1.5  # the last at 12.5
     metrics = timing_metrics(groups, following, started=11.5, backward_done=13.0, updated=14.0)
     assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (6.0, 0.5, 0.5)
+    last = timing_metrics(groups, groups, started=11.5, backward_done=13.0, updated=14.0)  # nothing was sampled beside it
+    assert last["timing/backward_after_rollout"] == 1.5 and last["timing/overlap"] == 0.0
 
 
 def test_forecasts_are_compared_with_the_lengths_that_came():

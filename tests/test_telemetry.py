@@ -38,7 +38,7 @@ def statistics():
     tokens += 10
     return {"kv_pages": 64, "kv_pages_used": 48, "sampled_tokens": tokens, ("calls_in_flight", "reward"): 3}
 
-exporter = telemetry.MetricsExporter(statistics, run="a run", role="rollout", worker=2)
+exporter = telemetry.MetricsExporter(statistics, run="l\u00e4uf", role="rollout", worker=2)
 exporter.count("restarts", label="rollout 1")
 exporter.count("restarts", label="rollout 1")
 exporter.observe("step_seconds", 2.0)
@@ -100,7 +100,7 @@ def test_what_a_process_exports_is_scraped_with_its_labels():
         process.kill()
     assert process.returncode == 0
     labels, value = found["kv_pages_used"][0]
-    assert value == 48 and (labels["run"], labels["role"], labels["worker"]) == ("a run", "rollout", "2")
+    assert value == 48 and (labels["run"], labels["role"], labels["worker"]) == (r"l\xe4uf", "rollout", "2")
     assert found["calls_in_flight"][0][0]["stage"] == "reward" and found["calls_in_flight"][0][1] == 3
     assert [(labels["part"], value) for labels, value in found["restarts_total"]] == [("rollout 1", 2)]
     assert found["sampled_tokens_total"][0][1] % 10 == 0, "a sum since the start stays one"

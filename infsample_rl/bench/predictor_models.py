@@ -60,8 +60,9 @@ def group_predictions(held: list[Recording], ks: list[int]) -> Predictions:
         for recording in held:
             here = alive(recording.lengths, k)
             logs = np.where(here, np.log(recording.lengths), 0.0)
-            others = max(1, here.sum() - 1)
-            found.by_k[k].append(np.where(here, np.maximum(k + 1, np.exp((logs.sum() - logs) / others)), np.nan))
+            others = here.sum() - 1
+            alone = np.full(len(logs), np.nan)  # no other to tell by: left out
+            found.by_k[k].append(np.where(here, np.maximum(k + 1, np.exp((logs.sum() - logs) / others)), np.nan) if others > 0 else alone)
     return found
 
 

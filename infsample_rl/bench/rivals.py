@@ -18,15 +18,19 @@ TRASH_BLOCKS = 2  # generate_batch allocates so many blocks that never hold a sa
 
 
 def generation_config(workload: dict[str, Any], stop_ids: list[int], pad_id: int, rows: int, new_tokens: int) -> GenerationConfig:
-    """Plain sampling of `rows` completions of one prompt, of exactly `new_tokens` with ignore_eos."""
+    """Plain sampling of `rows` completions of one prompt, of exactly `new_tokens` with ignore_eos. What is left out here is the model's own."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,
         top_k=0,
         top_p=1.0,
+        min_p=0.0,
+        typical_p=1.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
         max_new_tokens=new_tokens,
         min_new_tokens=None,
-        eos_token_id=None if workload["ignore_eos"] else stop_ids,
+        eos_token_id=-1 if workload["ignore_eos"] else stop_ids,  # None would become the model's own
         pad_token_id=pad_id,
         num_return_sequences=rows,
     )
@@ -88,7 +92,6 @@ def measure_generate_batch(
     )
     copies = group_size if settings["copies"] else 1
     config = generation_config(workload, stop_ids, model.config.eos_token_id, group_size // copies, workload["max_new_tokens"])
-    config.eos_token_id = -1 if workload["ignore_eos"] else stop_ids  # None would become the model's own
     forwards = [0]
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
     runs = []

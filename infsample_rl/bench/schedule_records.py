@@ -72,7 +72,8 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
     memory = []
     for call, each in zip(calls, lengths, strict=True):
         resident = sorted((-(-workload.prompt_tokens[place] // options.page_size) for place in call), reverse=True)[:prompts_at_once]
-        budget = budget_of(workload, options, call, prompts_at_once) - sum(resident) * options.page_size
+        whole = budget_of(workload, options, call, prompts_at_once)
+        budget = max(whole - sum(resident) * options.page_size, min(whole - resident[0] * options.page_size, workload.cap))
         memory.append(token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap))
     recomputed = sum(each.recomputed_tokens for each in memory)
     for name, best, lost, bound in (("optimum, slots", slots, 0, "slot_bound"), ("optimum, memory", memory, recomputed, "token_bound")):

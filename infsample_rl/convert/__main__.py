@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 from infsample_rl.command_line import run_command
 from infsample_rl.config_loading import load_config
 from infsample_rl.convert import openrlhf, trl, trl_files, verl
-from infsample_rl.convert.conversion import Conversion, Given
+from infsample_rl.convert.conversion import SECRET, Conversion, Given
 from infsample_rl.convert.shell import Word, is_unresolved
 from infsample_rl.convert.written import experiment_yaml
 
@@ -73,10 +74,24 @@ def _run(arguments: list[str]) -> int:
     peer, path = arguments[0], Path(arguments[1])
     conversion = convert_file(peer, path, arguments[2:])
     name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
-    text = experiment_yaml(conversion, command=f"python -m infsample_rl.convert {' '.join(arguments)}", name=name)
+    text = experiment_yaml(conversion, command=f"python -m infsample_rl.convert {shlex.join(_without_keys(arguments))}", name=name)
     print(text, end="")
     check_experiment(text)
     return 0
+
+
+def _without_keys(arguments: list[str]) -> list[str]:
+    """`--hub_token KEY`, `--hub_token=KEY` and `a.token=KEY` without the key."""
+    shown: list[str] = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if equals and SECRET.search(name):
+            shown.append(f"{name}=(not shown)")
+        elif shown and shown[-1].startswith("-") and SECRET.search(shown[-1]) and not argument.startswith("-"):
+            shown.append("(not shown)")
+        else:
+            shown.append(argument)
+    return shown
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from infsample_rl.config_loading import SECTIONS
 
-_SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  # names of settings whose values are keys
+SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  # names of settings whose values are keys
 
 
 AS_HERE = "as it is here in any case, or part of a setting above"
@@ -135,7 +135,7 @@ class Conversion:
 
     def _spelled(self, name: str) -> str:
         if name in self.given:
-            value = "(not shown)" if _SECRET.search(name) else short(self.given[name].value)
+            value = "(not shown)" if SECRET.search(name) else short(self.given[name].value)
             return f"{name}={value}, {self.given[name].place}"
         return f"{name}={short(self.defaults.get(name))}, the default of {self.version}"
 

@@ -16,7 +16,7 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
     """The text of configs/experiment/NAME.yaml."""
     lines = [
         "# @package _global_",
-        f"# Made by `{command}`; what it leaves out has the defaults of {conversion.version}.",
+        f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.version}.",
         f"# Save it as DIR/experiment/{name}.yaml and run: python -m infsample_rl.main --config-dir DIR +experiment={name}",
     ]
     for section in SECTIONS:
@@ -31,7 +31,7 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
         ("Unknown, not converted", conversion.unknown),
     ):
         if entries:
-            lines += ["", f"# {heading}:", *(f"#   {entry}" for entry in entries)]
+            lines += ["", f"# {heading}:", *(f"#   {' '.join(entry.split())}" for entry in entries)]
     return "\n".join(lines) + "\n"
 
 

@@ -29,15 +29,23 @@ class Tracker(Protocol):
         """Send what is left, and end."""
 
 
+def check_trackers(config: Config) -> str:
+    """ValueError for a tracker that cannot be had. The mode of W&B: online, offline or disabled."""
+    from infsample_rl.logging_outputs.mlflow_tracker import check_mlflow
+    from infsample_rl.logging_outputs.wandb_tracker import wandb_mode
+
+    if config.logging.mlflow is not None:
+        check_mlflow(config.logging.mlflow)
+    return wandb_mode(config.logging.wandb)
+
+
 def start_trackers(config: Config, run_dir: Path, start_step: int) -> list[Tracker]:
     """Those that the settings ask for. ValueError for one that cannot be had; nothing is written before all settings are looked at."""
-    from infsample_rl.logging_outputs.mlflow_tracker import MlflowTracker, check_mlflow
+    from infsample_rl.logging_outputs.mlflow_tracker import MlflowTracker
     from infsample_rl.logging_outputs.tensorboard_tracker import TensorboardTracker
-    from infsample_rl.logging_outputs.wandb_tracker import WandbTracker, wandb_mode
+    from infsample_rl.logging_outputs.wandb_tracker import WandbTracker
 
-    mode, logging = wandb_mode(config.logging.wandb), config.logging
-    if logging.mlflow is not None:
-        check_mlflow(logging.mlflow)
+    mode, logging = check_trackers(config), config.logging
     run_dir.mkdir(parents=True, exist_ok=True)
     trackers: list[Tracker] = []
     if logging.tensorboard:

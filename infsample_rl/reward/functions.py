@@ -68,6 +68,9 @@ def kind_of(name: str) -> str:
     raise ValueError(f"reward.functions: unknown name {name!r}; give {known}, path/to/file.py:function or model:<folder or hub name>{hint}")
 
 
+METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
+
+
 def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
     """Short names for messages and metrics, all different: "rewards/length.py:brevity" is "brevity", a second one "brevity_2"."""
     names: list[str] = []
@@ -76,7 +79,7 @@ def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
         short = function.name.rpartition(":")[2] if kind == "user" else function.name
         if kind == "model":
             short = MODEL_PREFIX + os.path.basename(function.name.removeprefix(MODEL_PREFIX).rstrip("/"))
-        count = sum(name == short or name.startswith(f"{short}_") and name[len(short) + 1 :].isdigit() for name in names)
+        count = sum(name == short or name.startswith(f"{short}_") and name[len(short) + 1 :].isdigit() for name in [*METRICS_OF_REWARD, *names])
         names.append(f"{short}_{count + 1}" if count else short)
     return names
 

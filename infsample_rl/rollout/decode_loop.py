@@ -209,7 +209,7 @@ class DecodeLoop:
             sample.sampling_logprobs.append(drawn.sampling_logprobs[row])
 
     def _finish_reason(self, sample: Sample) -> str:
-        if sample.tokens[-1] in self.stop_token_ids or (self.ends_text is not None and self.ends_text(list(sample.tokens))):
+        if sample.tokens[-1] in self.stop_token_ids or (self.ends_text is not None and self.ends_text(sample.tokens)):
             return "stop"
         return "length" if len(sample.tokens) == self.max_new_tokens else ""
 

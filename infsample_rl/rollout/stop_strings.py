@@ -47,7 +47,7 @@ class StopStrings:
         self._texts: dict[int, str] = {}  # of tokens seen so far
         self._may_end: dict[int, bool] = {}
 
-    def ends(self, token_ids: list[int]) -> bool:
+    def ends(self, token_ids: Sequence[int]) -> bool:
         """Whether the response's text holds a stop string now; to be asked after every token of a response."""
         if not self.strings or not token_ids:
             return False
@@ -62,8 +62,8 @@ class StopStrings:
         """`text` before its first stop string."""
         return cut_at_stop(text, self.strings)
 
-    def _holds(self, token_ids: list[int]) -> bool:
-        text = response_text(self._tokenizer, token_ids)
+    def _holds(self, token_ids: Sequence[int]) -> bool:
+        text = response_text(self._tokenizer, list(token_ids))
         return any(string in text for string in self.strings)
 
     def _text(self, token_id: int) -> str:
@@ -73,7 +73,7 @@ class StopStrings:
             text = self._texts[token_id] = response_text(self._tokenizer, [token_id, token_id])
         return text
 
-    def _tail(self, token_ids: list[int]) -> list[int]:
+    def _tail(self, token_ids: Sequence[int]) -> Sequence[int]:
         if self._tail_tokens is None:
             return token_ids
         start, found = len(token_ids), 0

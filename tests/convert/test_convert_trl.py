@@ -126,6 +126,13 @@ def test_every_key_of_a_recipe_is_in_the_printed_text(convert):
     assert [key for key in keys if f"{key}=" not in text] == []
 
 
+def test_no_key_is_printed_and_no_value_leaves_its_comment(convert):
+    recipe = RECIPE + 'model_init_kwargs: {note: "first\\nrun:\\n  seed: 777"}\n'
+    text = convert("trl", "recipe.yaml", recipe, "--hub_token", "hf_SECRET").text
+    assert "hf_SECRET" not in text and "--hub_token '(not shown)'" in text
+    assert "#   model_init_kwargs.note=first run: seed: 777" in text
+
+
 def test_what_has_no_equivalent_differs_or_is_unknown_is_said(convert):
     found = convert("trl", "recipe.yaml", RECIPE)
     assert "mask_truncated_completions=True, recipe.yaml" in found.under("No equivalent here")

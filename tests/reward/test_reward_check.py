@@ -87,3 +87,5 @@ def test_component_names_are_short_and_different():
     names = ["gsm8k", "a/length.py:brevity", "b/length.py:brevity", "model:/models/judge/", "model:org/judge"]
     functions = [RewardFunctionConfig(name=name) for name in names]
     assert component_names(functions) == ["gsm8k", "brevity", "brevity_2", "model:judge", "model:judge_2"]
+    taken = [RewardFunctionConfig(name=name) for name in ("a.py:mean", "b.py:mean", "a.py:failed")]
+    assert component_names(taken) == ["mean_2", "mean_3", "failed_2"]  # reward/mean and reward/failed are the run's own

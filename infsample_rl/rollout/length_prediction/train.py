@@ -14,6 +14,7 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
     for index, source in enumerate(options.recordings):
         groups += read_groups(source, tokenizers[index] if tokenizers else None, options.prefix_tokens, options.max_prompts)
     training, held = split_groups(groups, options.held_out, options.seed)
+    _check_held_out(held, options.prefix_tokens)
     samples = sum(len(group.lengths) for group in training)
     print(f"{samples} samples of {len(training)} prompts for training, {len(held)} prompts held out", flush=True)
     torch.manual_seed(options.seed)
@@ -157,18 +159,28 @@ def check_lr(lr: float) -> None:
         raise ValueError(f"lr must be > 0 and finite, got {lr}; 1e-4 works for small encoders")
 
 
+def _turns(groups: list[TextGroup], ks: list[int]) -> Iterator[tuple[TextGroup, Sequence[str | None]]]:
+    """Each prompt with a k, its prefixes of so many tokens; None for samples that are not longer."""
+    for turn in range(max(len(groups), len(ks))):
+        group = groups[turn % len(groups)]
+        yield group, group.prefixes[ks[turn % len(ks)]]
+
+
+def _check_held_out(held: list[TextGroup], ks: list[int]) -> None:
+    if all(prefix is None for _, prefixes in _turns(held, ks) for prefix in prefixes):
+        raise ValueError(f"no held-out response is longer than prefix_tokens = {min(ks)}; take a smaller one")
+
+
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, groups: list[TextGroup], ks: list[int], window: int
 ) -> tuple[float, Accuracy]:
     """(mean loss, accuracy) over the samples longer than k; of several k and prompts every one takes its turn, since each epoch is evaluated.
 
-    ValueError when there is no such sample, or when the outputs are not numbers.
+    ValueError when the outputs are not numbers.
     """
     model.eval()
     losses, found = [], []
-    for turn in range(max(len(groups), len(ks))):
-        group = groups[turn % len(groups)]
-        prefixes = group.prefixes[ks[turn % len(ks)]]
+    for group, prefixes in _turns(groups, ks):
         alive = [index for index, prefix in enumerate(prefixes) if prefix is not None]
         if not alive:
             continue
@@ -178,8 +190,6 @@ def evaluate(
         lengths, censored = [group.lengths[index] for index in alive], [group.censored[index] for index in alive]
         losses.append(censored_loss(logs, torch.tensor(lengths).log(), torch.tensor(censored)))
         found.append(prompt_accuracy(logs.clamp(0, MAX_LOG_LENGTH).exp().tolist(), lengths, censored))
-    if not losses:
-        raise ValueError(f"no held-out response is longer than prefix_tokens = {min(ks)}; take a smaller one")
     return float(torch.cat(losses).mean()), summarize(found)
 
 
