@@ -100,7 +100,8 @@ def test_what_a_process_exports_is_scraped_with_its_labels():
         process.kill()
     assert process.returncode == 0
     labels, value = found["kv_pages_used"][0]
-    assert value == 48 and (labels["run"], labels["role"], labels["worker"]) == (r"l\xe4uf", "rollout", "2")
+    assert value == 48 and (labels["role"], labels["worker"]) == ("rollout", "2")
+    assert labels["run"] == r"l\\xe4uf"  # the backslash escaped, as Prometheus writes it
     assert found["calls_in_flight"][0][0]["stage"] == "reward" and found["calls_in_flight"][0][1] == 3
     assert [(labels["part"], value) for labels, value in found["restarts_total"]] == [("rollout 1", 2)]
     assert found["sampled_tokens_total"][0][1] % 10 == 0, "a sum since the start stays one"
