@@ -19,7 +19,7 @@ from typing import Any
 from infsample_rl.bench import report, train_report
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import TUNE_SAMPLES, Tried, best_settings, try_settings, tune_prompts
-from infsample_rl.bench.train_workload import Run, Spec, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
+from infsample_rl.bench.train_workload import Run, Spec, TrainingOptions, allocator_of, find_facts, measure_run, our_settings, run_spec, shown
 from infsample_rl.command_line import option, parse_or_exit
 
 # Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32, torch's default.
@@ -160,7 +160,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
         "parameters": facts["parameters"],
         "device": facts["device"],
-        "allocator": options.allocator,
+        "allocator": allocator_of(options),
         "threads": options.threads,
         "versions": raw["versions"],
         "workload": {name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import sys
 from dataclasses import dataclass
@@ -90,7 +91,6 @@ def our_settings(options: TrainingOptions) -> dict[str, Any]:
 
 def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
     """Run one side in a process of its own; RuntimeError when that fails."""
-    preload = _preload(options)
     if run.name.startswith("ours"):
         command, environment = [sys.executable, "-m", "infsample_rl.bench.train_ours"], {}
     else:
@@ -99,15 +99,22 @@ def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
         environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if run.spec["device"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment | preload)
+    environment |= preload_of(options)
+    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment)
 
 
-def _preload(options: TrainingOptions) -> dict[str, str]:
-    if options.allocator == "libc":
+def preload_of(options: TrainingOptions) -> dict[str, str]:
+    """Environment of either side that gives it the allocator asked for; nothing where there is no Ray to bring one."""
+    if options.allocator == "libc" or importlib.util.find_spec("ray") is None:
         return {}
-    from infsample_rl.ray_connection import allocator_environment  # only here: a machine with a GPU may do without Ray
+    from infsample_rl.ray_connection import allocator_environment
 
     return allocator_environment("learner", gpus=0)
+
+
+def allocator_of(options: TrainingOptions) -> str:
+    """The library that both sides allocate host memory with."""
+    return Path(preload_of(options).get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "libc"))).name
 
 
 def shown(settings: dict[str, Any]) -> str:
