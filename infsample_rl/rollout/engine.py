@@ -157,7 +157,7 @@ class SamplingEngine:
             for index, ids, asked in zip(prompt_indices, prompt_ids, sample_indices, strict=True)
             if len(asked) > 0
         ]
-        self._loop = self._new_loop(groups, config, self._new_sampler(temperature), most_rows, longest)
+        self._loop = self._new_loop(groups, config, self._new_sampler(temperature), most_rows, longest, step)
         self.stats = self._loop.stats
         return self._run(self._loop, pause_every, is_halted)
 
@@ -248,7 +248,7 @@ class SamplingEngine:
             most_rows = max(1, min(most_rows, (pages - -(-longest // page_size)) // -(-config.max_new_tokens // page_size)))
         return most_rows
 
-    def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler, most_rows: int, longest: int) -> DecodeLoop:
+    def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler, most_rows: int, longest: int, step: int) -> DecodeLoop:
         """The planner and the tensors of one call, whose prompts have up to `longest` tokens."""
         kv, page_size, policy = self.runner.kv, config.page_size, None
         response_pages = -(-config.max_new_tokens // page_size)
@@ -268,7 +268,7 @@ class SamplingEngine:
         )
         watch = self.watch if config.probes else None  # evaluations are not watched
         if watch is not None:
-            watch.begin(groups, ReplaySettings.of(config, kv.num_pages))
+            watch.begin(groups, ReplaySettings.of(config, kv.num_pages), step=step)
         batch = RowBatch(most_rows, response_pages, prompts, -(-longest // page_size), kv.scratch_page, self.runner.device)
         return DecodeLoop(
             self.runner,

@@ -181,6 +181,25 @@ def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer)
     assert engine.learn().statistics.counts.tolist() == [0, 0]
 
 
+def test_a_runs_prompt_is_of_one_fold_in_a_step_whoever_decodes_its_samples(countdown, tokenizer):
+    engine = make_engine(countdown, tokenizer, **BUDGET)
+    engine.watch._own = None  # as in a run
+    for step in (1, 2):
+        for samples in ([0, 1, 2], [3]):
+            engine.generate(PROMPTS[:1], seed=3, step=step, sample_indices=[samples])
+        fold, other = engine.learn().statistics.counts[[step % 2, 1 - step % 2]]
+        assert fold > 0 == other
+
+
+def test_what_a_step_that_was_given_up_has_shown_is_forgotten_when_it_is_done_again(countdown, tokenizer):
+    engine = make_engine(countdown, tokenizer, **BUDGET)
+    engine.watch._own = None
+    engine.generate(PROMPTS, seed=3)
+    engine.watch.load(PublishedProbe(fit=None, is_used=False))
+    report = engine.learn()
+    assert report.statistics.counts.tolist() == [0, 0] and report.steps_without == 0
+
+
 @pytest.mark.parametrize("settings", [{"schedule": "arrival"}, {"schedule": "dynamic_slot"}, {"schedule": "full_group"}], ids=str)
 def test_a_schedule_that_reads_no_prediction_has_no_probe(countdown, tokenizer, settings):
     engine = make_engine(countdown, tokenizer, group_size=8, slots=4, max_new_tokens=64, **settings)

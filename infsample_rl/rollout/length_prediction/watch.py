@@ -56,7 +56,7 @@ class ProbeWatch:
         self.is_used = False  # whether predictions are given to the samples
         self.seconds_spent, self.num_predicted = 0.0, 0
         self._every = config.predict_every
-        self._num_streams = 0
+        self._turn = 0  # which prompts are of which fold
         self._steps_since = 0
         self._wait_at: int | None = None
         self._seen: dict[Sample, _Seen] = {}
@@ -65,8 +65,16 @@ class ProbeWatch:
         self._settings: ReplaySettings | None = None
 
     def load(self, published: PublishedProbe) -> None:
-        """Predict with this fit from now on."""
+        """Predict with this fit from now on. What was not reported before it is of a step that was given up, and is done again."""
+        if self._own is None:
+            self._forget()
         self.probe.fitted, self.is_used = published.fit, published.is_used
+
+    def _forget(self) -> None:
+        self.probe.take_statistics()
+        self._groups = {}
+        for ended in self._ended.values():
+            ended.clear()
 
     def prepare(self) -> None:
         """Before a stream: a probe that works alone learns from the one before."""
@@ -74,9 +82,10 @@ class ProbeWatch:
             self._own.enter([self.report()])
             self.load(self._own.published())
 
-    def begin(self, groups: Sequence[PromptGroup], settings: ReplaySettings) -> None:
-        """A new stream. Where its schedule has prefixes, a sample is predicted at their end, whatever the step."""
-        self._num_streams += 1
+    def begin(self, groups: Sequence[PromptGroup], settings: ReplaySettings, *, step: int) -> None:
+        """A new stream, of a run's `step`. Where its schedule has prefixes, a sample is predicted at their end, whatever the running step."""
+        # both folds get prompts of every step, also where a step has but one; a run's prompt is in one fold, whichever workers decode its samples
+        self._turn = step if self._own is None else self._turn + 1
         self._steps_since, self._settings = 0, settings
         self._wait_at = settings.prefix_tokens or None
         self._seen.clear()
@@ -135,8 +144,7 @@ class ProbeWatch:
         group = sample.group
         if group in self._groups:
             self._groups[group].samples.append(ReplayedSample(sample.sample_index, length, seen.predicted))
-        # both folds get prompts of every step, also where a step has but one; all workers of a run count alike
-        ended = self._ended[(group.prompt_index + self._num_streams) % 2]
+        ended = self._ended[(group.prompt_index + self._turn) % 2]
         ended += [(features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)]
         if len(ended) >= OBSERVED_ROWS:
             self._observe()
