@@ -27,9 +27,10 @@ from infsample_rl.groups import Group, loss_totals, mini_batches, trainable_spec
 from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.recording import RecordedStep, read_recording
+from infsample_rl.reference.worker import ReferenceWorker
 from infsample_rl.run_settings import load_run_config
 from infsample_rl.step_metrics import Metrics, update_metrics
-from infsample_rl.types import SampleSpec, TrainingSample
+from infsample_rl.types import Completion, ReferenceResult, SampleSpec, TrainingSample
 
 
 @dataclass(kw_only=True)
@@ -42,12 +43,11 @@ class ReplayOptions:
 
 def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     """The run's settings for one learner rank in this process. ValueError in one line."""
-    ours = ["cluster.learner_ranks=1", f"cluster.learner_gpus={int(torch.cuda.is_available())}", "cluster.colocate=false"]
+    gpus = int(torch.cuda.is_available())
+    ours = ["cluster.learner_ranks=1", f"cluster.learner_gpus={gpus}", f"cluster.reference_gpus={gpus}", "cluster.colocate=false"]
     ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
-    ours += ["learner.backend=fsdp", "learner.shard_ranks=null", "reference.placement=learner"]
+    ours += ["learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
-    if not load_run_config(run_dir, []).objective.kl_in_loss:
-        ours.append("reference.path=null")  # nothing asks it, and beside adapters there is no place for one
     return load_run_config(run_dir, [*ours, *overrides])
 
 
@@ -67,11 +67,12 @@ def start_of(run_dir: Path, step: int) -> Path | None:
 
 def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> Metrics:
     """Metrics of the recorded step's updates, made from `checkpoint`."""
-    worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
-    worker.setup("", 0, None if checkpoint is None else str(checkpoint))
     reports, objective = [], config.objective
     batches = mini_batches(recorded.groups, objective.mini_batches)
-    plans = [list(_rows(batch, recorded, config)) for batch in batches]
+    references = _reference_logprobs(recorded, config)
+    plans = [list(_rows(batch, recorded, references, config)) for batch in batches]
+    worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
+    worker.setup("", 0, None if checkpoint is None else str(checkpoint))
     ids = {id(row): number for number, row in enumerate(row for plan in plans for row in plan)} if objective.updates_per_step > 1 else {}
     try:
         for row in (row for plan in plans[1:] for row in plan):  # their first pass comes after an update
@@ -88,13 +89,27 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
     return update_metrics(reports)
 
 
-def _rows(groups: list[Group], recorded: RecordedStep, config: Config) -> Iterator[list[TrainingSample]]:
+def _reference_logprobs(recorded: RecordedStep, config: Config) -> list[ReferenceResult]:
+    """What the run's reference workers say of every group's samples; empty where it has none, or nothing reads it."""
+    if not config.objective.kl_in_loss or config.reference.placement == "learner":
+        return []
+    worker = ReferenceWorker(config)
+    return [worker.logprobs(group.prompt, completions) for group, completions in zip(recorded.groups, _by_group(recorded), strict=True)]
+
+
+def _by_group(recorded: RecordedStep) -> list[list[Completion]]:
+    """Each group's samples, as a rollout worker would deliver them together."""
+    return [[recorded.completions[sample.position] for sample in group.samples] for group in recorded.groups]
+
+
+def _rows(groups: list[Group], recorded: RecordedStep, references: list[ReferenceResult], config: Config) -> Iterator[list[TrainingSample]]:
     """Packed learner rows of some groups."""
+    samples = _by_group(recorded)
     prompts = {group.prompt.prompt_index: group.prompt.token_ids for group in recorded.groups}
     planner = RowPlanner(config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()})
     rows: list[list[SampleSpec]] = [row for group in groups for row in planner.add_group(trainable_specs(group, config))]
     for row in rows + planner.flush():
-        yield assemble(row, prompts, [recorded.completions], [])
+        yield assemble(row, prompts, samples, references)
 
 
 def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:

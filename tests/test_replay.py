@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from infsample_rl import replay
@@ -83,10 +84,23 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert "learner/grad_norm" in shown and "relative" in shown
 
 
-def test_a_run_of_adapters_with_a_reference_of_its_own_replays_without_it(tmp_path, arguments):
-    lora = ["learner.lora_rank=2", "reference.placement=workers", f"reference.path={tmp_path}", "objective.kl=none", "objective.kl_coef=0"]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(compose([*arguments, *lora])))
-    assert replay.replay_config(tmp_path, []).reference.path is None
+@pytest.mark.parametrize("adapters", [[], ["learner.lora_rank=2", "learner.lora_alpha=4"]])
+def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, tiny_qwen3, tmp_path, adapters):
+    other = load_model(recorded_run.config.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    load_tokenizer(recorded_run.config.model).save_pretrained(tmp_path / "other")
+    recorded = read_recording(recorded_run.folder, 1)
+
+    def kl(*changes: str) -> float:
+        return replay.replay(replay.replay_config(recorded_run.folder, [*adapters, *changes]), recorded, None)["learner/kl"]
+
+    own = kl(f"reference.path={tmp_path / 'other'}")
+    assert own > 1e-4 and kl() < 1e-6
+    if not adapters:
+        assert own == pytest.approx(kl(f"reference.path={tmp_path / 'other'}", "reference.placement=learner"), rel=1e-5)
 
 
 def test_a_recording_holds_every_sample_as_it_was(recorded_run):
@@ -113,6 +127,9 @@ def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
     workload = load(recorded_run.folder, options)
     assert workload.groups == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
     assert workload.cap == 24
+    with (recorded_run.folder / "lengths.jsonl").open("a") as file:
+        file.write(lines[0][:40])  # killed while it wrote
+    assert load(recorded_run.folder, options) == workload
 
 
 def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(recorded_run, tmp_path):

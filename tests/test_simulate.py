@@ -15,6 +15,9 @@ LENGTHS = Path(__file__).parent / "data" / "lengths"
 AIME = LENGTHS / "llama3b_rgrl_step400_aime2024_n50.jsonl"
 
 
+TWO = [("long prompt", 60, [4] * 4), ("short prompt", 2, [40] * 12)]
+
+
 @pytest.fixture
 def lengths_file(tmp_path):
     """Two prompts of which the first is the worked example of tests/rollout/test_simulator.py."""
@@ -54,6 +57,16 @@ def test_designs_figures_on_recorded_lengths(capsys, monkeypatch):
     assert steps == {"naive": 9234, "fixed_slot": 6488, "sjf": 5928, "arrival": 5824, "lpt": 5339, "optimum, slots": 5253}
     assert 1886 <= memory <= 1.08 * 1886
     assert round(found["lpt, true lengths"]["slot_bound"]) == 5253 and found["optimum, slots"]["proven_share"] == 1
+
+
+def test_no_schedule_beats_the_optimum_that_is_shown(tmp_path, capsys, monkeypatch):
+    """Two prompts of which the larger ends early: its room then takes more responses than the budget beside both."""
+    path = tmp_path / "two.jsonl"
+    lines = [{"dataset": "d", "model": "m", "prompt_id": name, "prompt_tokens": prompt, "lengths": lengths} for name, prompt, lengths in TWO]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["schedules=[token_budget]", "prompts_at_once=2", "prompt_tokens=null", "slots=2", "optimum=true"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *options)
+    assert found["optimum, memory"]["running_steps"] <= found["token_budget, true lengths"]["running_steps"]
 
 
 def test_noise_is_the_same_for_the_same_seed_and_grows_with_sigma(lengths_file, capsys, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 from infsample_rl.bench.schedule_workload import SimulateOptions, Workload, budget_of, calls_of, simulate_call
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES
-from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound, token_optimum
+from infsample_rl.rollout.optimum import TokenOptimum, slot_bound, slot_optimum, token_bound, token_optimum
 
 # what an optimum has not
 MEASURED = ("kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "completion_steps", "mean_length")
@@ -74,7 +74,11 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
         resident = sorted((-(-workload.prompt_tokens[place] // options.page_size) for place in call), reverse=True)[:prompts_at_once]
         whole = budget_of(workload, options, call, prompts_at_once)
         budget = max(whole - sum(resident) * options.page_size, min(whole - resident[0] * options.page_size, workload.cap))
-        memory.append(token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap))
+        best = token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap)
+        if prompts_at_once > 1:  # a prompt that has ended gives its room to responses, which the budget above leaves out
+            planned = simulate_call(workload, options, call, prompts_at_once, "token_budget", 0.0)
+            best = min(best, TokenOptimum(planned.running_steps, planned.recomputed_tokens))
+        memory.append(best)
     recomputed = sum(each.recomputed_tokens for each in memory)
     for name, best, lost, bound in (("optimum, slots", slots, 0, "slot_bound"), ("optimum, memory", memory, recomputed, "token_bound")):
         steps = sum(each.steps for each in best)

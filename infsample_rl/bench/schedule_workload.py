@@ -80,7 +80,7 @@ def load(path: Path, options: SimulateOptions, name: str | None = None) -> Workl
 
     Raises ValueError for a file that cannot be read, a cap below a length, prompt_tokens that were not recorded.
     """
-    recordings = read_recordings(path / "lengths.jsonl" if path.is_dir() else path)
+    recordings = read_recordings(path)
     longest = max(max(recording.lengths) for recording in recordings)
     cap = options.cap or max(recording.max_new_tokens or longest for recording in recordings)
     if cap < longest:

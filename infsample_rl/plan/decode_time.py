@@ -66,6 +66,6 @@ def _groups(config: Config, prompts: int, lengths: Path | None) -> list[list[int
     size, cap = config.rollout.group_size, config.rollout.max_new_tokens
     if lengths is None:
         return [[cap] * size] * prompts
-    recorded = [recording.lengths for recording in read_recordings(lengths / "lengths.jsonl" if lengths.is_dir() else lengths)]
+    recorded = [recording.lengths for recording in read_recordings(lengths)]
     chosen = [recorded[index % len(recorded)] for index in range(prompts)]
     return [[min(cap, group[index % len(group)]) for index in range(size)] for group in chosen]

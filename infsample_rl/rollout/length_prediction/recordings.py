@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+OF_A_RUN = "lengths.jsonl"  # in its folder
 MOST_TOKENS = 2**31  # of a response or a prompt
 AT_MOST = f"at most {MOST_TOKENS} tokens"
 NAMED = ("dataset", "model", "prompt_id")
@@ -61,15 +62,23 @@ class Recording:
 
 
 def read_recordings(path: str | Path) -> list[Recording]:
-    """All recordings of a .jsonl or .jsonl.gz file. ValueError naming file, line and field for what cannot be used."""
-    found = [_recording(fields, place) for place, fields in read_lines(path)]
+    """All recordings of a .jsonl or .jsonl.gz file, or of a run folder. ValueError naming file, line and field for what cannot be used.
+
+    A run may be writing, or have been killed at it: the part that there may be of its last line is passed over.
+    """
+    run_dir = Path(path) if Path(path).is_dir() else None
+    path = path if run_dir is None else run_dir / OF_A_RUN
+    found = [_recording(fields, place) for place, fields in read_lines(path, grows=run_dir is not None)]
     if not found:
         raise ValueError(f"{path} is empty; it needs a line for every prompt with dataset, model, prompt_id and lengths")
     return found
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE, line N", object) of every line that is not blank. ValueError for a missing file and for a line that is no object."""
+def read_lines(path: str | Path, *, grows: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE, line N", object) of every line that is not blank. ValueError for a missing file and for a line that is no object.
+
+    `grows`: only lines that have been written to their end.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file; give one that ends in {' or '.join(SUFFIXES)}")
@@ -77,6 +86,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{path} must end in {' or '.join(SUFFIXES)}")
     try:
         raw = path.read_bytes()
+        raw = raw[: raw.rfind(b"\n") + 1] if grows else raw
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
