@@ -23,7 +23,7 @@ from infsample_rl.metrics import RunLogger
 from infsample_rl.observing import add_phases, observe_step
 from infsample_rl.phases import phase
 from infsample_rl.recording import StepRecorder
-from infsample_rl.startup import Start
+from infsample_rl.startup import Start, take_over
 from infsample_rl.step_metrics import (
     Metrics,
     RolloutStats,
@@ -88,6 +88,9 @@ class Driver:
         failed = True
         try:
             self.cluster.start(str(self.checkpoint) if self.checkpoint else None)
+            take_over(self.config, self.run_dir, self.step)
+            if self.step:
+                self.log.rewind(self.step)
             try:
                 self._publish()
             except StepLost as lost:
@@ -113,12 +116,21 @@ class Driver:
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
     def _is_finished(self) -> bool:
-        return self.step >= self.total_steps and self._saved_step() == self.step
+        return self.step >= self.total_steps and self._saved_step() == self.step and not self._owes_evaluation()
+
+    def _owes_evaluation(self) -> bool:
+        """Whether SIGTERM ended the evaluation of the step that was done last."""
+        if not self.eval_prompts or not self._is_due(self.config.run.eval_every):
+            return False
+        record = self.log.record_of(self.step)
+        return record is not None and "eval/accuracy" not in record
 
     def _go_on(self) -> None:
         """Train from the step that is there to the last."""
         if self.step == 0 and self.eval_prompts:
             self.log.log_step(0, self.evaluate(), [])
+        elif self._owes_evaluation():
+            self.log.add_to_step(self.step, self.evaluate())
         while self.step < self.total_steps:
             self.cluster.resize()
             before = self.cluster.counts()

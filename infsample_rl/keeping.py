@@ -68,20 +68,24 @@ def _step_in_name(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def set_aside_after(run_dir: Path, step: int) -> list[Path]:
-    """Move checkpoints and recordings of steps that are about to be done again into a folder superseded beside them; the checkpoints moved.
+def set_aside_after(run_dir: Path, step: int) -> None:
+    """Move checkpoints and recordings of steps that are about to be done again into a folder superseded beside them.
 
     What a killed save has left is dropped.
     """
     for partial in (run_dir / "checkpoints").glob(".partial_*"):
         shutil.rmtree(partial)
-    folders = [path for name in ("checkpoints", "recordings") for path in _step_folders(run_dir / name) if _step_in_name(path) > step]
-    for path in folders:
-        aside = path.parent / "superseded" / path.name
-        aside.parent.mkdir(exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(path, aside)
-    return [path for path in folders if path.parent.name == "checkpoints"]
+    for name in ("checkpoints", "recordings"):
+        for path in folders_after(run_dir / name, step):
+            aside = path.parent / "superseded" / path.name
+            aside.parent.mkdir(exist_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+
+
+def folders_after(folder: Path, step: int) -> list[Path]:
+    """Checkpoints, or recordings, of steps after `step`."""
+    return [path for path in _step_folders(folder) if _step_in_name(path) > step]
 
 
 def lock_run_folder(run_dir: Path) -> TextIO:
@@ -118,8 +122,8 @@ def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]
     if resume == "auto":
         return newest_whole(run_dir)
     if resume == "never":
-        started = [name for name in ("metrics.jsonl", "checkpoints") if (run_dir / name).exists()]
-        if started:
+        metrics = run_dir / "metrics.jsonl"  # empty: of a start that was refused
+        if (metrics.exists() and metrics.stat().st_size > 0) or (run_dir / "checkpoints").exists():
             raise ValueError(
                 f"run.resume=never, but run.dir={run_dir} already holds a run; give another run.dir, or run.resume=auto to go on with it"
             )

@@ -11,7 +11,7 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.health import Health
 from infsample_rl.logging_outputs.live_view import LiveView, step_figures
-from infsample_rl.logging_outputs.records import append_records, json_value, open_records, read_records, rewind_records
+from infsample_rl.logging_outputs.records import amend_record, append_records, json_value, open_records, read_records, rewind_records
 from infsample_rl.logging_outputs.screen import Screen
 from infsample_rl.logging_outputs.timeline_picture import draw_timeline, newest_step
 from infsample_rl.logging_outputs.trackers import start_trackers
@@ -29,7 +29,7 @@ PICTURE_EVERY_S = 60.0  # trackers get a timeline; drawing one takes a part of a
 class RunLogger:
     """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's step.
 
-    A resumed run cuts the JSONL files back to `start_step`; a new one sets files of an earlier start aside as NAME.1.jsonl.
+    A new run sets files of an earlier start aside as NAME.1.jsonl; a resumed one goes on with them, and has to rewind() before its first step.
     On a terminal a live view stays below everything printed; in a pipe or a file every step is one plain line, more with logging.verbose.
     """
 
@@ -47,7 +47,8 @@ class RunLogger:
         self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
         self._writes_report, self._report_due_at = config.logging.report, 0.0
         self._step = start_step
-        self._health = Health(config, read_records(run_dir / METRICS_FILE) if start_step else ())
+        before = (record for record in read_records(run_dir / METRICS_FILE) if record["step"] <= start_step)
+        self._health = Health(config, before if start_step else ())
         self._seldom: dict[str, tuple[int, int]] = {}  # kind of warning -> step it was said at, how many were kept back since
         self._say_of_trackers()
         for tracker in self._trackers:
@@ -114,6 +115,19 @@ class RunLogger:
                 self._screen.line(f"  {name:<8} {', '.join(parts)}")
         for finding in findings:
             self.warn(finding.text, finding.rule)
+
+    def record_of(self, step: int) -> dict[str, Any] | None:
+        """What is kept of a step, None if nothing is."""
+        return next((record for record in read_records(self._run_dir / METRICS_FILE) if record["step"] == step), None)
+
+    def add_to_step(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Keep and show what of a step was measured after log_step()."""
+        values = json_value(metrics)
+        self._files[METRICS_FILE] = amend_record(self._files[METRICS_FILE], self._run_dir / METRICS_FILE, step, values)
+        for tracker in self._trackers:
+            tracker.log(step, {name: value for name, value in values.items() if value is not None}, [])
+        self._say_of_trackers()
+        self._screen.step(step, {name: value for name, value in (self.record_of(step) or {}).items() if value is not None})
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""

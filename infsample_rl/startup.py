@@ -104,9 +104,8 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []
     lock = lock or keeping.lock_run_folder(run_dir)
-    superseded = keeping.set_aside_after(run_dir, step)
-    changed = _keep_settings(config, run_dir, resumed=checkpoint is not None)
-    write_versions(run_dir)
+    again = keeping.folders_after(run_dir / "checkpoints", step)
+    changed = [] if checkpoint is None else _changed_settings(config, run_dir)
     unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=total_steps)
     return Start(
         prompts=prompts,
@@ -119,7 +118,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         table=[*derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows), ("trained", trained)],
         warnings=[
             *warnings,
-            *(f"{path} is of a step that is done again: moved to checkpoints/superseded" for path in superseded),
+            *(f"{path} is of a step that is done again: it goes to {path.parent / 'superseded'}" for path in again),
             *(f"changed since this run began: {change}" for change in changed),
             *([unplanned] if unplanned else []),
             *setting_warnings(config),
@@ -129,6 +128,15 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         probe=probe,
         lock=lock,
     )
+
+
+def take_over(config: Config, run_dir: Path, step: int) -> None:
+    """The workers have started, after `step`: from here on the folder is this start's. Before, it holds what the start before it left."""
+    keeping.set_aside_after(run_dir, step)
+    written = run_dir / "config.yaml.partial"
+    written.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    os.replace(written, run_dir / "config.yaml")
+    write_versions(run_dir)
 
 
 def setting_warnings(config: Config) -> list[str]:
@@ -314,20 +322,17 @@ def _settings_before(kept: Path) -> dict[str, dict[str, Any]] | None:
     return found if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()) else None
 
 
-def _keep_settings(config: Config, run_dir: Path, *, resumed: bool) -> list[str]:
-    """Write config.yaml into the run folder; returns what changed against the one a resumed run began with."""
-    settings = dataclasses.asdict(config)
+def _changed_settings(config: Config, run_dir: Path) -> list[str]:
+    """What changed against the settings that a resumed run began with."""
     kept = run_dir / "config.yaml"
-    before = _settings_before(kept) if resumed and kept.is_file() else settings
-    changed = [f"{kept} is damaged: what changed is not known"] if before is None else []
-    before = before or settings
-    changed += [
+    if not kept.is_file():
+        return []
+    before = _settings_before(kept)
+    if before is None:
+        return [f"{kept} is damaged: what changed is not known"]
+    return [
         f"{section}.{key}: {before.get(section, {}).get(key)} -> {value}"
-        for section, values in settings.items()
+        for section, values in dataclasses.asdict(config).items()
         for key, value in values.items()
         if before.get(section, {}).get(key) != value and (section, key) not in (("run", "dir"), ("run", "resume"))
     ]
-    written = kept.with_suffix(".partial")
-    written.write_text(yaml.safe_dump(settings, sort_keys=False))
-    os.replace(written, kept)
-    return changed

@@ -61,6 +61,23 @@ def test_a_run_past_its_last_step_is_finished(made):
     assert driver._is_finished()
 
 
+def test_an_evaluation_that_sigterm_ended_is_done_when_the_run_goes_on(made):
+    driver, _ = made
+    record = {"step": 10, "reward/mean": 0.5}
+    driver.eval_prompts, driver._saved_step, driver.evaluate = ["a problem"], lambda: 10, lambda: {"eval/accuracy": 0.25}
+    driver.log.record_of = lambda step: record if step == 10 else None
+    driver.log.add_to_step = lambda step, metrics: record.update(metrics)
+    driver.step = 10
+    assert not driver._is_finished()
+    driver._go_on()
+    assert record == {"step": 10, "reward/mean": 0.5, "eval/accuracy": 0.25}
+    assert driver._is_finished()
+    driver.step = 9  # not one that is evaluated
+    assert not driver._owes_evaluation()
+    driver.step, record = 10, None  # another run's checkpoint: nothing of the step is kept here
+    assert not driver._owes_evaluation()
+
+
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), StepLost("learner rank 0: its process died")])
 def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(made, failure):
     driver, said = made
@@ -151,7 +168,7 @@ def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is
     assert abandoned == [True] and ended == [None] and driver._ready is None and "rollout/staleness" in metrics
 
 
-def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_brought_back(made):
+def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_brought_back(made, monkeypatch):
     driver, _ = made
     back, end = [], RuntimeError("the end of this test")
 
@@ -163,6 +180,7 @@ def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_br
 
     driver._publish, driver._return_to_checkpoint = publish, back.append
     driver.cluster.start, driver.cluster.stop = lambda checkpoint: None, lambda: None
+    monkeypatch.setattr(driver_module, "take_over", lambda *_: None)
     driver.cluster.now, driver.log.start_progress, driver.log.close = None, go_on, lambda failed: None
     driver.timeline = SimpleNamespace(close=lambda: None)
     with pytest.raises(RuntimeError, match="the end of this test"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.keeping import checkpoints, drop_old, find_checkpoint, lock_run_folder, read_state, set_aside_after, write_checkpoint
+from infsample_rl.keeping import checkpoints, drop_old, find_checkpoint, folders_after, lock_run_folder, read_state, set_aside_after, write_checkpoint
 
 
 def save(folder: str) -> None:
@@ -62,7 +62,7 @@ def test_old_checkpoints_are_told_by_number_and_a_link_or_one_that_cannot_go_har
 def test_recordings_of_steps_that_are_done_again_are_set_aside_too(tmp_path):
     for step in (1, 2):
         (tmp_path / "recordings" / f"step_{step:06d}").mkdir(parents=True)
-    assert set_aside_after(tmp_path, 1) == []
+    set_aside_after(tmp_path, 1)
     assert [path.name for path in sorted((tmp_path / "recordings").iterdir())] == ["step_000001", "superseded"]
 
 
@@ -72,6 +72,7 @@ def test_a_folder_without_state_is_no_checkpoint(tmp_path):
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()  # a start was refused before its first step
     assert find_checkpoint(tmp_path, "never") == (None, [])
     write(tmp_path, 1)
     with pytest.raises(ValueError, match="run.resume=never, but run.dir=.* already holds a run"):
@@ -90,7 +91,8 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written
         write(tmp_path, step, keep=3)
     (tmp_path / "checkpoints" / ".partial_step_000004").mkdir()
     (tmp_path / "checkpoints" / "step_000003_merged").mkdir()  # the user's own
-    assert [path.name for path in set_aside_after(tmp_path, 1)] == ["step_000002", "step_000003"]
+    assert [path.name for path in folders_after(tmp_path / "checkpoints", 1)] == ["step_000002", "step_000003"]
+    set_aside_after(tmp_path, 1)
     assert write(tmp_path, 2, keep=1).is_dir(), "pruning by name no longer drops it in favour of step 3"
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
     assert (tmp_path / "checkpoints" / "step_000003_merged").is_dir()

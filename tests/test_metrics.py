@@ -41,6 +41,8 @@ def sample(step: int, index: int = 0, reward: float | None = 1.0) -> dict:
 def log_steps(run_dir: Path, steps: range, *, start_step: int = 0, **logging: object) -> None:
     """One start of a run: reward/mean is step / 10, one sample a step."""
     logger = RunLogger(config(**logging), run_dir, total_steps=9, start_step=start_step)
+    if start_step:
+        logger.rewind(start_step)
     for step in steps:
         logger.log_step(step, {"reward/mean": step / 10}, [sample(step)])
     logger.close()
@@ -77,9 +79,21 @@ def test_resume_cuts_both_files_back_and_drops_a_torn_line(tmp_path: Path) -> No
     assert list(tmp_path.glob("*.tmp")) == []
 
 
+def test_a_start_that_is_refused_cuts_nothing(tmp_path: Path) -> None:
+    log_steps(tmp_path, range(1, 6))
+    with (tmp_path / "warnings.jsonl").open("a") as file:
+        file.write('{"step": 5, "ru')
+    logger = RunLogger(config(), tmp_path, total_steps=9, start_step=3)
+    logger.warn("there is no Ray cluster at that address")
+    logger.close(failed=True)
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_records(tmp_path / "warnings.jsonl")] == [3]
+
+
 def test_timelines_go_on_after_a_resume_as_completions_do(tmp_path: Path) -> None:
     for steps, start in ((range(1, 6), 0), (range(4, 7), 3)):
         logger = RunLogger(config(), tmp_path, total_steps=9, start_step=start)
+        logger.rewind(start)
         for step in steps:
             logger.append("samples.jsonl", [{"step": step, "prompt_index": 0, "from": start}])
         logger.close()
@@ -120,6 +134,22 @@ def test_cutting_back_keeps_the_bytes_of_a_record(tmp_path: Path) -> None:
     path.write_bytes(b'{"step": 1, "x": 0.10000000000000001}\n{"step": 2}\n\xff\xfe\n{"step": 1, "y": 2}')
     cut_back(path, 1)
     assert path.read_bytes() == b'{"step": 1, "x": 0.10000000000000001}\n{"step": 1, "y": 2}\n'
+
+
+def test_what_is_measured_later_is_added_to_the_line_of_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log_steps(tmp_path, range(1, 3))
+    logger = RunLogger(config(), tmp_path, total_steps=9, start_step=2)
+    assert "eval/accuracy" not in logger.record_of(2) and logger.record_of(3) is None
+    logger.add_to_step(2, {"eval/accuracy": 0.25, "eval/nothing": float("nan")})
+    logger.log_step(3, {"reward/mean": 0.3}, [])
+    logger.close()
+    records = list(read_records(tmp_path / "metrics.jsonl"))
+    assert [(record["step"], record["reward/mean"], record.get("eval/accuracy")) for record in records] == [
+        (1, 0.1, None),
+        (2, 0.2, 0.25),
+        (3, 0.3, None),
+    ]
+    assert "step 2/9  reward 0.200  held-out accuracy 0.250" in capsys.readouterr().out
 
 
 def test_a_new_run_sets_older_files_aside(tmp_path: Path) -> None:
@@ -183,6 +213,7 @@ def test_what_health_finds_is_printed_once_and_kept_in_warnings_jsonl(tmp_path: 
     assert record == {"step": 5, "rule": "all_cut", "text": line.removeprefix("warning: ")}
     assert [record["health/warnings"] for record in read_records(tmp_path / "metrics.jsonl")] == [0] * 4 + [1] * 5
     resumed = RunLogger(config(), tmp_path, total_steps=20, start_step=4)
+    resumed.rewind(4)
     assert list(read_records(tmp_path / "warnings.jsonl")) == []
     resumed.log_step(5, {"response/cut": 1.0}, [])  # with the four steps before, as they were kept
     resumed.close()

@@ -12,7 +12,7 @@ from infsample_rl.checksums import write_checksums
 from infsample_rl.config_loading import load_config
 from infsample_rl.keeping import write_checkpoint
 from infsample_rl.rollout.length_prediction.run_probe import FILE
-from infsample_rl.startup import Start, prepare
+from infsample_rl.startup import Start, prepare, take_over
 from infsample_rl.types import ProbeReport, ProbeStatistics
 
 
@@ -65,3 +65,24 @@ def test_a_run_folder_is_locked_before_its_checkpoints_are_looked_at(tmp_path, m
 def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_path):
     assert begin(tmp_path / "one", "run.deterministic=true").probe is None
     assert begin(tmp_path / "two", "rollout.schedule=arrival").probe is None
+
+
+def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path):
+    data = begin(tmp_path).prompts.state()
+    first = load_config([f"run.dir={tmp_path}", "learner.lr=1e-3"])
+    take_over(first, tmp_path, 0)
+    for step in (1, 2):
+        write_checkpoint(tmp_path, {"step": step, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
+
+    def folder() -> dict[str, bytes]:
+        kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("plan.json", ".lock")]
+        return {str(path): path.read_bytes() for path in kept}
+
+    before, older = folder(), f"run.resume={tmp_path / 'checkpoints' / 'step_000001'}"
+    start = begin(tmp_path, "learner.lr=1e-4", older)
+    assert folder() == before
+    assert any("learner.lr: 0.001 -> 0.0001" in warning for warning in start.warnings)
+    assert any("step_000002 is of a step that is done again" in warning for warning in start.warnings)
+    take_over(load_config([f"run.dir={tmp_path}", "learner.lr=1e-4"]), tmp_path, start.step)
+    assert not (tmp_path / "checkpoints" / "step_000002").exists() and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()
+    assert not any("learner.lr" in warning for warning in begin(tmp_path, "learner.lr=1e-4").warnings)

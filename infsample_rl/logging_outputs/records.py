@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from numbers import Integral, Real
 from pathlib import Path
@@ -13,18 +13,32 @@ from typing import Any, TextIO
 
 
 def open_records(path: Path, start_step: int) -> TextIO:
-    """Open a JSONL file for appending: cut back to `start_step` on resume, empty for a new run (an older file is set aside)."""
-    if start_step > 0:
-        cut_back(path, start_step)
-    else:
+    """Open a JSONL file for appending. For a new run, `start_step` 0, it is empty: an older file is set aside."""
+    if start_step == 0:
         set_aside(path)
-    return _append_to(path)
+    file = _append_to(path)
+    if file.tell() and not _ends_whole(path):
+        file.write("\n")  # behind the part of a line that a killed process has left
+    return file
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
     """Cut an open file of this run back to `step` (-1: empty it) and go on with it."""
     file.close()
     cut_back(path, step)
+    return _append_to(path)
+
+
+def amend_record(file: TextIO, path: Path, step: int, values: dict[str, Any]) -> TextIO:
+    """Add values to the record that an open file has of a step, and go on with it."""
+    file.close()
+    _rewrite(path, lambda record, line: _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line)
     return _append_to(path)
 
 
@@ -57,18 +71,25 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop records of steps after `step` and torn lines. The file is replaced in one move: killed halfway, the old one stands."""
-    if not path.exists():
-        return
-    shorter = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, shorter.open("wb") as new:
+    """Drop records of steps after `step` and torn lines."""
+    if path.exists():
+        _rewrite(path, lambda record, line: line if record["step"] <= step else b"")
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
+    """Write for every record and its line what `change` makes of them; torn lines go.
+
+    The file is replaced in one move: killed halfway, the old one stands.
+    """
+    rewritten = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, rewritten.open("wb") as new:
         for line in old:
             record = parse_record(line)
-            if record is not None and record["step"] <= step:
-                new.write(line.rstrip(b"\n") + b"\n")  # the bytes as they are: numbers keep every digit
+            if record is not None:
+                new.write(change(record, line.rstrip(b"\n") + b"\n"))  # the bytes as they are: numbers keep every digit
         new.flush()
         os.fsync(new.fileno())
-    os.replace(shorter, path)
+    os.replace(rewritten, path)
 
 
 def set_aside(path: Path) -> None:

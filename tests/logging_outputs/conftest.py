@@ -44,6 +44,8 @@ def log_run():
             logging=LoggingConfig(**{"wandb": "disabled", "progress": False, **logging}),
         )
         logger = RunLogger(config, run_dir, total_steps=9, start_step=start_step)
+        if start_step:
+            logger.rewind(start_step)
         for step in steps:
             logger.log_step(step, {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None}, [sample(step)])
         (run_dir / "trace.json").write_text(trace_of(steps[-1]))
