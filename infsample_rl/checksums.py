@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUM_FILE = "checksums.json"
-_CHUNK = 16 * 2**20
+_CHUNK = 2**20  # a thread of a process with many takes its memory from any of their pools, and what it takes there stays
 _THREADS = 4
 
 
