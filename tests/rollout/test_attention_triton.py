@@ -222,9 +222,9 @@ POINTERS = {FLOAT32: "*fp32", BFLOAT16: "*bf16", torch.int8: "*i8", torch.float8
     [
         (BFLOAT16, None, 2, 128, False),
         (BFLOAT16, None, 2, 128, True),
-        (BFLOAT16, torch.int8, 4, 128, False),
+        pytest.param(BFLOAT16, torch.int8, 4, 128, False, marks=pytest.mark.slow),
         (BFLOAT16, torch.float8_e4m3fn, 4, 128, True),
-        (FLOAT32, None, 3, 80, False),
+        pytest.param(FLOAT32, None, 3, 80, False, marks=pytest.mark.slow),
     ],
 )
 def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(dtype, page_dtype, group, head_dim, early, tmp_path, monkeypatch):

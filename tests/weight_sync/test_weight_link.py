@@ -50,7 +50,14 @@ def test_an_engine_whose_weights_differ_after_loading_is_named_with_the_paramete
     assert results[2][0][1], "the other engine is well"
 
 
-@pytest.mark.parametrize(("transport", "how"), [("broadcast", signal.SIGKILL), ("broadcast", signal.SIGSTOP), ("cuda_ipc", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [
+        ("broadcast", signal.SIGKILL),
+        pytest.param("broadcast", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("cuda_ipc", signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_dead_or_hanging_engine_is_named_within_the_limit(start_members, transport, how):
     members = start_members(Plan(transport, versions=2, pause_in=2, timeout_s=2.5))
     members.kill(2, how)
