@@ -65,6 +65,9 @@ class ModelConfig:
             raise ValueError("model.path is empty: give a Hugging Face folder or hub name, e.g. model.path=Qwen/Qwen3-1.7B")
 
 
+DATA_NAMES = ("gsm8k", "math", "kk", "kk_tiny")  # data sets by short names, whatever folder is called so here
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     """Where prompts come from and how they are rendered."""
@@ -222,6 +225,12 @@ class Config:
             raise ValueError("model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; learner.backend=fsdp has it")
         if learner.backend == "deepspeed" and learner.optimizer == "adamw_8bit":
             raise ValueError("learner.optimizer must be adamw with learner.backend=deepspeed, got adamw_8bit; learner.backend=fsdp has it")
+        is_selective = learner.activation_checkpointing > 0 and learner.recompute_granularity == "selective"
+        if is_selective and learner.backend == "deepspeed" and learner.zero_stage == 3:
+            raise ValueError(
+                "learner.recompute_granularity must be full with learner.zero_stage=3, got selective: ZeRO-3 gathers parameters in another order "
+                "when it computes again; learner.backend=fsdp has it"
+            )
         if learner.offload_optimizer and learner.optimizer == "adamw_8bit":
             raise ValueError("learner.optimizer must be adamw with learner.offload_optimizer=true, got adamw_8bit")
         if self.reference.offload and self.reference.placement != "learner":

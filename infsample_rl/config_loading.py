@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.config import Config, RewardFunctionConfig
+from infsample_rl.config import DATA_NAMES, Config, RewardFunctionConfig
 from infsample_rl.config_secrets import check_no_secrets
 
 SECTIONS: dict[str, type] = {spec.name: spec.default_factory for spec in dataclasses.fields(Config)}  # type: ignore[misc]
@@ -72,12 +72,19 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
     settings = compose(overrides, config_dir)
     _make_paths_absolute(settings)
     try:
-        settings["reward"]["functions"] = [RewardFunctionConfig(**entry) for entry in settings["reward"]["functions"]]
+        settings["reward"]["functions"] = [_reward_function(index, entry) for index, entry in enumerate(settings["reward"]["functions"])]
         config = Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
         check_no_secrets(config, os.environ)
         return config
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _reward_function(index: int, entry: dict[str, Any]) -> RewardFunctionConfig:
+    try:
+        return RewardFunctionConfig(**entry)
+    except ValueError as error:
+        raise ValueError(str(error).replace("reward.functions.", f"reward.functions[{index}].", 1)) from None
 
 
 def experiments(config_dir: str | None = None) -> list[str]:
@@ -176,6 +183,7 @@ def _one_line(error: Exception) -> str:
     types = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
     wrong_type = re.match(r"Value '(.*?)' (?:of type '\w+' )?(?:could not be converted to|is not a valid) (\w+)", first)
     if wrong_type:
+        key = f"reward.functions: an entry's {key}" if key in {spec.name for spec in dataclasses.fields(RewardFunctionConfig)} else key
         return f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got {wrong_type.group(1)!r}{_default_of(key)}"
     unknown = re.match(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", first)
     if unknown and unknown.group(2) == RewardFunctionConfig.__name__:
@@ -219,7 +227,7 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
     for section, key in ((model, "path"), (model, "tokenizer_path"), (settings["reference"], "path"), (settings["rollout"], "predictor_path")):
         section[key] = _absolute_if_local(section[key])
     for key in ("source", "eval_source"):
-        data[key] = _absolute_if_local(data[key])
+        data[key] = data[key] if data[key] in DATA_NAMES else _absolute_if_local(data[key])
     for function in settings["reward"]["functions"]:
         path, colon, name = function["name"].rpartition(":")
         if path.endswith(".py"):

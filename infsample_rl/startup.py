@@ -154,7 +154,9 @@ def setting_warnings(config: Config) -> list[str]:
     if unread:
         warnings.append(f"set, but nothing reads it here: {', '.join(unread)}")
     if config.model.dtype == "float16":
-        warnings.append("model.dtype=float16: there is no loss scaling, small gradients can underflow; bfloat16 has the range of float32")
+        warnings.append(
+            "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the range of float32"
+        )
     if rollout.kv_dtype != "auto":
         warnings.append(
             f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; learner/logprob_diff_* shows what "

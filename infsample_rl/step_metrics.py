@@ -122,9 +122,14 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
 
 
 def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
-    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's, memory the most there was."""
+    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's, memory and maxima the
+    most there was, the gradient's norm that of updates which were made.
+    """
     found = {name: [update[name] for update in updates if update[name] is not None] for name in updates[0]}
-    means = {name: (max if name.startswith("memory/") else statistics.fmean)(values) if values else None for name, values in found.items()}
+    if "learner/grad_norm" in found:
+        found["learner/grad_norm"] = [update["learner/grad_norm"] for update in updates if not update["learner/skipped_updates"]] or [0.0]
+    largest = {name: name.startswith("memory/") or name.endswith("_max") for name in found}
+    means = {name: (max if largest[name] else statistics.fmean)(values) if values else None for name, values in found.items()}
     skipped = sum(update["learner/skipped_updates"] for update in updates)
     return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
 

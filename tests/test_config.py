@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, Qwen3Config
 
-from infsample_rl.config import Config, ObjectiveConfig, RolloutConfig
+from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config_loading import SECTIONS, ConfigError, compose, experiments, load_config
+from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
 from infsample_rl.model.loading import context_of, load_tokenizer
 from infsample_rl.startup import context_warnings, derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
@@ -100,12 +101,17 @@ WRONG = [
     (["reward.functions=[{nam: kk}]"], "reward.functions: an entry takes name, weight, kwargs, not nam"),
     (["model.path=/no/such/folder"], "model.path=/no/such/folder is not a folder"),
     (["reward.functions=[{name: gsm9k}]"], "gsm8k"),
+    (["reward.functions=[{name: kk, weight: x}]"], "reward.functions: an entry's weight must be a number, got 'x'"),
+    (
+        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.activation_checkpointing=1", "learner.recompute_granularity=selective"],
+        "learner.recompute_granularity must be full with learner.zero_stage=3",
+    ),
     (["data.source=/no/such/file.jsonl"], "/no/such/file.jsonl"),
     (["cluster.learner_gpus=1", "cluster.learner_ranks=64"], "64 GPUs, but there are"),
     (["run.resume=/no/checkpoints/step_000001"], "run.resume=/no/checkpoints/step_000001 is not a checkpoint"),
     (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160"),
     (["learner.beta1=1"], "learner.beta1 must be <= 0.999999, got 1"),
-    (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions.weight must be finite, got nan"),
+    (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions[0].weight must be finite, got nan"),
     (["cluster.learner_gpus=0.5", "cluster.learner_ranks=2"], "cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got 0.5"),
     (["rollout.stop_token_ids=[96]"], "rollout.stop_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
     (["rollout.bad_token_ids=[3,96]"], "rollout.bad_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
@@ -311,6 +317,14 @@ def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypat
     assert config.run.dir == str(tmp_path / "out") and config.data.source == str(tmp_path / "rows.jsonl")
     assert config.model.path == str(tmp_path / "my_model") and config.reward.functions[0].name == f"{tmp_path}/rewards.py:score"
     assert list(tmp_path.iterdir()) == [tmp_path / "my_model"], "composing writes nothing"
+
+
+def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, monkeypatch):
+    assert set(DATA_NAMES) == {*HUB_NAMES, *SHIPPED}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kk_tiny").mkdir()
+    assert load_config([]).data.source == "kk_tiny"
+    assert load_config(["data.source=./kk_tiny"]).data.source == str(tmp_path / "kk_tiny")
 
 
 def test_every_setting_is_read_somewhere():

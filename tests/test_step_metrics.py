@@ -23,6 +23,8 @@ from infsample_rl.step_metrics import (
 )
 from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd
 
+UPDATES = [(0.1, 1.0, 0.0), (0.9, 0.0, 1.0), (0.2, 3.0, 0.0)]
+
 
 def book() -> StepGroups:
     """Two prompts of two samples; lengths 2, 4, 6, 8; rewards 1, 0, none, 1."""
@@ -99,6 +101,13 @@ def test_rounds_of_sampling_come_one_after_the_other():
 def test_a_steps_updates_are_averaged_and_skipped_ones_counted():
     updates = [{"learner/loss": loss, "learner/lr": lr, "learner/skipped_updates": 1.0} for loss, lr in ((1.0, 0.1), (2.0, 0.2))]
     assert update_metrics(updates) == {"learner/loss": 1.5, "learner/lr": 0.2, "learner/skipped_updates": 2.0, "learner/updates": 2}
+
+
+def test_maxima_are_the_steps_and_a_skipped_update_has_no_norm():
+    updates = [{"learner/logprob_diff_max": d, "learner/grad_norm": n, "learner/skipped_updates": s, "learner/lr": 0.1} for d, n, s in UPDATES]
+    found = update_metrics(updates)
+    assert (found["learner/logprob_diff_max"], found["learner/grad_norm"], found["learner/skipped_updates"]) == (0.9, 2.0, 1.0)
+    assert update_metrics(updates[1:2])["learner/grad_norm"] == 0.0
 
 
 def test_an_update_without_a_row_has_no_part_in_the_means_over_tokens():

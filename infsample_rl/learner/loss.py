@@ -16,7 +16,8 @@ gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of
 cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens (CISPO, MiniMax-M1, arXiv 2506.13585) in the
          one-sided form of TRL, whose epsilon_high is 1 + clip_high here; clip_low is not read. No token loses its gradient.
 
-KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped. docs/objectives.md has
+KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for
+80 where the clip bounds the token anyway. docs/objectives.md has
 a table of where TRL and verl differ from each other.
 """
 
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from infsample_rl.config import ObjectiveConfig
 from infsample_rl.types import LossTotals
+
+MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
 
 
 def loss_denominator(objective: ObjectiveConfig, totals: LossTotals) -> float:
@@ -66,6 +69,8 @@ def policy_loss(
     log_ratio = logprobs - old_logprobs
     if objective.loss == "gspo":
         log_ratio = _sequence_sum(log_ratio, inverse, len(lengths))[inverse] / lengths[inverse]
+    # Beyond the clip a token that is to be likelier has no gradient: an infinite ratio would make it NaN.
+    log_ratio = torch.where(advantages >= 0, log_ratio.clamp(max=MOST_LOG_RATIO), log_ratio)
     token_objective, clipped = _clipped_objective(log_ratio.exp(), logprobs, advantages, objective)
     weights = engine_weights(old_logprobs, engine_logprobs, inverse, len(lengths), objective)
     importance = weights if objective.importance in ("token_tis", "sequence_tis") else torch.ones_like(weights)

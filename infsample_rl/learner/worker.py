@@ -37,6 +37,8 @@ from infsample_rl.phases import phase
 from infsample_rl.rendezvous import host_store, open_store
 from infsample_rl.types import LossTotals, TrainingSample
 
+SCALED_TOKENS = 4096
+
 
 class LearnerWorker:
     """Trains the policy; every public method but __init__ and host_store is a collective of all ranks."""
@@ -53,6 +55,7 @@ class LearnerWorker:
         self.provisional: LossTotals | None = None
         self.sums = UpdateSums()
         self.old_logprobs: dict[int, Tensor] = {}  # of this step's rows, by row_id, where there are several updates
+        self._loss_scale = loss_scale(config)
 
     def host_store(self) -> int:
         """Rank 0 alone, before setup(): the port at which the other ranks find it."""
@@ -169,7 +172,7 @@ class LearnerWorker:
             entropy=entropy,
         )
         with phase("backward"):
-            self.backend.backward(loss)
+            self.backend.backward(loss * self._loss_scale)
             # Checked after the backward pass: a rank that raised before it would leave the others waiting in its collectives.
             # Inside its phase: here the host waits for a GPU, whose work until now this is.
             self._check_row(samples, row, loss.item(), logprobs.detach(), old)
@@ -241,6 +244,7 @@ class LearnerWorker:
         empty = totals.num_sequences == 0
         denominator = loss_denominator(self.objective, totals)
         factor = 0.0 if empty else (sums.denominator or denominator) / denominator  # of all ranks: this one may have had no row
+        factor /= self._loss_scale
         norm = 0.0
         if empty or sums.num_nonfinite_rows > 0:
             self.backend.discard()
@@ -312,6 +316,17 @@ class LearnerWorker:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def loss_scale(config: Config) -> float:
+    """What losses are multiplied by before the backward pass, and gradients divided by after it; 1 but in float16.
+
+    A token's gradient is divided by the samples or tokens of the whole update, and would be below float16's smallest numbers in a large one
+    (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). The scale, a power of two, makes of it one of SCALED_TOKENS.
+    """
+    if config.model.dtype != "float16":
+        return 1.0
+    return 2.0 ** round(math.log2(max(1.0, config.samples_per_step * config.rollout.max_new_tokens / SCALED_TOKENS)))
 
 
 def _dummy_row(device: torch.device) -> PackedRow:

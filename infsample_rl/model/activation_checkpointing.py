@@ -24,8 +24,8 @@ def checkpoint_every(lm: PreTrainedModel, every: int, *, granularity: str = "ful
     What is kept between two of them is what their layers need: the larger `every`, the more memory and the less time. `granularity`: "full",
     of a layer only its input is kept; "selective", also the results of its matrix products and attention (Korthikanti et al. 2022,
     "Reducing Activation Recomputation in Large Transformer Models", section 5): norms, rotations and activation functions are cheap to compute
-    again and about half of what a layer keeps. ValueError for a model whose layers cannot be recomputed. transformers recomputes in training
-    mode only, so the model is in it afterwards.
+    again and about half of what a layer keeps. ValueError for a model whose layers cannot be recomputed. transformers recomputes layers in
+    training mode only: they are in it afterwards, without what drops out or adds noise there.
     """
     layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers or not lm.supports_gradient_checkpointing:
@@ -35,4 +35,6 @@ def checkpoint_every(lm: PreTrainedModel, every: int, *, granularity: str = "ful
     enable({"use_reentrant": False} | selective)
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every == 0
-    lm.train()
+        layer.training = True  # not its modules: the policy that sampled had no dropout
+        for name in [name for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)]:
+            setattr(layer, name, 0.0)  # of functional dropout in the layer itself

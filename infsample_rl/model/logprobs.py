@@ -121,6 +121,8 @@ class PackedPolicy(nn.Module):
         """`bad_token_ids` have no probability; `head_fp32`: logits in float32 whatever the weights' dtype (model.lm_head_fp32)."""
         super().__init__()
         self.entropy_gradient = False  # set where the loss has an entropy bonus
+        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
+            raise ValueError(f"{type(lm).__name__} has a head with a bias, which is not supported, neither as policy nor as reference")
         use_packed_attention(lm)
         self.lm = lm
         self.chunk_tokens = chunk_tokens

@@ -41,7 +41,7 @@ def head_logits(hidden: Tensor, weight: Tensor, *, fp32: bool) -> Tensor:
 
 
 class _Float32Head(torch.autograd.Function):
-    """hidden.float() @ weight.float().T with float32 gradients, each rounded once, to the dtype of what it belongs to."""
+    """hidden.float() @ weight.float().T with float32 gradients, each rounded once a call, to the dtype of what it belongs to."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
     }
     for backend, settings in tools.BACKENDS.items():
         for name, path in (("tied", tied_policy), ("untied", untied_policy)):
-            recompute = {"activation_checkpointing": 1, "recompute_granularity": "selective"} if name == "untied" else {}
+            granularity = "full" if settings.get("zero_stage") == 3 else "selective"
+            recompute = {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
             scenarios[f"{backend}, {name}"] = ten_updates(tools, path, settings | recompute, plain[path][0], folder / backend / name)
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     totals = tools.totals_of(bf16)

@@ -57,6 +57,20 @@ def test_bf16_stops_on_a_large_mean_difference_only(tools, untied_policy):
         tools.run_here(config, [("accumulate", (shifted, totals)), ("step", (totals,))])
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
+def test_in_float16_the_gradient_of_a_large_update_does_not_underflow(tools, untied_policy, loss):
+    samples = tools.make_samples(tools.load_plain(untied_policy, torch.float16))
+    provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
+    real, norms = replace(tools.totals_of(samples), length_normalizer=4096), {}
+    for dtype in ("float32", "float16"):
+        objective = ObjectiveConfig(loss=loss, kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
+        config = tools.make_config(untied_policy, dtype=dtype, objective=objective, learner=LEARNER)
+        large = {"data": replace(config.data, prompts_per_step=64), "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096)}
+        config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
+        norms[dtype] = tools.run_here(config, [("accumulate", (samples, provisional)), ("step", (real,))])[-1]["learner/grad_norm"]
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_a_nonfinite_loss_stops_or_skips(tools, untied_policy, samples, kind):
     nothing_likely = np.full_like(samples[-1].engine_logprobs, -np.inf)  # makes k3 infinite, but its gradient 1

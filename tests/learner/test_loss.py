@@ -54,6 +54,20 @@ def test_cispo_leaves_no_token_without_gradient_and_grpo_does():
     assert gradients["cispo"] == pytest.approx([-1.2 / 3, -0.5 / 3, 2 * 0.5 / 3])
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_ratio_beyond_all_numbers_has_no_gradient_where_the_clip_bounds_it(loss, advantage):
+    old = torch.tensor([-95.0, -1.0])
+    new = torch.tensor([0.0, -1.0], requires_grad=True)
+    objective = ObjectiveConfig(loss=loss, kl="none")
+    ids, totals = torch.tensor([0, 1]), LossTotals(num_sequences=2, num_tokens=2, length_normalizer=1)
+    value, metrics = policy_loss(new, old, torch.tensor([advantage, 1.0]), ids, objective=objective, totals=totals)
+    value.backward()
+    assert math.isfinite(value.item()) and metrics["clip_fraction"] == (0.5 if advantage or loss == "cispo" else 0.0)
+    bounded = -(1 + objective.clip_high) * advantage / 2 if loss == "cispo" else 0.0
+    assert new.grad.tolist() == pytest.approx([bounded, -0.5])
+
+
 def test_at_ratio_one_the_gradient_is_minus_the_advantage_over_the_denominator():
     new = OLD.clone().requires_grad_()
     loss_of("grpo", new)[0].backward()

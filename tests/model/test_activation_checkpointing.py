@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
 
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
@@ -82,6 +82,28 @@ def test_selective_recomputation_multiplies_no_matrix_of_a_layer_again():
 def test_more_recomputed_layers_keep_less():
     kept = [run(every)[2] for every in (0, 9, 2, 1)]
     assert kept == sorted(kept, reverse=True) and kept[-1] < 0.5 * kept[0]
+
+
+FEW = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+DROPPING = {
+    "in the layer itself": lambda: OPTForCausalLM(OPTConfig(**FEW, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3)),
+    "in parts of the layer, and before the first": lambda: Starcoder2ForCausalLM(
+        Starcoder2Config(
+            **FEW, intermediate_size=48, sliding_window=None, residual_dropout=0.3, embedding_dropout=0.3, bos_token_id=0, eos_token_id=1
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("where", DROPPING)
+def test_functional_dropout_stays_off_where_layers_are_recomputed(where):
+    lm = DROPPING[where]().eval()
+    policy, row = PackedPolicy(lm, valid_vocab=64, chunk_tokens=16), pack_row([(np.array([5, 9, 7]), [np.array([11, 4, 8, 6])])], "cpu")
+    wanted = policy(row, 1.0)[0].detach()
+    checkpoint_every(lm, 1)
+    found = policy(row, 1.0)[0]
+    found.sum().backward()
+    torch.testing.assert_close(found.detach(), wanted)
 
 
 def test_a_model_whose_layers_cannot_be_recomputed_is_refused():
