@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 import sys
@@ -29,6 +30,7 @@ from infsample_rl.bench.report import print_table
 from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import Config, RunConfig
 from infsample_rl.data.prompts import build_eval_prompts
+from infsample_rl.keeping import checkpoints
 from infsample_rl.merge import load_policy_folder
 from infsample_rl.model.loading import context_of, load_tokenizer
 from infsample_rl.model.response_text import response_text
@@ -67,6 +69,8 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
     if not arguments or "=" in arguments[0]:
         raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value ...]")
     options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
+    if not math.isfinite(options.threshold):
+        raise ValueError(f"threshold must be a finite reward, got {options.threshold}")
     options.k = options.k or sorted({1, options.samples})
     for k in options.k:
         pass_at_k(options.samples, 0, k)  # refuses a k above samples
@@ -76,6 +80,9 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
     """The run's settings, made fit for sampling alone. ValueError in one line."""
     folder = Path(checkpoint).expanduser()
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        kept = ", ".join(str(path) for path in checkpoints(folder)) or "it has none"
+        raise ValueError(f"CHECKPOINT={checkpoint} is a run folder; give a checkpoint of it: {kept}")
     run_dir = run_of(folder) if folder.is_dir() else None
     model = str(folder.absolute()) if folder.is_dir() else checkpoint
     ours = [f"model.path={quoted(model)}", "model.tokenizer_path=null", f"rollout.group_size={options.samples}", "rollout.micro_group_size=null"]
@@ -85,7 +92,7 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     if config.rollout.group_size != options.samples:
         wrong, right = config.rollout.group_size, options.samples
         raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
-    names = {override.partition("=")[0] for override in overrides}
+    names = {override.partition("=")[0].lstrip("+") for override in overrides}
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
@@ -187,8 +194,11 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
     print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
 
 
-def _check_out(path: Path) -> None:
-    """ValueError for a file that could not be written when all is sampled."""
+def _check_out(path: Path, config: Config) -> None:
+    """ValueError for a file that could not be written when all is sampled, or that is read."""
+    read = [source for source in (config.data.source, config.data.eval_source) if source]
+    if any(path.resolve() == Path(source).expanduser().resolve() for source in read):
+        raise ValueError(f"out={path} is the data that is evaluated on; give another file")
     if not path.parent.is_dir():
         raise ValueError(f"out={path}: there is no folder {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -199,7 +209,7 @@ def _run(arguments: list[str]) -> int:
     checkpoint, options, overrides = split_arguments(arguments)
     config = evaluation_config(checkpoint, options, overrides)
     if options.out is not None:
-        _check_out(Path(options.out).absolute())
+        _check_out(Path(options.out).absolute(), config)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
     found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])

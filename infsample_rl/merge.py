@@ -75,15 +75,17 @@ def main() -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m infsample_rl.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("out", metavar="OUT")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the base model")
     options = parser.parse_args()
     try:
-        merge_checkpoint(options.checkpoint, options.out, trust_remote_code=options.trust_remote_code)
+        if not options.out:
+            raise ValueError("OUT is empty: give a new or an empty folder")
+        merge_checkpoint(options.checkpoint, Path(options.out), trust_remote_code=options.trust_remote_code)
     except (ValueError, OSError, SafetensorError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(json.dumps({"merged": str(options.out)}))
+    print(json.dumps({"merged": options.out}))
     return 0
 
 

@@ -11,8 +11,10 @@ from infsample_rl.config_loading import load_config
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder of RUN/checkpoints/step_N; None for a folder that lies elsewhere."""
-    run_dir = checkpoint.absolute().parent.parent
-    return run_dir if checkpoint.absolute().parent.name == "checkpoints" and (run_dir / "config.yaml").is_file() else None
+    for path in (checkpoint.absolute(), checkpoint.resolve()):  # a link may lie elsewhere
+        if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
+            return path.parent.parent
+    return None
 
 
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:

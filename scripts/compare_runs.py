@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from infsample_rl.logging_outputs.records import read_records
+from infsample_rl.report.writing import labels
+
 PANELS = (("reward/mean", "mean reward"), ("eval/accuracy", "held-out accuracy"), ("response/length_mean", "response length, tokens"))
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
     """The run's metrics, one dictionary a step."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return list(read_records(run / "metrics.jsonl"))
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -30,7 +33,15 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
         for run, rows in runs.items():
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             style = "--" if "control" in run else "-"
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=kinds[run], color=colours[kinds[run]], linestyle=style, alpha=0.8)
+            axis.plot(
+                *(zip(*points, strict=True) if points else ([], [])),
+                marker="o",
+                markersize=3,
+                label=kinds[run],
+                color=colours[kinds[run]],
+                linestyle=style,
+                alpha=0.8,
+            )
         axis.set(xlabel="step", title=label)
         axis.grid(alpha=0.3)
     lines = dict(zip(kinds.values(), axes[0].get_lines(), strict=True))  # one of each kind
@@ -45,17 +56,18 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
         accuracy = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
         steps = [row for row in rows if row["step"] > 0]
 
-        def ends(name: str, steps: list[dict[str, Any]] = steps) -> tuple[float, float]:
-            values = [row[name] for row in steps]
-            return statistics.fmean(values[:5]), statistics.fmean(values[-5:])
+        def values(name: str, steps: list[dict[str, Any]] = steps) -> list[float]:
+            return [row[name] for row in steps if row.get(name) is not None]
+
+        def ends(name: str, digits: int, values: Callable[[str], list[float]] = values) -> str:
+            found = values(name)
+            return f"{statistics.fmean(found[:5]):.{digits}f} -> {statistics.fmean(found[-5:]):.{digits}f}" if found else "-"
 
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "-"
-        reward, length = ends("reward/mean"), ends("response/length_mean")
-        seconds = statistics.fmean(row["timing/step"] for row in steps)
-        speed = sum(row["response/tokens"] for row in steps) / sum(row["timing/rollout"] for row in steps)
-        lines.append(
-            f"| {run} | {held_out} | {reward[0]:.2f} -> {reward[1]:.2f} | {length[0]:.0f} -> {length[1]:.0f} | {seconds:.1f} | {speed:,.0f} |"
-        )
+        seconds = f"{statistics.fmean(values('timing/step')):.1f}" if values("timing/step") else "-"
+        sampled, rollout = sum(values("response/tokens")), sum(values("timing/rollout"))
+        speed = f"{sampled / rollout:,.0f}" if rollout else "-"
+        lines.append(f"| {run} | {held_out} | {ends('reward/mean', 2)} | {ends('response/length_mean', 0)} | {seconds} | {speed} |")
     return "\n".join(lines)
 
 
@@ -65,7 +77,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    runs = {run.name: read_rows(run) for run in arguments.runs}
+    runs = dict(zip(labels(arguments.runs), map(read_rows, arguments.runs), strict=True))
     draw(runs, arguments.out)
     print(table(runs))
 

@@ -63,6 +63,8 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         (["smaples=2"], "is not a setting"),
         (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
         ([f"out={tmp_path}"], "is a folder; give a file"),
+        ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),
+        (["threshold=nan"], "threshold must be a finite reward, got nan"),
         (["samples=4", "rollout.group_size=2"], "rollout.group_size must be samples = 4 here, got 2; give samples=2 instead"),
         (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
         (["data.sauce=x"], "did you mean data.source?"),
@@ -83,6 +85,12 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     checkpoint = str(run / "checkpoints" / "step_000001")
     assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), []).run.eval_prompts == evaluate.ALL_PROBLEMS
     assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
+    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["++data.source=math"]).data.eval_source == "math"
+    (tmp_path / "latest").symlink_to(checkpoint)
+    assert evaluate.evaluation_config(str(tmp_path / "latest"), evaluate.EvaluateOptions(), []).data.eval_source == str(data)
+    (run / "checkpoints" / "step_000001" / "driver_state.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"CHECKPOINT={run} is a run folder; give a checkpoint of it: {checkpoint}"):
+        evaluate.evaluation_config(str(run), evaluate.EvaluateOptions(), [])
 
 
 def test_of_generated_problems_there_are_as_many_as_a_run_would_take(tiny_qwen3):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 
 from infsample_rl.logging_outputs.live_view import LiveView, fit, step_figures
 from infsample_rl.logging_outputs.records import read_records
@@ -55,6 +56,11 @@ def test_eighty_columns_say_how_the_run_stands_and_who_decodes():
     assert found[8].startswith("rollout 0 37 rows  KV pool \u2501") and found[8].endswith(" 87%  18 shown, most left first")
     assert any(line.startswith("rollout 1 5 rows") for line in found) and not any(line.startswith("rollout 2") for line in found)
     assert found[-1].startswith("warning   after step 12: 97% of the last 5 steps'")
+
+
+def test_a_name_of_wide_characters_leaves_the_time_that_is_left():
+    view = LiveView("\u8fd0\u884c\u6d4b\u8bd5" * 2, total_steps=1000, samples_per_step=8, max_new_tokens=64)
+    assert texts(view, 80, 22)[0].endswith("1 min 20 s left") and cell_len(texts(view, 80, 22)[0]) <= 80
 
 
 @pytest.mark.parametrize("unicode", [True, False])

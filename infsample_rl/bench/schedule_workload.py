@@ -16,6 +16,7 @@ from infsample_rl.rollout.simulator import Simulation, pool_tokens, simulate_pro
 
 LENGTHS = Path("tests") / "data" / "lengths"  # recordings of the checkout
 MEMORY_BOUND = "memory bound sum l(l+1)/2 / budget (counts the newest token as held; our pool takes it a step later)"
+MOST_SECONDS = 10**6  # of a step or a row
 MOST_SIGMA = 10  # of a lognormal error
 
 
@@ -48,8 +49,8 @@ class SimulateOptions:
         if not self.optimum and not any(self.noise or name not in PREDICTED_SCHEDULES for name in self.schedules):
             raise ValueError("there is nothing to measure: give schedules=[...] and, for those that order by predictions, noise=[0]")
         for name in ("c0", "c1"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number of seconds, got {getattr(self, name)}")
+            if not getattr(self, name) <= MOST_SECONDS:
+                raise ValueError(f"{name} must be at most {MOST_SECONDS:,} seconds, got {getattr(self, name)}")
         if not all(0 <= sigma <= MOST_SIGMA for sigma in self.noise):
             raise ValueError(f"noise must be >= 0 and <= {MOST_SIGMA}, got {self.noise}")
 

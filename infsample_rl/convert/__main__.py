@@ -33,6 +33,10 @@ def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
     words, environment = [Word(argument, 0) for argument in arguments], {**os.environ, "0": str(path)}
     if not path.is_file():
         raise ValueError(f"FILE={path}: there is no such file")
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"FILE={path} is not UTF-8 text (byte {error.start})") from None
     if peer == "trl":
         given, trainer = trl_files.read(path, environment)
         given |= trl_files.read_words(words, "argument")

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from infsample_rl.phases import IDLE, current
@@ -94,8 +95,8 @@ class LiveView:
         place = f"step {self._step:>{len(str(self._total))}}/{self._total}"
         right = f"{place}  {time_left}" if time_left else place
         room = width - len(right) - 2
-        name = self._name if len(self._name) + 10 <= room else ""
-        left = max(0, min(40, room - len(name) - 2))
+        name = self._name if cell_len(self._name) + 10 <= room else ""
+        left = max(0, min(40, room - cell_len(name) - 2))
         text = Text().append(f"{name}  " if name else "", style="bold")
         text.append_text(_bar(self._step, self._total, self._total, left if left >= 4 else 0))
         return text.append(("  " if left >= 4 else "") + right)

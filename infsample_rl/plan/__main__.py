@@ -53,6 +53,8 @@ def _run(arguments: list[str]) -> int:
     config = load_config(overrides, flags.config_dir)
     from infsample_rl.plan.run_plan import plan_run
 
+    if options.lengths == "":
+        raise ValueError("lengths is empty: give lengths=FILE.jsonl or a run folder")
     plan = plan_run(config, None if options.lengths is None else Path(options.lengths))
     if options.json:
         print(json.dumps(plan.record()))

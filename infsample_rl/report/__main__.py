@@ -43,6 +43,8 @@ def parse(arguments: list[str]) -> tuple[list[Path], Path]:
     out = Path(given[0])
     if out.is_dir() or not out.resolve().parent.is_dir():
         raise ValueError(f"out={out} must be a file in a folder that is there")
+    if out.suffix not in (".html", ".htm"):
+        raise ValueError(f"out={out} must end in .html: it is a page")
     return runs, out
 
 

@@ -86,14 +86,26 @@ def state(run: RunFolder) -> str:
 def description(run: RunFolder) -> str:
     """Model, data, G and schedule in a line."""
     model, source = (str(run.setting(name) or "").rstrip("/").split("/")[-1] for name in ("model.path", "data.source"))
-    group, slots, schedule = (run.setting(f"rollout.{name}") for name in ("group_size", "slots", "schedule"))
+    group, schedule = (run.setting(f"rollout.{name}") for name in ("group_size", "schedule"))
     parts = [
         model,
         source,
         f"{run.setting('data.prompts_per_step')} prompts x G = {group}" if group else "",
-        f"{schedule}, {slots} slots" if slots and schedule else str(schedule or ""),
+        ", ".join(filter(None, [str(schedule or ""), _kv_memory(run)])),
     ]
     return " · ".join(filter(None, parts))
+
+
+def _kv_memory(run: RunFolder) -> str:
+    """What the settings say of the memory of KV: a budget, else slots; nothing for a schedule that has it for every sample."""
+    slots, tokens, given = (run.setting(f"rollout.{name}") for name in ("slots", "kv_budget_tokens", "kv_budget_bytes"))
+    if run.setting("rollout.schedule") == "full_group":
+        return ""
+    if given is not None:
+        return f"{given} of KV"
+    if tokens is not None:
+        return f"{tokens:,} KV tokens" if isinstance(tokens, int) else ""
+    return f"{slots} slots" if slots else ""
 
 
 def text_of(value: Any) -> str:

@@ -16,9 +16,8 @@ from infsample_rl.logging_outputs.records import parse_record
 Record = dict[str, Any]
 
 CONFIG, METRICS, COMPLETIONS, SAMPLES, TRACE = "config.yaml", "metrics.jsonl", "completions.jsonl", "samples.jsonl", "trace.json"
-VERSIONS, PLAN, LOG = "versions.json", "plan.json", "run.log"
+VERSIONS, PLAN, LOG, WARNINGS = "versions.json", "plan.json", "run.log", "warnings.jsonl"
 SIGNS = (CONFIG, METRICS, COMPLETIONS, LOG)  # one of them makes a folder a run's
-LOG_END_BYTES = 200_000
 WARNINGS_SHOWN = 12
 
 
@@ -32,7 +31,7 @@ class RunFolder:
     metrics: list[Record]  # numbers only, each with its step
     versions: Record
     plan: Record
-    warnings: list[str]  # the last ones of run.log
+    warnings: list[str]  # the last ones
     notes: list[str] = field(default_factory=list)  # what is missing or damaged
 
     def setting(self, name: str) -> Any:
@@ -71,7 +70,7 @@ def read_run(path: Path, label: str | None = None) -> RunFolder:
         metrics=_numbers(read_lines(path / METRICS, notes)),
         versions=_read_object(path / VERSIONS, notes),
         plan=_read_object(path / PLAN, notes, needed=False),
-        warnings=_read_warnings(path / LOG),
+        warnings=_read_warnings(path / WARNINGS),
         notes=notes,
     )
     if not run.metrics and (path / METRICS).exists():
@@ -103,8 +102,10 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
 
 def number(value: Any) -> float | None:
     """`value` if it is a finite number, else None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    try:
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
 
 
 def _numbers(records: Iterator[tuple[int, Record]]) -> list[Record]:
@@ -142,11 +143,6 @@ def _read_object(path: Path, notes: list[str], *, needed: bool = True) -> Record
 
 
 def _read_warnings(path: Path) -> list[str]:
-    """The last warnings of run.log, with their times."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_END_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    return [line for line in lines if " warning: " in line[:40]][-WARNINGS_SHOWN:]
+    """The last warnings of the steps that count."""
+    records = [record for _, record in read_lines(path, []) if isinstance(record.get("text"), str)]
+    return [f"after step {record['step']}: {record['text']}" for record in records[-WARNINGS_SHOWN:]]

@@ -13,6 +13,7 @@ import numbers
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
@@ -79,8 +80,8 @@ def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
         short = function.name.rpartition(":")[2] if kind == "user" else function.name
         if kind == "model":
             short = MODEL_PREFIX + os.path.basename(function.name.removeprefix(MODEL_PREFIX).rstrip("/"))
-        count = sum(name == short or name.startswith(f"{short}_") and name[len(short) + 1 :].isdigit() for name in [*METRICS_OF_REWARD, *names])
-        names.append(f"{short}_{count + 1}" if count else short)
+        taken = {*METRICS_OF_REWARD, *names}
+        names.append(next(name for number in count(1) if (name := short if number == 1 else f"{short}_{number}") not in taken))
     return names
 
 

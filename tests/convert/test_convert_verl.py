@@ -208,3 +208,10 @@ def test_what_is_refused_here_is_said_after_it_is_printed(refused):
     group_of_one = script_of(**{"actor_rollout_ref.rollout.n": 1})
     assert refused("verl", "one.sh", group_of_one).startswith("error: rollout.group_size must be >= 2")
     assert "holds no command with verl.trainer.main_ppo" in refused("verl", "one.sh", "echo hello\n")
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path, capsys):
+    path = tmp_path / "run.sh"
+    path.write_bytes(b"python3 -m verl.trainer.main_ppo \xff\xfe")
+    assert main(["verl", str(path)]) == 2
+    assert f"FILE={path} is not UTF-8 text (byte 33)" in capsys.readouterr().err

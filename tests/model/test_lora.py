@@ -226,6 +226,7 @@ def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused
     base, checkpoint, _ = saved
     assert f"CHECKPOINT={base} has no adapter_config.json" in refused(merge.main, str(base), str(tmp_path / "out"))
     assert f"OUT={base} must be a new or an empty folder" in refused(merge.main, str(checkpoint), str(base))
+    assert "OUT is empty" in refused(merge.main, str(checkpoint), "")
     path = checkpoint / "adapter_config.json"
     settings = json.loads(path.read_text())
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)

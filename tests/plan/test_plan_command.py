@@ -166,6 +166,7 @@ def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
         (["rollout.group_sizes=3"], "did you mean rollout.group_size?"),
         (["--json"], "flags are --config-dir DIR"),
         (["lengths=/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
+        (["lengths="], "lengths is empty"),
         (["rollout.kv_budget_bytes=1KB"], "the smallest that would do is rollout.kv_budget_tokens="),
     ],
 )

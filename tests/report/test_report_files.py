@@ -66,6 +66,7 @@ def test_files_of_a_run_that_has_just_begun_make_a_page(recorded_run):
 
 def test_strange_values_in_metrics_are_no_points(recorded_run, page_in):
     with (recorded_run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "learner/kl": 1' + "0" * 400 + "}\n")
         file.write('{"step": 4, "reward/mean": "high", "learner/entropy": NaN, "timing/step": Infinity, "response/length_mean": [1], "x": true}\n')
     notes_of(recorded_run)
     page = page_in(recorded_run / "report.html")
@@ -79,6 +80,27 @@ def test_the_command_writes_the_page_and_says_where(recorded_run, capsys):
     assert list(recorded_run.glob(".*tmp")) == []
 
 
+def test_warnings_of_steps_that_were_done_again_are_not_shown(recorded_run):
+    (recorded_run / "run.log").write_text("2026-11-21 23:13:15 warning: of a start that came to nothing\n")
+    records = [{"step": 2, "rule": None, "text": "first"}, {"step": 3, "rule": "all_cut", "text": "second"}]
+    (recorded_run / "warnings.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert read_run(recorded_run).warnings == ["after step 2: first", "after step 3: second"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"schedule": "infinite", "slots": 4}, "infinite, 4 slots"),
+        ({"schedule": "token_budget", "slots": 32, "kv_budget_tokens": 8192}, "token_budget, 8,192 KV tokens"),
+        ({"schedule": "token_budget", "slots": 32, "kv_budget_bytes": "auto"}, "token_budget, auto of KV"),
+        ({"schedule": "full_group", "slots": 4}, "full_group"),
+    ],
+)
+def test_the_headline_has_the_memory_that_counts(recorded_run, rollout, said):
+    (recorded_run / "config.yaml").write_text(json.dumps({"rollout": {"group_size": 8} | rollout}))
+    assert facts.description(read_run(recorded_run)).endswith(said)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -88,6 +110,7 @@ def test_the_command_writes_the_page_and_says_where(recorded_run, capsys):
         (["--fast", "."], "--fast is unknown"),
         ([".", "out="], "out=FILE must be given once"),
         ([".", "out=no/such/folder.html"], "out=no/such/folder.html must be a file"),
+        ([".", "out=completions.jsonl"], "out=completions.jsonl must end in .html"),
         ([".", "."], "the same RUN is given twice"),
     ],
 )

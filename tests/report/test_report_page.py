@@ -67,7 +67,7 @@ def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
     group = json.loads((recorded_run / "samples.jsonl").read_text().splitlines()[0]) | {"prompt": HOSTILE}
     group["samples"][0]["text"] = HOSTILE
     (recorded_run / "samples.jsonl").write_text(json.dumps(group) + "\n")
-    (recorded_run / "run.log").write_text(f"2026-11-21 23:13:15 warning: {HOSTILE}\n", errors="backslashreplace")
+    (recorded_run / "warnings.jsonl").write_text(json.dumps({"step": 1, "rule": None, "text": HOSTILE}) + "\n")
     (recorded_run / "config.yaml").write_text(json.dumps({"run": {"name": HOSTILE.replace("\ud800", "")}}))
     write_report([recorded_run], recorded_run / "report.html")
 

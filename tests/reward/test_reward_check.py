@@ -88,4 +88,6 @@ def test_component_names_are_short_and_different():
     functions = [RewardFunctionConfig(name=name) for name in names]
     assert component_names(functions) == ["gsm8k", "brevity", "brevity_2", "model:judge", "model:judge_2"]
     taken = [RewardFunctionConfig(name=name) for name in ("a.py:mean", "b.py:mean", "a.py:failed")]
+    named = [RewardFunctionConfig(name=f"{file}.py:{name}") for file, name in (("a", "length_2"), ("b", "length"), ("c", "length"))]
+    assert component_names(named) == ["length_2", "length", "length_3"]
     assert component_names(taken) == ["mean_2", "mean_3", "failed_2"]  # reward/mean and reward/failed are the run's own

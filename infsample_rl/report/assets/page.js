@@ -39,7 +39,7 @@ function notices() {
         )
       : null,
     warnings.length
-      ? el('details', { class: 'notice' }, el('summary', {}, `last ${plural(warnings.length, 'warning')} of run.log`), el('ul', {}, warnings))
+      ? el('details', { class: 'notice' }, el('summary', {}, `last ${plural(warnings.length, 'warning')}`), el('ul', {}, warnings))
       : null,
   ];
 }
