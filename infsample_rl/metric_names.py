@@ -51,7 +51,7 @@ METRICS = {
     "eval/length_mean": Metric("tokens", "mean length"),
     "eval/failed": Metric("samples", "samples without a reward"),
     "learner/loss": Metric("-", "the objective, of the whole update"),
-    "learner/grad_norm": Metric("-", "norm of the gradient before it is clipped at learner.max_grad_norm, mean of the updates that were made; 0 if none was"),
+    "learner/grad_norm": Metric("-", "norm of the gradient before it is clipped at learner.max_grad_norm, mean over the updates made; 0 if none"),
     "learner/lr": Metric("-", "learning rate of the step's last update"),
     "learner/updates": Metric("updates", "optimizer steps of the step: objective.epochs x objective.mini_batches"),
     "learner/skipped_updates": Metric("updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"),
