@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.model import packed_attention as attention
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
@@ -201,6 +201,12 @@ def test_attention_sinks_are_refused():
 def test_ordinary_models_are_accepted():
     for config in (LlamaConfig(), Qwen2Config(), Qwen3Config()):
         attention.check_packable(config)
+
+
+def test_a_head_with_a_bias_is_refused():
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    with pytest.raises(ValueError, match="PhiForCausalLM has a head with a bias, which is not supported"):
+        PackedPolicy(PhiForCausalLM(PhiConfig(**sizes)), valid_vocab=60, chunk_tokens=8)
 
 
 @pytest.mark.gpu
