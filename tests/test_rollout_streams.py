@@ -9,7 +9,7 @@ import pytest
 
 from infsample_rl import rollout_streams
 from infsample_rl.config_loading import load_config
-from infsample_rl.failures import WorkerLost
+from infsample_rl.failures import StepLost, WorkerLost
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.rollout_streams import RolloutStreams
 from infsample_rl.sealed import MOST_SEALED_BYTES, SealedMicroGroup, seal, unseal
@@ -124,13 +124,19 @@ def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two(
     assert streams.is_done and streams.ends == [end(0)]
 
 
-def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again(monkeypatch):
-    def gone(ref, role, index, opened=None):
-        if ref.value == "gone":
+@pytest.fixture(autouse=True)
+def values(monkeypatch):
+    """What references hold; "gone" is that of a worker whose process died."""
+
+    def value_of(ref, role, index, opened=None):
+        if isinstance(ref.value, str) and ref.value == "gone":
             raise WorkerLost(role, index, "its process died")
         return ref.value
 
-    monkeypatch.setattr(rollout_streams, "value_of", gone)
+    monkeypatch.setattr(rollout_streams, "value_of", value_of)
+
+
+def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
     streams, handles = started([SealedMicroGroup(header([0, 1], 2), pickle.dumps([])), "gone"])
     replaced = []
     streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index)
@@ -153,3 +159,130 @@ def test_a_worker_of_which_nothing_is_known_yet_is_asked():
     streams, handles = started([end(0)], [header([4, 5], 0), ["tokens"], end(1)])
     take(streams, 0, items=2)
     assert handles[1].give_back.calls == 1
+
+
+def dealt(streams):
+    """Samples that streams owe."""
+    return sorted(index for stream in streams.streams for work in stream.owed.values() for index in work.sample_indices)
+
+
+def replaceable(streams):
+    """References of the calls in which workers in place of lost ones load the weights, and the indices of the lost."""
+    loading, lost_ones = {}, []
+    streams._crew.is_current, streams._crew.replace = lambda *arguments: True, lambda lost: lost_ones.append(lost.index)
+    streams._bring_back = lambda index: ([], loading.setdefault(index, Ref(None)))
+    return loading, lost_ones
+
+
+@pytest.fixture
+def lost_one():
+    """Worker 0 has died owing samples 2 and 3, and another is loading the weights in its place; worker 1 owes 6 and 7."""
+    streams, handles = started([header([0, 1], 2), ["t"], "gone"], [header([4, 5], 2), ["t"], header([6, 7], 0), ["t"], end(1)])
+    loading, lost_ones = replaceable(streams)
+    take(streams, 0, items=3)
+    return streams, handles, loading[0], lost_ones
+
+
+def test_a_new_worker_is_ready_once_it_holds_the_weights_that_sample(lost_one):
+    streams, _, loaded, _ = lost_one
+    assert streams.ready == {1} and [back.index for back in streams.returns] == [0]
+    assert streams.take(loaded, {}) is None and streams.ready == {0, 1} and streams.returns == []
+
+
+def test_a_new_worker_that_holds_the_version_before_is_not_ready(lost_one):
+    streams, _, loaded, _ = lost_one
+    streams.begin_version({1})
+    streams.take(loaded, {})
+    assert streams.ready == {1}
+
+
+def test_samples_that_were_lost_are_dealt_once_to_a_worker_that_is_idle(lost_one):
+    streams, _, _, _ = lost_one
+    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]))  # they had arrived
+    take(streams, 1, items=5)
+    for _ in range(2):
+        streams.deal_backlog()
+        assert dealt(streams) == [0, 1, 2, 3] and streams.num_owed == 4
+
+
+def test_late_news_of_a_dead_worker_leave_its_successor_alone(lost_one):
+    streams, handles, _, lost_ones = lost_one
+    streams._crew.is_current = lambda *arguments: False
+    streams.lose(WorkerLost("rollout", 1, "its process died"), handles[1])
+    assert lost_ones == [0] and 1 in streams.ready
+
+
+def test_workers_that_are_silent_are_replaced_those_on_their_way_too(lost_one):
+    streams, _, _, lost_ones = lost_one
+    streams._bring_back = lambda index: ([], Ref(index))
+    streams.give_up("nothing has moved")
+    assert sorted(lost_ones) == [0, 0, 1] and sorted(back.index for back in streams.returns) == [0, 1]
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_dynamic_slot_loses_the_step_with_a_worker_but_not_an_evaluation(monkeypatch, evaluation):
+    streams, _ = started([end(0)], [end(1)])
+    replaceable(streams)
+    monkeypatch.setattr(streams._config.rollout, "schedule", "dynamic_slot")
+    streams._batch = (0, evaluation)
+    generator, lost = next(iter(streams._streams)), WorkerLost("rollout", 0, "its process died")
+    if evaluation:
+        streams._lose_stream(generator, lost)
+        assert streams.num_owed == 8
+    else:
+        with pytest.raises(StepLost, match="rollout.schedule=dynamic_slot"):
+            streams._lose_stream(generator, lost)
+
+
+def asked(given):
+    """Worker 0 is idle, and worker 1, which owes 5, 6 and 7, has been asked: it will answer `given`."""
+    streams, handles = started([end(0)], [header([4], 3), ["t"], end(1)])
+    handles[1].give_back = Method(lambda: Ref(given))
+    take(streams, 1, items=2)
+    take(streams, 0, items=2)
+    (ref,) = streams._asked_back
+    return streams, handles, ref
+
+
+def test_samples_that_are_given_back_are_owed_no_more_and_counted():
+    streams, _, ref = asked({0: [6, 7]})
+    streams.take(ref, {})
+    (stream,) = streams.streams
+    assert [work.sample_indices for work in streams._backlog] == [[6, 7]] and stream.owed[0].sample_indices == [5] and streams.num_moved == 2
+
+
+def test_all_that_is_given_back_leaves_nothing_owed():
+    streams, _, ref = asked({0: [5, 6, 7]})
+    streams.take(ref, {})
+    assert [work.sample_indices for work in streams._backlog] == [[5, 6, 7]] and dealt(streams) == []
+
+
+def test_a_worker_that_had_nothing_to_give_is_not_asked_again():
+    streams, handles, ref = asked({})
+    streams.take(ref, {})
+    assert handles[1].give_back.calls == 1 and streams._asked_back == {}
+
+
+def test_what_a_worker_gave_back_before_it_died_is_dealt_once():
+    streams, _, ref = asked({0: [6, 7]})
+    replaceable(streams)
+    (generator,) = streams._streams
+    streams._lose_stream(generator, WorkerLost("rollout", 1, "its process died"))
+    streams.take(ref, {})
+    assert [work.sample_indices for work in streams._backlog] == [[5, 6, 7]]
+
+
+def test_a_step_that_is_given_up_leaves_nothing_to_wait_for(monkeypatch):
+    streams, handles, _ = asked({0: [6, 7]})
+    monkeypatch.setattr(rollout_streams, "drain", lambda generator: None)
+    for handle in handles:
+        handle.halt = Method(lambda: None)
+    streams.abandon()
+    assert streams.is_done and streams.waited() == []
+
+
+def test_the_worker_that_owes_most_is_asked():
+    streams, handles = started([end(0)], [header([4, 5], 2), ["t"], end(1)], [end(2)])
+    take(streams, 1, items=2)
+    take(streams, 0, items=2)
+    assert [handle.give_back.calls for handle in handles] == [0, 0, 1]
