@@ -7,7 +7,7 @@ import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
 from infsample_rl.dealing import deal
-from infsample_rl.groups import StepGroups, loss_totals, trainable_specs
+from infsample_rl.groups import StepGroups, loss_totals, mini_batches, trainable_specs
 from infsample_rl.step_metrics import sample_metrics
 from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
 
@@ -117,12 +117,18 @@ def test_kl_in_reward_is_subtracted_before_the_advantages():
     assert sample_metrics(groups)["memory/reference_peak_bytes"] == 3_000
 
 
-def test_shuffled_advantages_are_a_permutation():
-    groups = StepGroups(prompts(1), config(shuffle_advantages=True), group_size=2, step=3, with_reference=False)
-    groups.add_micro_group(0, header(0, [0, 1]))
-    groups.add_rewards(0, rewards(1.0, 0.0))
-    advantages = [sample.advantage for sample in groups.take_complete()[0].samples]
-    assert sorted(advantages) == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+def shuffled_advantages(step, shuffle=True):
+    settings = config(shuffle_advantages=shuffle, advantage="mean_only")
+    groups = StepGroups(prompts(1), settings, group_size=8, step=step, with_reference=False)
+    groups.add_micro_group(0, header(0, list(range(8))))
+    groups.add_rewards(0, rewards(*map(float, range(8))))
+    return [sample.advantage for sample in groups.take_complete()[0].samples]
+
+
+def test_shuffled_advantages_are_a_permutation_of_their_step():
+    in_order, shuffled = shuffled_advantages(3, shuffle=False), shuffled_advantages(3)
+    assert sorted(shuffled) == in_order and shuffled != in_order
+    assert shuffled_advantages(3) == shuffled and shuffled_advantages(4) != shuffled
 
 
 def test_more_samples_than_the_group_has_is_an_error():
@@ -167,3 +173,37 @@ def test_a_micro_group_that_is_lost_comes_again_under_another_key_and_the_group_
         *((2, 0.25, 2), (3, 0.5, 2)),
     ]
     assert groups.take_complete() == []
+
+
+@pytest.mark.parametrize("last", ["rewards", "reference"])
+def test_what_a_lost_micro_group_had_does_not_count_for_the_one_drawn_again(last):
+    groups = StepGroups(prompts(1), config(kl="k3", kl_coef=0.1), group_size=4, step=0, with_reference=True)
+    adds = {
+        "rewards": lambda key: groups.add_rewards(key, rewards(1.0, 0.0)),
+        "reference": lambda key: groups.add_reference(key, ReferenceReport([0.5, 0.5], 1)),
+    }
+    (first,) = adds.keys() - {last}
+    for key, samples in ((0, [0, 1]), (1, [2, 3])):
+        groups.add_micro_group(key, header(0, samples))
+        adds[last](key)
+    adds[first](0)
+    groups.forget(1)
+    groups.add_micro_group(2, header(0, [2, 3]))
+    adds[first](2)
+    assert groups.take_complete() == []
+    adds[last](2)
+    assert [sample.reward for sample in groups.take_complete()[0].samples] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_mini_batches_are_in_prompt_order():
+    groups = StepGroups(prompts(4), config(), group_size=2, step=0, with_reference=False)
+    batches = mini_batches([groups.groups[index] for index in (3, 0, 2, 1)], 2)
+    assert [[group.prompt.prompt_index for group in batch] for batch in batches] == [[0, 1], [2, 3]]
+
+
+def test_a_group_without_signal_is_sent_where_the_loss_has_an_entropy_term():
+    settings = config(entropy_coef=0.1)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_rewards(0, rewards(1.0, 1.0))
+    assert len(trainable_specs(groups.take_complete()[0], settings)) == 2
