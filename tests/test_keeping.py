@@ -131,3 +131,16 @@ def test_a_damaged_checkpoint_is_found_out_and_the_one_before_is_used(tmp_path, 
     assert found == before and str(newest) in warning
     with pytest.raises(ValueError, match="step_000002 is damaged"):
         find_checkpoint(tmp_path, str(newest))
+
+
+def test_a_checkpoint_set_aside_again_replaces_the_one_set_aside_before(tmp_path):
+    for text in ("first", "second"):
+        write_checkpoint(tmp_path, {"step": 2, "data": {}}, lambda folder, text=text: Path(folder, "model.safetensors").write_text(text))
+        set_aside_after(tmp_path, 1)
+    assert (tmp_path / "checkpoints/superseded/step_000002/model.safetensors").read_text() == "second"
+
+
+def test_a_run_with_metrics_and_no_checkpoint_is_not_gone_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError):
+        find_checkpoint(tmp_path, "never")
