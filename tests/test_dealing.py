@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infsample_rl import dealing
 from infsample_rl.dealing import ExpectedLengths, deal, split
 from infsample_rl.types import Prompt, RolloutWork
 
@@ -42,3 +43,18 @@ def test_expected_is_the_prompts_last_mean_else_that_of_the_newest_samples():
     expected.observe({})
     assert ExpectedLengths(expected.state())(prompts(3)[2]) == expected(prompts(3)[2]) == 112 / 3
     assert ExpectedLengths(expected.state())(prompts(1)[0]) == 6
+
+
+def test_the_rows_kept_are_those_seen_last(monkeypatch):
+    monkeypatch.setattr(dealing, "KEPT_ROWS", 2)
+    expected = ExpectedLengths()
+    for lengths in ({1: [10]}, {2: [20]}, {1: [11]}, {3: [30]}):
+        expected.observe(lengths)
+    assert expected.state()["rows"] == [[1, 11.0], [3, 30.0]]
+
+
+def test_a_row_without_samples_keeps_its_mean():
+    expected = ExpectedLengths()
+    expected.observe({1: [10]})
+    expected.observe({1: []})
+    assert expected.state()["rows"] == [[1, 10.0]]

@@ -37,3 +37,9 @@ def test_the_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
         covered += estimate.low <= 0.5 <= estimate.high
         assert estimate.interval == "bootstrap"
     assert 0.86 <= covered / 50 <= 1.0
+
+
+def test_the_bootstrap_interval_is_as_wide_as_the_normal_one_over_many_problems():
+    values = np.random.default_rng(1).uniform(0, 1, 400)
+    estimate = mean_over_problems(values)
+    assert (estimate.high - estimate.low) / 2 == pytest.approx(1.96 * values.std() / 20, rel=0.05)

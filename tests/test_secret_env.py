@@ -69,3 +69,16 @@ def test_what_is_started_inside_inherits_no_key():
     with without_secrets():
         assert not any(is_secret_name(name) for name in os.environ)
     assert KEYS.items() <= os.environ.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "who"),
+    [
+        (["reference.path=org/reference"], "reference"),
+        (["reference.path=org/reference", "reference.placement=learner"], "learner"),
+        (["rollout.predictor=bert", "rollout.predictor_path=org/predictor", "rollout.schedule=infinite"], "rollout"),
+    ],
+)
+def test_the_hubs_token_goes_only_to_who_loads_the_model(settings, who):
+    given = worker_secrets(load_config(["objective=default", *settings]))
+    assert {role: keys for role, keys in given.items() if keys} == {who: {"HF_TOKEN": "h-planted", "HUGGING_FACE_HUB_TOKEN": None}}

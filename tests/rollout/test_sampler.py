@@ -287,3 +287,14 @@ def test_padded_vocabulary_is_never_sampled_and_has_no_mass():
 @pytest.mark.parametrize(("vocab_size", "split"), [(151936, (128, 1187)), (64, (8, 8)), (101, (10, 11)), (1, (1, 1)), (2, (1, 2))])
 def test_the_vocabulary_is_cut_into_blocks_near_its_square_root(vocab_size, split):
     assert split_vocabulary(vocab_size) == split
+
+
+def test_top_k_above_the_first_candidates_keeps_exactly_that_many():
+    probs = torch.linspace(2.0, 1.0, 3000)[None].div(4500)
+    assert int((probs >= make_sampler(3000, top_k=1500)._cutoff(probs)).sum()) == 1500
+
+
+def test_a_flat_rows_cutoff_does_not_depend_on_a_sharp_neighbour():
+    flat, sharp = torch.linspace(1.5, 1.0, 3000).div(3750), torch.eye(3000)[0]
+    sampler = make_sampler(3000, top_p=0.9)
+    assert sampler._cutoff(torch.stack([flat, sharp]))[0] == sampler._cutoff(flat[None])[0]
