@@ -154,3 +154,12 @@ def test_no_node_takes_more_than_it_has_and_no_refusal_means_everyone_has_a_plac
     everyone = {(group.role, number) for group in groups.values() for number in range(group.count)}
     refused = refusal(config, [node(str(index), cpus, gpus) for index, (cpus, gpus) in enumerate(nodes)])
     assert (refused is None) == (set(places) == everyone)
+
+
+def test_a_pair_that_shares_a_gpu_is_placed_on_one_node_or_refused():
+    cpus = ["cluster.learner_cpus=8", "cluster.rollout_cpus=8"]
+    pair = ["objective=no_kl", "cluster.weight_sync=cuda_ipc", "cluster.learner_ranks=1", "cluster.rollout_workers=1"]
+    config = load_config([*pair, *cpus, "cluster.learner_gpus=0.5", "cluster.rollout_gpus=0.5"])
+    apart = [node("a", 9, 1), node("b", 9, 1)]
+    assert ("rollout", 0) not in plan(config, apart) and refusal(config, apart) is not None
+    assert len(set(plan(config, [node("a", 9, 1), node("b", 17, 1)])[role, 0] for role in ("learner", "rollout"))) == 1

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from infsample_rl.config import DataConfig
-from infsample_rl.data.chat import render, render_all
+from infsample_rl.data.chat import chat_messages, render, render_all
 from infsample_rl.data.fields import Problem
 
 
@@ -142,3 +142,10 @@ def test_truncation_cuts_the_question_from_the_left_and_keeps_everything_else(ll
 def test_a_prompt_that_cannot_be_truncated_enough_is_an_error(llama_tokenizer):
     with pytest.raises(ValueError, match="row 1: the prompt cannot be truncated to data.max_prompt_tokens = 10: .* question takes 18 tokens"):
         render_all(LONG, llama_tokenizer, config(max_prompt_tokens=10, long_prompts="truncate"))
+
+
+def test_a_developers_message_is_replaced_and_the_last_turn_instructed():
+    turns = (("developer", "D"), ("user", "one"), ("assistant", "two"), ("user", "three"))
+    row = Problem(row=1, origin="train.jsonl", columns={}, messages=[{"role": role, "content": text} for role, text in turns])
+    found = [message["content"] for message in chat_messages(row, config(system_prompt="S", instruction="I"))]
+    assert found == ["S", "one", "two", "three\n\nI"]

@@ -180,3 +180,11 @@ def test_prompts_are_never_changed_by_dealing_them(seven, qwen_tokenizer):
     for left, right in zip(before, after, strict=True):
         assert left.pop("token_ids").tolist() == right.pop("token_ids").tolist()
         assert left == right
+
+
+def test_a_stream_goes_back_over_the_border_of_an_epoch(seven, qwen_tokenizer):
+    stream = build_train_prompts(config(seven), qwen_tokenizer, None)
+    state, first = stream.state(), rows_of(stream, 2)
+    rows_of(stream, 4)
+    stream.restore(state)
+    assert rows_of(stream, 2) == first

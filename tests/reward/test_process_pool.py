@@ -146,3 +146,39 @@ def test_processes_end_with_a_killed_parent_even_while_one_hangs(user_file):
     parent.wait()
     parent.stdout.close()
     assert all(gone(pid) for pid in pids)
+
+
+ODD = """
+import os
+
+def once(data_source, solution_str, ground_truth, extra_info=None, folder=""):
+    mark = os.path.join(folder, solution_str)
+    if not os.path.exists(mark):
+        open(mark, "w").close()
+        os._exit(4)
+    return 1.0
+
+
+def logs(prompts, completions, log_extra, **columns):
+    log_extra("n", [1.0])
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def odd_pool(tmp_path):
+    (tmp_path / "odd.py").write_text(ODD)
+    functions = [RewardFunctionConfig(name=f"{tmp_path}/odd.py:once", kwargs={"folder": str(tmp_path)})]
+    functions.append(RewardFunctionConfig(name=f"{tmp_path}/odd.py:logs"))
+    pool = ProcessPool(RewardConfig(functions=functions, timeout_s=20.0, retries=1), functions)
+    yield pool
+    pool.close()
+
+
+def test_every_sample_has_its_own_retries(odd_pool):
+    assert score(odd_pool, ["a", "b", "c"]) == ([1.0] * 3, [""] * 3)
+
+
+def test_what_a_function_logs_in_another_number_is_left_out_and_its_rewards_count(odd_pool):
+    (result,) = odd_pool.submit(1, PROMPT, [[{"text": text, "token_ids": []} for text in "ab"]]).result(timeout=60)
+    assert (result.values, result.problems, odd_pool.num_deaths) == ([1.0, 1.0], ["", ""], 0)

@@ -55,6 +55,14 @@ def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monke
         assert stats.parked_tokens == 0 < stats.recomputed_tokens
 
 
+def test_host_memory_holds_the_kv_of_those_alone_who_wait(model, tokenizer):
+    engine = make_engine(model, tokenizer, page_size=4, kv_budget_tokens=smallest_budget_tokens(5, 24, 4), preemption="park", prompts_at_once=2)
+    engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
+    for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
+        assert set(map(id, engine._loop._parked)) <= set(map(id, engine._loop.planner.line))
+    assert engine.stats.parked_tokens > 0
+
+
 def eager(loop):
     """Let every sample in that finds a page, so that rows are preempted all the time."""
     policy = loop.planner.policy

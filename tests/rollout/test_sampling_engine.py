@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout import decode_loop
 from infsample_rl.rollout.attention import attention_with_lse, plain_attention_with_lse
 from infsample_rl.rollout.engine import SamplingEngine
 
@@ -398,3 +399,15 @@ def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, toke
     count += sum(len(micro_group) for micro_group in stream)
     assert count < sum(len(group) for group in expected)
     assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
+
+
+def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_together(model, tokenizer, monkeypatch):
+    settings = {"prompts_at_once": 3, "slots": 10, "group_size": 12}
+    wanted = tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4))
+    monkeypatch.setattr(decode_loop, "LOGITS_AT_A_TIME", 8 * 64)  # eight rows of this vocabulary
+    assert tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4)) == wanted
+
+
+def test_logits_of_prompts_that_have_ended_are_not_kept(model, tokenizer):
+    engine = make_engine(model, tokenizer, prompts_at_once=1, micro_group_size=1, slots=2, group_size=3)
+    assert max(len(engine._loop._prompt_logits) for _ in engine.stream(PROMPTS * 3, seed=0)) <= 2
