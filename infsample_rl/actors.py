@@ -13,7 +13,7 @@ import ray
 
 from infsample_rl.config import Config
 from infsample_rl.phases import WorkerPhases, phase, report_phases
-from infsample_rl.sealed import Payload, SealedMicroGroup, seal, unseal
+from infsample_rl.sealed import Payload, open_micro_group, seal, seal_micro_groups, unseal
 from infsample_rl.secret_env import Secrets, take_secrets
 from infsample_rl.status import status, watch_log
 from infsample_rl.telemetry import MetricsExporter, Statistics
@@ -38,7 +38,7 @@ from infsample_rl.types import (
     WorkerStatus,
 )
 
-StreamItem = SealedMicroGroup | MicroGroupHeader | list[Completion] | StreamEnd
+StreamItem = bytes | MicroGroupHeader | list[Completion] | StreamEnd
 Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
 
 
@@ -72,9 +72,11 @@ class RolloutCalls(Observed):
         self.rollout = RolloutWorker(config, index)
         self.observe(config, "rollout", index, self.rollout.statistics)
 
-    def stream(self, order: StreamOrder) -> Iterator[StreamItem]:
-        """Micro-groups with their headers, as seal() sends them, until all is done or halt(number), and the stream's end."""
-        yield from seal(self._counted(self._items(*order)))
+    def stream(self, order: bytes) -> Iterator[StreamItem]:
+        """Of a sealed StreamOrder: micro-groups with their headers, as seal_micro_groups() sends them, until all is done or halt(number),
+        and the stream's end."""
+        asked: StreamOrder = unseal(order)
+        yield from seal_micro_groups(self._counted(self._items(*asked)))
         yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
 
     def _counted(self, items: Iterator[MicroGroupHeader | list[Completion]]) -> Iterator[MicroGroupHeader | list[Completion]]:
@@ -135,9 +137,12 @@ class RewardCalls(Observed):
         self.worker = RewardWorker(config)
         self.observe(config, "reward", index, self.worker.statistics)
 
-    def score(self, prompts: list[Prompt], *payloads: Payload) -> list[RewardResult]:
-        """Rewards of micro-groups, one of each prompt in `prompts`."""
-        return [self.worker.score(prompt, unseal(payload)) for prompt, payload in zip(prompts, payloads, strict=True)]
+    def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
+        """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
+        return seal([self._score(unseal(prompt), open_micro_group(payload)) for prompt, payload in zip(prompts, payloads, strict=True)])
+
+    def _score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
+        return self.worker.score(prompt, completions)
 
 
 class ReferenceCalls(Observed):
@@ -152,7 +157,7 @@ class ReferenceCalls(Observed):
 
     def logprobs(self, prompt: Prompt, payload: Payload) -> tuple[ReferenceReport, ReferenceResult]:
         """What the driver reads, and the log-probabilities it does not open."""
-        result = self.worker.logprobs(prompt, unseal(payload))
+        result = self.worker.logprobs(prompt, open_micro_group(payload))
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
         return result.report, result
 
@@ -175,10 +180,12 @@ class LearnerCalls(Observed):
         """Join the process group, load and shard the policy."""
         return self.learner.setup(host, port, checkpoint)
 
-    def learn_rows(self, rows: list[RowWork], *payloads: Any) -> list[dict[str, float]]:
-        """Rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's first update."""
-        opened = [payload if isinstance(payload, ReferenceResult) else unseal(payload) for payload in payloads]
-        return [self._learn_row(row, opened) for row in rows]
+    def learn_rows(self, rows: bytes, *payloads: Any) -> list[dict[str, float]]:
+        """Of a sealed list[RowWork], rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's
+        first update."""
+        asked: list[RowWork] = unseal(rows)
+        opened = [payload if isinstance(payload, ReferenceResult) else open_micro_group(payload) for payload in payloads]
+        return [self._learn_row(row, opened) for row in asked]
 
     def _learn_row(self, work: RowWork, payloads: list[Any]) -> dict[str, float]:
         started, samples, report = time.time(), _samples(work, payloads), {}

@@ -96,6 +96,7 @@ class Driver:
             except StepLost as lost:
                 self._return_to_checkpoint(str(lost))
             gc.freeze()  # what is there now stays: a collection need not look at libraries and settings again, a tenth of a second each time
+            gc.set_threshold(20_000)  # a step makes tens of thousands of records and no cycle
             self.log.start_progress(self.cluster.now)
             while not self._is_finished():
                 try:

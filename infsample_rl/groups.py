@@ -44,7 +44,7 @@ class Group:
 
     prompt: Prompt
     size: int  # G
-    samples: list[SampleRecord] = field(default_factory=list)  # those that have arrived, by index, whatever order they ended in
+    samples: list[SampleRecord] = field(default_factory=list)  # those that have arrived; once it is complete by index, whatever order they ended in
     rewarded: int = 0
     referenced: int = 0
     last_sample_at: float = 0.0  # time.time() when its last sample ended
@@ -121,7 +121,7 @@ class StepGroups:
             record.forecast = forecast
         for record, stays in zip(records, header.stays, strict=False):
             record.worker, record.stays = header.worker, stays
-        group.samples = sorted([*group.samples, *records], key=attrgetter("sample_index"))
+        group.samples += records
         group.last_sample_at = max(group.last_sample_at, header.finished_at)
         if len(group.samples) > group.size:
             raise RuntimeError(f"prompt {header.prompt_index} got {len(group.samples)} samples, its group has {group.size}")
@@ -172,6 +172,7 @@ class StepGroups:
     def _note_if_complete(self, group: Group) -> None:
         """Called with what a group got, of which one thing is the last: no other group is looked at, there may be thousands."""
         if group.rewarded == group.size and (not self.with_reference or group.referenced == group.size):
+            group.samples.sort(key=attrgetter("sample_index"))
             heapq.heappush(self._ready, group.prompt.prompt_index)
 
     def _set_advantages(self, group: Group) -> None:

@@ -86,7 +86,7 @@ def status_of(handle: Any, seconds: float = ANSWER_S) -> WorkerStatus | None:
 
 
 class Waiting:
-    """ray.wait and pauses, timed: how long the driver has waited for something to arrive."""
+    """ray.wait, timed: how long the driver has waited for something to arrive."""
 
     seconds = 0.0
 
@@ -97,11 +97,6 @@ class Waiting:
             return ray.wait(refs, **options)
         finally:
             self.seconds += time.monotonic() - started
-
-    def pause(self, seconds: float) -> None:
-        """Let more arrive."""
-        time.sleep(seconds)
-        self.seconds += seconds
 
 
 class Patience:

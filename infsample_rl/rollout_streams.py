@@ -15,7 +15,7 @@ from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.in_flight import Return, Stream, by_prompt, drain, settle
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.ray_calls import PayloadLost, learner_failure, value_of
-from infsample_rl.sealed import SealedMicroGroup
+from infsample_rl.sealed import seal, unseal
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder
 
 BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
@@ -25,7 +25,7 @@ class Finished(NamedTuple):
     """A micro-group that has arrived: what the driver reads of it, where it is, and the work it settles."""
 
     header: MicroGroupHeader
-    payload: ray.ObjectRef  # sealed.unseal opens what it holds
+    payload: ray.ObjectRef  # sealed.open_micro_group opens what it holds
     work: RolloutWork
 
 
@@ -72,7 +72,7 @@ class RolloutStreams:
             options["_generator_backpressure_num_objects"] = 2 * rollout.max_undelivered  # a header and a payload each, where they are apart
         number, self._num_streams = self._num_streams, self._num_streams + 1
         order = StreamOrder(work, *self._batch, number)
-        self._streams[handle.stream.options(**options).remote(order)] = Stream(index, handle, number, by_prompt(work))
+        self._streams[handle.stream.options(**options).remote(seal(order))] = Stream(index, handle, number, by_prompt(work))
         self.decoding.add(index)
 
     # what is in flight
@@ -134,8 +134,8 @@ class RolloutStreams:
             stream.header = None
             return self._finish(stream, header, item)
         found = value_of(generator.completed() if item is None else item, "rollout", stream.index, opened)
-        if isinstance(found, SealedMicroGroup):
-            return self._finish(stream, found.header, item)
+        if isinstance(found, bytes):
+            return self._finish(stream, unseal(found), item)
         if isinstance(found, MicroGroupHeader):
             stream.header = found
             return None

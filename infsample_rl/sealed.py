@@ -1,49 +1,72 @@
-"""How a micro-group travels: sealed together with its header in one message where it is small, else behind it through the object store.
+"""Records as bytes, for calls that the driver makes or takes by the hundred in a step.
 
-The driver reads headers only. Each item of a stream costs it about a tenth of a millisecond, so a small micro-group should not be two.
+Ray takes bytes as they are; a record it pickles itself, with a call back into Python for every object in it and a buffer of its own for every
+array, which costs the driver two to three times as much. A small micro-group travels in one message behind its header, a large one in a
+second through the object store.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from infsample_rl.types import Completion, MicroGroupHeader
 
 # Ray sends what is below 100 kB inside its messages (max_direct_call_object_size); the header must fit beside it.
 MOST_SEALED_BYTES = 64 * 1024
 
-
-class SealedMicroGroup(NamedTuple):
-    """A header and the completions it tells of, which only unseal() opens.
-
-    Example: SealedMicroGroup(header=MicroGroupHeader(...), completions=b"...")
-    """
-
-    header: MicroGroupHeader
-    completions: bytes  # pickled
+Payload = bytes | list[Completion]  # of a micro-group: sealed behind its header, or as it is
 
 
-Payload = SealedMicroGroup | list[Completion]
+def seal(record: Any) -> bytes:
+    """A record, to be opened by unseal() in another process of the run."""
+    return pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def seal(items: Iterable[MicroGroupHeader | list[Completion]]) -> Iterator[SealedMicroGroup | MicroGroupHeader | list[Completion]]:
-    """Of header, micro-group, header, micro-group, ...: each small micro-group in one with its header, the others as they are."""
+def unseal(sealed: bytes) -> Any:
+    """The record: a process of this run made the bytes, Ray carried them. Of a sealed micro-group the header alone, which comes first."""
+    return pickle.loads(sealed)
+
+
+class SealedOnce:
+    """seal() for records that are sent again and again."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, bytes]] = {}  # by id(), which is one record's for as long as it is kept here
+
+    def __call__(self, record: Any) -> bytes:
+        found = self._found.get(id(record))
+        if found is None:
+            found = self._found[id(record)] = record, seal(record)
+        return found[1]
+
+    def clear(self) -> None:
+        """Keep none of them."""
+        self._found.clear()
+
+
+def seal_micro_groups(items: Iterable[MicroGroupHeader | list[Completion]]) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:
+    """Of header, micro-group, header, micro-group, ...: each small micro-group sealed in one with its header, the others as they are."""
     header = None
     for item in items:
         if isinstance(item, MicroGroupHeader):
             header = item
             continue
         is_large = sum(completion.num_bytes for completion in item) > MOST_SEALED_BYTES  # told without pickling it
-        sealed = b"" if is_large else pickle.dumps(item, protocol=5)
+        sealed = b"" if is_large else seal(item)
         if is_large or len(sealed) > MOST_SEALED_BYTES:
             yield header
             yield item
         else:
-            yield SealedMicroGroup(header, sealed)
+            yield seal(header) + sealed
 
 
-def unseal(payload: Payload) -> list[Completion]:
-    """The completions of a micro-group, however it came: a rollout worker of this run made the bytes, Ray carried them."""
-    return pickle.loads(payload.completions) if isinstance(payload, SealedMicroGroup) else payload
+def open_micro_group(payload: Payload) -> list[Completion]:
+    """The completions of a micro-group, however it came."""
+    if not isinstance(payload, bytes):
+        return payload
+    records = io.BytesIO(payload)
+    pickle.load(records)  # the header
+    return pickle.load(records)

@@ -16,13 +16,13 @@ from infsample_rl.in_flight import Call
 from infsample_rl.interruption import Interruption
 from infsample_rl.ray_calls import ANSWER_S, SLICE_S, PayloadLost, Waiting, learner_failure, open_at_once, status_of, value_of
 from infsample_rl.rollout_streams import BringBack, Finished, RolloutStreams
-from infsample_rl.sealed import unseal
+from infsample_rl.sealed import SealedOnce, open_micro_group, seal, unseal
 from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 from infsample_rl.watchdog import Watchdog
 
 # While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call serve many: this share of
-# the time since the first was waited for, at most so many seconds. Once the last has ended everything goes on at once.
-GATHER_SHARE, GATHER_S = 0.005, 0.05
+# the time since the first was waited for, at most so many seconds, and no longer than until nothing else is in flight.
+GATHER_SHARE, GATHER_S = 0.01, 0.1
 MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
 
@@ -39,6 +39,7 @@ class Traffic:
         self._micro_groups: dict[int, ray.ObjectRef] = {}
         self._work: dict[int, RolloutWork] = {}  # of micro-groups, by key
         self._references: dict[int, ray.ObjectRef] = {}
+        self._sealed_prompts = SealedOnce()
         self._unscored: list[tuple[int, Prompt]] = []  # micro-groups that no reward worker has yet
         self._unsent_rows: dict[int, list[tuple[RowWork, list[int]]]] = {}  # by learner rank, and the micro-groups they are made of
         self._next_key = 0
@@ -62,7 +63,7 @@ class Traffic:
 
     def _send_to_score(self, index: int, items: list[tuple[int, Prompt]]) -> None:
         handle = self._crew.all("reward")[index]
-        ref = handle.score.remote([prompt for _, prompt in items], *(self._micro_groups[key] for key, _ in items))
+        ref = handle.score.remote([self._sealed_prompts(prompt) for _, prompt in items], *(self._micro_groups[key] for key, _ in items))
         self._calls[ref] = Call("reward", index, handle, [key for key, _ in items], lambda: self._score_again(index, items))
 
     def _score_again(self, index: int, items: list[tuple[int, Prompt]]) -> None:
@@ -98,7 +99,7 @@ class Traffic:
             method = method.options(concurrency_group="learner")
         keys = sorted({key for _, of_row in rows for key in of_row})
         payloads = [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
-        self._calls[method.remote([work for work, _ in rows], *payloads)] = Call("learner", rank, handle, [], _never)
+        self._calls[method.remote(seal([work for work, _ in rows]), *payloads)] = Call("learner", rank, handle, [], _never)
 
     # what has arrived
 
@@ -135,16 +136,11 @@ class Traffic:
         if not waited:
             time.sleep(SLICE_S)
             return []
+        if not self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
+            return []
         # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at once.
-        ready = self._gather(waited, began)
-        if not ready and self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
-            ready = self._gather(waited, began)
-        return ready
-
-    def _gather(self, waited: list[Any], began: float) -> list[Any]:
-        if self.rollout.streams:
-            self.waiting.pause(min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)))
-        return self.waiting.wait(waited, num_returns=len(waited), timeout=0, fetch_local=False)[0]
+        gather_s = min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)) if self.rollout.streams else 0
+        return self.waiting.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
 
     def _take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         if ref in self._calls:
@@ -177,7 +173,8 @@ class Traffic:
             raise
         if call.role == "learner":
             return [RowArrival(call.index, report) for report in value]
-        held = [(key, one) for key, one in zip(call.keys, value if call.role == "reward" else [value], strict=True) if key in self._micro_groups]
+        answers = unseal(value) if call.role == "reward" else [value]
+        held = [(key, one) for key, one in zip(call.keys, answers, strict=True) if key in self._micro_groups]
         return [(RewardArrival if call.role == "reward" else ReferenceArrival)(key, one) for key, one in held]
 
     def completions(self, key: int) -> list[Completion] | None:
@@ -185,12 +182,13 @@ class Traffic:
         if key not in self._micro_groups:
             return None
         try:
-            return unseal(ray.get(self._micro_groups[key], timeout=ANSWER_S))
+            return open_micro_group(ray.get(self._micro_groups[key], timeout=ANSWER_S))
         except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
             return None
 
     def forget(self, keys: list[int]) -> None:
         """Forget a step's micro-groups, so that the object store frees them."""
+        self._sealed_prompts.clear()
         for key in keys:
             for book in (self._micro_groups, self._references, self._work):
                 book.pop(key, None)
@@ -233,7 +231,7 @@ class Traffic:
     def abandon(self) -> None:
         """Drop the unfinished step: end the streams, forget everything in flight."""
         self.rollout.abandon()
-        for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored, self._unsent_rows):
+        for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored, self._unsent_rows, self._sealed_prompts):
             book.clear()
 
     def num_in_flight(self) -> dict[str, int]:

@@ -275,14 +275,6 @@ class RowWork:
     totals: LossTotals | None  # None: its log-probabilities are kept for later updates, nothing is learned yet
     row_id: int | None  # under which log-probabilities are kept from update to update
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """The samples as plain tuples: Ray's pickler calls back into Python for everything else, and a step has thousands."""
-        return _row_work, (None if self.row is None else [tuple(spec) for spec in self.row], self.prompt_ids, self.totals, self.row_id)
-
-
-def _row_work(row: list[tuple[Any, ...]] | None, prompt_ids: dict[int, np.ndarray], totals: LossTotals | None, row_id: int | None) -> RowWork:
-    return RowWork(row=None if row is None else [SampleSpec(*spec) for spec in row], prompt_ids=prompt_ids, totals=totals, row_id=row_id)
-
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from infsample_rl.config_loading import load_config
 from infsample_rl.failures import StepLost, WorkerLost
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.rollout_streams import RolloutStreams
-from infsample_rl.sealed import MOST_SEALED_BYTES, SealedMicroGroup, seal, unseal
+from infsample_rl.sealed import MOST_SEALED_BYTES, SealedOnce, open_micro_group, seal_micro_groups, unseal
 from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, StreamEnd
 
 
@@ -107,19 +105,30 @@ def completion(sample_index, tokens):
     )
 
 
+def test_a_record_is_sealed_once_for_as_long_as_it_is_kept():
+    sealed, prompt = SealedOnce(), {"text": "1 + 1 = ?"}
+    first = sealed(prompt)
+    prompt["text"] = "changed since"
+    assert unseal(first) == {"text": "1 + 1 = ?"} and sealed(prompt) is first
+    assert sealed({"text": "another"}) != first
+    sealed.clear()
+    assert unseal(sealed(prompt)) == {"text": "changed since"}
+
+
 def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two():
     small, large = [completion(0, 4), completion(1, 4)], [completion(2, MOST_SEALED_BYTES // 8), completion(3, 1)]
-    items = list(seal(iter([header([0, 1], 2), small, header([2, 3], 0), large])))
-    assert [type(item) for item in items] == [SealedMicroGroup, MicroGroupHeader, list]
+    items = list(seal_micro_groups(iter([header([0, 1], 2), small, header([2, 3], 0), large])))
+    assert [type(item) for item in items] == [bytes, MicroGroupHeader, list]
+    assert unseal(items[0]) == header([0, 1], 2)
     many_short = [completion(index, 15) for index in range(512)]  # 61,440 bytes of arrays, 140,000 with what pickle adds
-    assert [type(item) for item in seal(iter([header([0], 0), many_short]))] == [MicroGroupHeader, list]
+    assert [type(item) for item in seal_micro_groups(iter([header([0], 0), many_short]))] == [MicroGroupHeader, list]
     streams, _ = started([*items, end(0)])
     (first,) = take(streams, 0)
     assert (first.header.sample_indices, first.work.sample_indices, streams.num_owed) == ([0, 1], [0, 1], 2)
-    assert [(one.sample_index, one.token_ids.tolist()) for one in unseal(first.payload.value)] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+    assert [(one.sample_index, one.token_ids.tolist()) for one in open_micro_group(first.payload.value)] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
     assert take(streams, 0) == []
     (second,) = take(streams, 0)
-    assert second.header.sample_indices == [2, 3] and unseal(second.payload.value) is large
+    assert second.header.sample_indices == [2, 3] and open_micro_group(second.payload.value) is large
     take(streams, 0)
     assert streams.is_done and streams.ends == [end(0)]
 
@@ -137,7 +146,7 @@ def values(monkeypatch):
 
 
 def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
-    streams, handles = started([SealedMicroGroup(header([0, 1], 2), pickle.dumps([])), "gone"])
+    streams, handles = started([*seal_micro_groups([header([0, 1], 2), []]), "gone"])
     replaced = []
     streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index)
     streams._bring_back = lambda index: ([], Ref(None))
