@@ -23,7 +23,7 @@ class Crew:
     ) -> None:
         self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
         self._handles: dict[str, dict[int, Handle]] = {}
-        self._answers: dict[tuple[str, int], Answer] = {}
+        self._answers: dict[tuple[str, int], Answer | None] = {}  # None: it was there
         self._shared: dict[str, str] = {}  # role -> the one whose workers do its calls
 
     def start(self, role: str, count: int) -> None:
@@ -47,7 +47,10 @@ class Crew:
 
     def has_started(self, role: str, index: int) -> bool:
         """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it needs."""
-        return self._is_there(self._answers[self._shared.get(role, role), index])
+        key = self._shared.get(role, role), index
+        if self._answers[key] is not None and self._is_there(self._answers[key]):
+            self._answers[key] = None  # looked at once: every version of the weights asks for every worker
+        return self._answers[key] is None
 
     def is_current(self, role: str, index: int, handle: Handle) -> bool:
         """Whether a handle has not been replaced."""

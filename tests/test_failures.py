@@ -48,6 +48,19 @@ def test_workers_that_do_the_calls_of_another_role_have_started_under_both_names
     assert [crew.has_started(role, index) for role in ("learner", "rollout") for index in (0, 1)] == [True, False, True, False]
 
 
+def test_a_worker_that_has_started_is_not_asked_again_and_one_in_its_place_is():
+    asked, there = [], {"answer 0"}
+    numbers = iter(range(3))
+    crew = Crew(lambda role, index: ("handle", f"answer {next(numbers)}"), print, lambda answer: asked.append(answer) or answer in there, None)
+    crew.start("rollout", 2)
+    assert [crew.has_started("rollout", 0) for _ in range(3)] == [True, True, True] and asked == ["answer 0"]
+    assert [crew.has_started("rollout", 1) for _ in range(2)] == [False, False]
+    crew.add("rollout", 0)
+    assert not crew.has_started("rollout", 0) and asked[-1] == "answer 2"
+    there.add("answer 2")
+    assert crew.has_started("rollout", 0)
+
+
 def test_workers_have_the_names_of_the_field():
     assert worker_name("learner", 0) == "learner rank 0" and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
 
