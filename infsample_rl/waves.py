@@ -33,7 +33,6 @@ class Waves:
         self._rows: list[Row] = []
         self._rank_tokens = [0] * cluster.num_learner_ranks
         self._micro_group_of: dict[tuple[int, int], int] = {}
-        self._finished = False
 
     def _new_planner(self) -> RowPlanner:
         return RowPlanner(self._config.learner.max_tokens_per_micro_batch, self._lengths)
@@ -50,9 +49,8 @@ class Waves:
 
     def finish(self) -> None:
         """No group is missing: send what is left, where rows go out as they come; ranks without a row run one of weight zero."""
-        if self._finished or not self._streams:
+        if not self._streams:
             return
-        self._finished = True
         self._rows += self._planner.flush()
         self._send_full_waves()
         if self._rows:
