@@ -21,6 +21,7 @@ from infsample_rl.config_rollout import RolloutConfig
 
 SPLIT_SOURCES = ("gsm8k", "math", "kk", "kk_tiny")  # sources with a training and a test half of their own
 DTYPES = ("float32", "bfloat16", "float16")
+ALL_PROBLEMS = 1_000_000  # run.eval_prompts of "the whole held-out set"
 
 
 @dataclass(kw_only=True)

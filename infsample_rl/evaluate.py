@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from infsample_rl.bench.report import print_table
 from infsample_rl.command_line import option, parse_with_settings, run_command
-from infsample_rl.config import Config, RunConfig
+from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.keeping import checkpoints
 from infsample_rl.merge import load_policy_folder
@@ -39,8 +39,6 @@ from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.run_settings import load_run_config, quoted, run_of
 from infsample_rl.types import Completion, Prompt, RewardResult
-
-ALL_PROBLEMS = 1_000_000
 
 
 @dataclass(kw_only=True)

@@ -30,13 +30,15 @@ PEERS = ("trl", "verl", "openrlhf")
 
 def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
     """Read and convert; ValueError in one line for what cannot be."""
-    words, environment = [Word(argument, 0) for argument in arguments], {**os.environ, "0": str(path)}
     if not path.is_file():
         raise ValueError(f"FILE={path}: there is no such file")
     try:
-        path.read_text(encoding="utf-8")
+        return _convert(peer, path, [Word(argument, 0) for argument in arguments], {**os.environ, "0": str(path)})
     except UnicodeDecodeError as error:
         raise ValueError(f"FILE={path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _convert(peer: str, path: Path, words: list[Word], environment: dict[str, str]) -> Conversion:
     if peer == "trl":
         given, trainer = trl_files.read(path, environment)
         given |= trl_files.read_words(words, "argument")

@@ -7,7 +7,6 @@ from typing import Any
 
 from infsample_rl.convert.conversion import Conversion, default_of
 
-ALL_PROBLEMS = 1_000_000  # run.eval_prompts of "the whole held-out set"
 ENGINE = "the engine here has one KV pool of rollout.slots=4 full responses; kv_budget_bytes=24GB or auto makes it larger and faster, never different"
 SHARDED = "how the policy is spread over GPUs; any way gives the same gradient here"
 MICRO_BATCH = "rows here are packed; learner.max_tokens_per_micro_batch is their length, and the gradient does not depend on it"

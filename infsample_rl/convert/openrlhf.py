@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.convert.common import (
-    ALL_PROBLEMS,
     first_of,
     local_path,
     need,
@@ -23,7 +23,8 @@ from infsample_rl.convert.shell import Word, read_commands, read_flags
 
 def read(path: Path, words: list[Word], environment: dict[str, str]) -> dict[str, Given]:
     """Settings by OpenRLHF's names of today. ValueError for what is no script of OpenRLHF's."""
-    commands, _ = read_commands(path.read_text(), environment, keep=lambda found: any(word.startswith("openrlhf.cli.train_ppo") for word in found))
+    text = path.read_text(encoding="utf-8")
+    commands, _ = read_commands(text, environment, keep=lambda found: any(word.startswith("openrlhf.cli.train_ppo") for word in found))
     if not commands:
         raise ValueError(f"{path} holds no command with openrlhf.cli.train_ppo_ray")
     start = next(index for index, word in enumerate(commands[0]) if word.text.startswith("openrlhf.cli.train_ppo"))

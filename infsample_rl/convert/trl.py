@@ -6,8 +6,8 @@ import ast
 import math
 from typing import Any
 
+from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.convert.common import (
-    ALL_PROBLEMS,
     local_path,
     need,
     place_apart,

@@ -21,7 +21,7 @@ PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num-processes
 def read(path: Path, environment: dict[str, str]) -> tuple[dict[str, Given], str]:
     """(settings by TRL's names, "grpo" or "rloo"). ValueError for what is no file of TRL's."""
     if path.suffix in (".yaml", ".yml"):
-        content = read_yaml(path.read_text(), str(path))
+        content = read_yaml(path.read_text(encoding="utf-8"), str(path))
         return {name: Given(value, path.name) for name, value in content.items() if name != "env"}, "grpo"
     if path.suffix == ".py":
         return read_script(path)
@@ -44,7 +44,7 @@ def _scalar(value: object) -> Any:
 
 
 def _read_shell(path: Path, environment: dict[str, str]) -> tuple[dict[str, Given], str]:
-    commands, _ = read_commands(path.read_text(), environment, keep=_is_training)
+    commands, _ = read_commands(path.read_text(encoding="utf-8"), environment, keep=_is_training)
     if not commands:
         raise ValueError(f"{path} holds no command that trains with TRL: trl grpo, or accelerate launch or python with a script")
     words = commands[0]
@@ -64,7 +64,7 @@ def _is_training(words: list[str]) -> bool:
 
 def read_script(path: Path) -> tuple[dict[str, Given], str]:
     """What GRPOConfig(...), GRPOTrainer(...), LoraConfig(...) and load_dataset(...) are given in a script."""
-    script = Script(path.read_text(), str(path))
+    script = Script(path.read_text(encoding="utf-8"), str(path))
     configs, trainers = script.calls_of(*CONFIGS), script.calls_of(*TRAINERS)
     if not configs and not trainers:
         raise ValueError(f"{path} calls neither of {', '.join((*CONFIGS, *TRAINERS))}: it does not train with TRL's GRPO")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.convert.common import (
-    ALL_PROBLEMS,
     first_of,
     local_path,
     need,
@@ -40,10 +40,10 @@ from infsample_rl.convert.verl_table import (
 def read(path: Path, words: list[Word], environment: dict[str, str]) -> dict[str, Given]:
     """Settings by verl's names of today. ValueError for what is no file of verl's."""
     if path.suffix in (".yaml", ".yml"):
-        content = read_yaml(path.read_text(), str(path))
+        content = read_yaml(path.read_text(encoding="utf-8"), str(path))
         given = {name: Given(value, path.name) for name, value in flatten(content, WHOLE) if name != "hydra"}
     else:
-        commands, _ = read_commands(path.read_text(), environment, keep=_is_training)
+        commands, _ = read_commands(path.read_text(encoding="utf-8"), environment, keep=_is_training)
         if not commands:
             raise ValueError(f"{path} holds no command with verl.trainer.main_ppo or another trainer of verl's")
         given = _overrides(commands[0])
