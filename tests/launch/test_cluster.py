@@ -54,15 +54,7 @@ def test_a_job_is_stopped_with_grace_and_the_same_command_goes_on(submit, settin
 
 def test_ctrl_c_while_following_stops_the_job(two_nodes, environment, settings, tmp_path, wait_for):
     command = [ROOT / "launch" / "submit.sh", "--address", two_nodes, "--id", "third", *settings, "run.steps=400", "run.dir=third"]
-    following = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests that run in the background inherit it ignored
-    )
+    following = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     wait_for(tmp_path / "third" / "checkpoints" / "step_000001", "checkpoint")
     following.send_signal(signal.SIGINT)
     output, _ = following.communicate(timeout=240)
