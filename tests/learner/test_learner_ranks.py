@@ -52,7 +52,26 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
     calls = [*tools.waves(tools.deal(bf16, (2, 1)), totals), ("step", (totals,)), ("parameters", ()), ("export_weights", (1,))]
     checkpointed = replace(LEARNER, activation_checkpointing=1)
     scenarios["bf16"] = tools.Scenario(tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16"), calls)
+    for dtype in ("float32", "float16"):
+        scenarios[dtype] = large_update(tools, untied_policy, dtype)
     return tools.run_ranks(folder, scenarios, 2), folder
+
+
+def large_update(tools, path, dtype):
+    """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens: each token's share underflows in 16 bits."""
+    samples = tools.make_samples(tools.load_plain(path, torch.float16))
+    provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
+    objective = ObjectiveConfig(loss="dr_grpo", kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
+    config = tools.make_config(path, dtype=dtype, objective=objective)
+    large = {"data": replace(config.data, prompts_per_step=64), "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096)}
+    config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
+    totals = replace(tools.totals_of(samples), length_normalizer=4096)
+    return tools.Scenario(config, [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))])
+
+
+def test_in_float16_the_gradient_of_a_large_update_does_not_underflow_on_two_ranks(two_ranks):
+    for rank in two_ranks[0]:
+        assert rank["float16"][-1]["learner/grad_norm"] == pytest.approx(rank["float32"][-1]["learner/grad_norm"], rel=0.02)
 
 
 @pytest.mark.parametrize("deal", DEALS)
