@@ -127,6 +127,8 @@ class Cluster:
 
     def _start_learner(self, checkpoint: str | None) -> None:
         ask, limit = self._asking.ask, self._config.cluster.start_timeout_s
+        ask("learner", "learner ranks to start", lambda rank: rank.status.remote(), limit)
+        self._session.check_new_nodes("learner")  # which write checkpoints
         host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
         found = ask("learner", "learner ranks to load the policy", lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
         self._note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))

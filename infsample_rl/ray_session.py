@@ -55,10 +55,7 @@ class RaySession:
         if self._config.cluster.address is not None:  # a local cluster is this machine
             problems = self._check_files(sorted(set(filter(None, places.values()))))
             if problems:
-                raise ValueError(
-                    f"every node must see the driver's run folder, model and data: {'; '.join(problems.values())}; "
-                    "put them on a file system that all nodes mount at the same path"
-                )
+                raise ValueError(_other_files(problems))
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Options of the actor of worker `index` of a role: what it takes, and the bundle it takes it from."""
@@ -83,6 +80,15 @@ class RaySession:
     def node_of(self, role: str, index: int) -> str | None:
         """Ray's id of the node that holds a worker's place; none while it has none."""
         return _node_of(self._bundles[role, index])
+
+    def check_new_nodes(self, role: str) -> None:
+        """Have nodes that Ray moved workers of a role to prove what they see; RuntimeError for one with other files."""
+        if self._config.cluster.address is None:
+            return
+        nodes = {self.node_of(*worker) for worker in self._bundles if worker[0] == role} - {None}
+        new = sorted(node_id for node_id in nodes if not self._sees_files.get(node_id))
+        if new and (problems := self._check_files(new)):
+            raise RuntimeError(_other_files(problems))
 
     def object_store_bytes(self) -> int:
         """Capacity of the smallest object store among the nodes that hold workers."""
@@ -174,6 +180,11 @@ class RaySession:
             if pending:
                 left = ", ".join(names[proofs[proof]] for proof in pending)
                 self._note(f"waiting for nodes to prove what they see, {time.monotonic() - started:.0f} of {limit:g} s: {left}")
+
+
+def _other_files(problems: dict[str, str]) -> str:
+    found = "; ".join(problems.values())
+    return f"every node must see the driver's run folder, model and data: {found}; put them on a file system that all nodes mount at the same path"
 
 
 def _claim(reservation: Reservation, group: PlacementGroup, node_ids: dict[int, str]) -> dict[Worker, Bundle]:
