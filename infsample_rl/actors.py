@@ -24,7 +24,6 @@ from infsample_rl.types import (
     ProbeReport,
     Prompt,
     PublishedProbe,
-    ReferenceReport,
     ReferenceResult,
     RewardResult,
     RolloutNow,
@@ -155,11 +154,16 @@ class ReferenceCalls(Observed):
         self.worker = ReferenceWorker(config)
         self.observe(config, "reference", index, dict)
 
-    def logprobs(self, prompt: Prompt, payload: Payload) -> tuple[ReferenceReport, ReferenceResult]:
-        """What the driver reads, and the log-probabilities it does not open."""
-        result = self.worker.logprobs(prompt, open_micro_group(payload))
+    def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
+        """Of micro-groups, one of each sealed Prompt: a sealed list[ReferenceReport], then of each the ReferenceResult, which the driver leaves
+        closed."""
+        found = [self._logprobs(unseal(prompt), open_micro_group(payload)) for prompt, payload in zip(prompts, payloads, strict=True)]
+        return [seal([result.report for result in found]), *found]
+
+    def _logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
+        result = self.worker.logprobs(prompt, completions)
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
-        return result.report, result
+        return result
 
 
 class LearnerCalls(Observed):

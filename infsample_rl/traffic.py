@@ -23,7 +23,7 @@ from infsample_rl.watchdog import Watchdog
 # While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call serve many: this share of
 # the time since the first was waited for, at most so many seconds, and no longer than until nothing else is in flight.
 GATHER_SHARE, GATHER_S = 0.01, 0.1
-MOST_SCORED_AT_ONCE = 16  # micro-groups in one call of a reward worker
+MOST_ASKED_AT_ONCE = {"reward": 16, "reference": 4}  # micro-groups in one call
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
 
 
@@ -40,7 +40,7 @@ class Traffic:
         self._work: dict[int, RolloutWork] = {}  # of micro-groups, by key
         self._references: dict[int, ray.ObjectRef] = {}
         self._sealed_prompts = SealedOnce()
-        self._unscored: list[tuple[int, Prompt]] = []  # micro-groups that no reward worker has yet
+        self._unasked: dict[str, list[tuple[int, Prompt]]] = {"reward": [], "reference": []}  # micro-groups that no worker of a role has yet
         self._unsent_rows: dict[int, list[tuple[RowWork, list[int]]]] = {}  # by learner rank, and the micro-groups they are made of
         self._next_key = 0
 
@@ -48,39 +48,38 @@ class Traffic:
 
     def score(self, key: int, prompt: Prompt) -> None:
         """Send a micro-group to a reward worker, together with the others that have arrived at the same time."""
-        self._unscored.append((key, prompt))
+        self._unasked["reward"].append((key, prompt))
 
-    def _send_unscored(self) -> None:
-        handles = self._crew.all("reward")
-        by_worker: dict[int, list[tuple[int, Prompt]]] = {}
-        for key, prompt in self._unscored:
-            if key in self._micro_groups:  # else lost since
-                by_worker.setdefault(key % len(handles), []).append((key, prompt))
-        self._unscored = []
-        for index, items in by_worker.items():
-            for first in range(0, len(items), MOST_SCORED_AT_ONCE):
-                self._send_to_score(index, items[first : first + MOST_SCORED_AT_ONCE])
+    def reference_logprobs(self, key: int, prompt: Prompt) -> None:
+        """Send a micro-group to a reference worker, together with the others that have arrived at the same time."""
+        self._unasked["reference"].append((key, prompt))
 
-    def _send_to_score(self, index: int, items: list[tuple[int, Prompt]]) -> None:
-        handle = self._crew.all("reward")[index]
-        ref = handle.score.remote([self._sealed_prompts(prompt) for _, prompt in items], *(self._micro_groups[key] for key, _ in items))
-        self._calls[ref] = Call("reward", index, handle, [key for key, _ in items], lambda: self._score_again(index, items))
+    def _send_unasked(self) -> None:
+        for role, unasked in self._unasked.items():
+            handles, by_worker = self._crew.all(role), dict[int, list[tuple[int, Prompt]]]()
+            for key, prompt in unasked:
+                if key in self._micro_groups:  # else lost since
+                    by_worker.setdefault(key % len(handles), []).append((key, prompt))
+            unasked.clear()
+            for index, items in by_worker.items():
+                for first in range(0, len(items), MOST_ASKED_AT_ONCE[role]):
+                    self._ask(role, index, items[first : first + MOST_ASKED_AT_ONCE[role]])
 
-    def _score_again(self, index: int, items: list[tuple[int, Prompt]]) -> None:
+    def _ask(self, role: str, index: int, items: list[tuple[int, Prompt]]) -> None:
+        handle, keys = self._crew.all(role)[index], [key for key, _ in items]
+        arguments = [[self._sealed_prompts(prompt) for _, prompt in items], *(self._micro_groups[key] for key in keys)]
+        if role == "reward":
+            answer = handle.score.remote(*arguments)
+        else:
+            answer, *payloads = handle.logprobs.options(num_returns=1 + len(keys)).remote(*arguments)
+            self._references |= zip(keys, payloads, strict=True)
+        self._calls[answer] = Call(role, index, handle, keys, lambda: self._ask_again(role, index, items))
+
+    def _ask_again(self, role: str, index: int, items: list[tuple[int, Prompt]]) -> None:
         """One by one, so that one that is gone takes no other with it."""
         for key, prompt in items:
             if key in self._micro_groups:
-                self._send_to_score(index, [(key, prompt)])
-
-    def reference_logprobs(self, key: int, prompt: Prompt) -> None:
-        """Send a micro-group to a reference worker."""
-        if key not in self._micro_groups:
-            return  # lost since
-        handles = self._crew.all("reference")
-        index = key % len(handles)
-        report, payload = handles[index].logprobs.options(num_returns=2).remote(prompt, self._micro_groups[key])
-        self._calls[report] = Call("reference", index, handles[index], [key], lambda: self.reference_logprobs(key, prompt))
-        self._references[key] = payload
+                self._ask(role, index, [(key, prompt)])
 
     def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:
         """Send a learner rank its row of a wave, together with the others that are ready at the same time."""
@@ -113,7 +112,7 @@ class Traffic:
         while self._is_busy() and not (until_learner_is_idle and self._learner_is_idle()):
             self._interruption.check()
             self.rollout.deal_backlog()
-            self._send_unscored()
+            self._send_unasked()
             self._send_rows()
             ready = self._wait(began)
             if ready:
@@ -125,7 +124,7 @@ class Traffic:
                 yield from self._take(ref, opened)
 
     def _is_busy(self) -> bool:
-        return bool(self._calls or self._unscored or self._unsent_rows) or not self.rollout.is_done
+        return bool(self._calls or self._unsent_rows or any(self._unasked.values())) or not self.rollout.is_done
 
     def _learner_is_idle(self) -> bool:
         return not self._unsent_rows and all(call.role != "learner" for call in self._calls.values())
@@ -173,8 +172,7 @@ class Traffic:
             raise
         if call.role == "learner":
             return [RowArrival(call.index, report) for report in value]
-        answers = unseal(value) if call.role == "reward" else [value]
-        held = [(key, one) for key, one in zip(call.keys, answers, strict=True) if key in self._micro_groups]
+        held = [(key, one) for key, one in zip(call.keys, unseal(value), strict=True) if key in self._micro_groups]
         return [(RewardArrival if call.role == "reward" else ReferenceArrival)(key, one) for key, one in held]
 
     def completions(self, key: int) -> list[Completion] | None:
@@ -231,7 +229,8 @@ class Traffic:
     def abandon(self) -> None:
         """Drop the unfinished step: end the streams, forget everything in flight."""
         self.rollout.abandon()
-        for book in (self._calls, self._micro_groups, self._work, self._references, self._unscored, self._unsent_rows, self._sealed_prompts):
+        books = self._calls, self._micro_groups, self._work, self._references, self._unsent_rows, self._sealed_prompts
+        for book in (*books, *self._unasked.values()):
             book.clear()
 
     def num_in_flight(self) -> dict[str, int]:

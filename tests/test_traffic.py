@@ -15,7 +15,7 @@ from infsample_rl.interruption import Interruption
 from infsample_rl.phases import WorkerPhases
 from infsample_rl.ray_calls import PayloadLost
 from infsample_rl.sealed import open_micro_group, seal, seal_micro_groups, unseal
-from infsample_rl.traffic import MOST_ROWS_AT_ONCE, MOST_SCORED_AT_ONCE, Traffic
+from infsample_rl.traffic import MOST_ASKED_AT_ONCE, MOST_ROWS_AT_ONCE, Traffic
 from infsample_rl.types import Completion, MicroGroupHeader, Prompt, ReferenceReport, RewardResult, RolloutWork, RowWork, StreamEnd
 
 PROMPTS = [Prompt(prompt_index=index, row=index, messages=[], text=f"{index}", token_ids=np.array([index], np.int32)) for index in range(2)]
@@ -31,19 +31,22 @@ class Ref:
 class Method:
     """Takes down what it is called with; `answers` of a call, the last one for all that follow."""
 
-    def __init__(self, *answers, returns=1):
-        self.calls, self._answers, self._returns = [], list(answers), returns
+    def __init__(self, *answers):
+        self.calls, self._answers, self._num_returns = [], list(answers), 1
 
-    def options(self, **options):
+    def options(self, num_returns=1, **options):
+        self._num_returns = num_returns
         return self
 
     def remote(self, *arguments):
         self.calls.append(arguments)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         value = answer if isinstance(answer, Exception) else answer(*arguments)
-        if isinstance(value, list) and self._returns == 0:
-            return iter([Ref(item) for item in value])
-        return [Ref(value), Ref("log-probabilities")] if self._returns == 2 else Ref(value)
+        if self._num_returns == 1:
+            return Ref(value)
+        refs = [Ref(item) for item in value]
+        assert self._num_returns in ("streaming", len(refs))
+        return iter(refs) if self._num_returns == "streaming" else refs
 
 
 class Handle:
@@ -100,7 +103,7 @@ def decode():
         items = [item for index, sample in samples for item in (header(index, [sample]), [completion(index, sample)])]
         return [*seal_micro_groups(items), StreamEnd(worker=0, stats={}, phases=WorkerPhases("rollout", 0, "here", [], 2.0))]
 
-    return Method(stream, returns=0)
+    return Method(stream)
 
 
 def earn(prompts, *payloads):
@@ -174,7 +177,7 @@ EVERY_SAMPLE_ONCE = [(prompt, sample, float(sample)) for prompt in range(2) for 
 
 def test_micro_groups_go_to_reward_and_reference_workers_by_turns_and_every_answer_comes_back_under_its_key():
     rewards = [Method(earn), Method(earn)]
-    kl = Method(lambda prompt, payload: ReferenceReport([0.5], 7), returns=2)
+    kl = Method(lambda prompts, *payloads: [seal([ReferenceReport([0.5], 7) for _ in payloads]), *["log-probabilities"] * len(payloads)])
     crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=method) for method in rewards], reference=[Handle(logprobs=kl)])
     sent = make(crew)
     found, by_key = drive(sent, reference=True)
@@ -182,23 +185,33 @@ def test_micro_groups_go_to_reward_and_reference_workers_by_turns_and_every_answ
     reports = {arrival.key: arrival.report for arrival in found if isinstance(arrival, ReferenceArrival)}
     assert reports == dict.fromkeys(range(8), ReferenceReport([0.5], 7))
     assert [sum(len(prompts) for prompts, *_ in method.calls) for method in rewards] == [4, 4]
-    assert len(kl.calls) == 8 and all(prompt is PROMPTS[0] or prompt is PROMPTS[1] for prompt, _ in kl.calls)
+    asked = [
+        (unseal(prompt).prompt_index, open_micro_group(ref.value)[0])
+        for prompts, *refs in kl.calls
+        for prompt, ref in zip(prompts, refs, strict=True)
+    ]
+    assert len(asked) == 8 and all(prompt_index == first.prompt_index for prompt_index, first in asked)
     assert [one.token_ids.tolist() for one in sent.completions(0)] == [[0, 0, 0]]
     assert {key: ref.value for key, ref in sent._references.items()} == dict.fromkeys(range(8), "log-probabilities")
     sent.forget(list(range(8)))
     assert sent.completions(0) is None and not sent._references and sent.statistics()["micro_groups_held"] == 0 and sent.num_arrived == 8
 
 
-def test_a_call_scores_no_more_micro_groups_than_its_bound():
-    reward = Method(earn)
-    sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=reward)]))
-    payloads = [seal(header(0, [0])) + seal([completion(0, 0)]) for _ in range(MOST_SCORED_AT_ONCE + 1)]
-    sent._micro_groups = {key: Ref(payload) for key, payload in enumerate(payloads)}
-    for key in sent._micro_groups:
+def test_a_call_has_no_more_micro_groups_than_its_bound():
+    most = MOST_ASKED_AT_ONCE
+    reward, kl = Method(earn), Method(lambda prompts, *payloads: [seal([]), *payloads])
+    sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=reward)], reference=[Handle(logprobs=kl)]))
+    sent._micro_groups = {key: Ref(seal(header(0, [0])) + seal([completion(0, 0)])) for key in range(most["reward"] + 1)}
+    for key in [*sent._micro_groups, 99]:  # 99: lost since
         sent.score(key, PROMPTS[0])
-    sent.score(99, PROMPTS[0])  # lost since
-    sent._send_unscored()
-    assert [len(prompts) for prompts, *_ in reward.calls] == [MOST_SCORED_AT_ONCE, 1]
+        sent.reference_logprobs(key, PROMPTS[0])
+    assert sent._is_busy()
+    sent._send_unasked()
+    assert [len(prompts) for prompts, *_ in reward.calls] == [most["reward"], 1]
+    assert [len(prompts) for prompts, *_ in kl.calls] == [most["reference"]] * (most["reward"] // most["reference"]) + [1]
+    assert sent.num_in_flight() == {"reward": 2, "reference": 5, "learner": 0}
+    sent._send_unasked()
+    assert len(reward.calls) == 2, "once"
 
 
 def test_a_reward_worker_that_is_lost_is_replaced_and_asked_again_one_by_one():
@@ -257,6 +270,7 @@ def test_of_several_in_a_call_only_the_one_that_is_gone_is_lost():
     assert found == [(RewardArrival, 3), (MicroGroupLost, 7)] and [len(prompts) for prompts, *_ in reward.calls] == [2, 1, 1]
     assert sent.rollout.num_owed == 1 and sent.completions(7) is None
     sent.reference_logprobs(7, PROMPTS[0])
+    sent._send_unasked()
     assert reference.calls == []
 
 
@@ -265,7 +279,7 @@ def test_an_answer_on_a_micro_group_that_is_gone_by_then_is_dropped():
     sent._micro_groups = {key: Ref(seal(header(0, [key])) + seal([completion(0, key)])) for key in (3, 7)}
     for key in (3, 7):
         sent.score(key, PROMPTS[0])
-    sent._send_unscored()
+    sent._send_unasked()
     sent.forget([7])
     assert [arrival.key for arrival in sent.arrivals() if isinstance(arrival, RewardArrival)] == [3]
 
