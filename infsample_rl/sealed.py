@@ -1,7 +1,7 @@
 """Records as bytes, for calls that the driver makes or takes by the hundred in a step.
 
 Ray takes bytes as they are; a record it pickles itself, with a call back into Python for every object in it and a buffer of its own for every
-array, which costs the driver two to three times as much. A small micro-group travels in one message behind its header, a large one in a
+array, which costs the driver about twice as much. A small micro-group travels in one message behind its header, a large one in a
 second through the object store.
 """
 
