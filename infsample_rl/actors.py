@@ -138,10 +138,10 @@ class RewardCalls(Observed):
 
     def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
         """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
-        return seal([self._score(unseal(prompt), open_micro_group(payload)) for prompt, payload in zip(prompts, payloads, strict=True)])
-
-    def _score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
-        return self.worker.score(prompt, completions)
+        found: list[RewardResult] = []
+        for prompt, payload in zip(prompts, payloads, strict=True):
+            found.append(self.worker.score(unseal(prompt), open_micro_group(payload)))
+        return seal(found)
 
 
 class ReferenceCalls(Observed):
