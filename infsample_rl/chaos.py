@@ -3,8 +3,9 @@
 python -m infsample_rl.chaos steps=8 kills=10 seed=0 [json=true] [out=DIR] [SETTING=VALUE ...]
 
 The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are those of
-infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random (rollout, reward and reference workers,
-learner ranks, the driver, which is then started again). Exit 1 if the runs differ in a weight, a reward or a sample, 2 for a bad argument.
+infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random, all of them before one comes again
+(rollout, reward and reference workers, learner ranks, the driver, which is then started again). Exit 1 if the runs differ in a weight, a
+reward or a sample, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,9 +36,9 @@ PHASES = [  # what is aimed at: (role, phase)
     ("reward", "reward"),
     ("reference", "reference"),
     *(("learner", name) for name in ("forward", "backward", "optimizer", "sync", "save")),
-    ("driver", "driver"),
+    *(("driver", name) for name in ("sample", "update", "publish", "save")),
 ]
-AIM_S = 20.0  # how long a phase is waited for before another is drawn
+AIM_S = 40.0  # how long a phase is waited for before another is drawn
 QUIET_S = 6.0  # longest random pause before a kill
 SETTINGS = [
     *("+experiment=kk_tiny", "run.deterministic=true", "run.eval_prompts=0", "run.checkpoint_every=2", "logging.wandb=disabled"),
@@ -118,16 +120,17 @@ class Target:
 def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
     """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
     dice, kills = random.Random(options.seed), []
+    drawn = _draw(dice)
     while len(kills) < options.kills:
         pause = time.monotonic() + dice.uniform(0, QUIET_S)
         while time.monotonic() < pause and _runs(target):
             time.sleep(0.05)
-        hit = _aim(target, dice)
-        if hit is None:
+        role, phase = next(drawn)
+        if not _hit(target, role, phase, dice):
             continue
-        kills.append(Kill(len(kills) + 1, *hit, target.steps_done()))
+        kills.append(Kill(len(kills) + 1, role, phase, target.steps_done()))
         say(kills[-1])
-        if hit[0] == "driver":
+        if role == "driver":
             target.driver.wait()
             target.start()
     while _runs(target):
@@ -142,9 +145,14 @@ def _runs(target: Target) -> bool:
     return code is None
 
 
-def _aim(target: Target, dice: random.Random) -> tuple[str, str] | None:
-    """Draw a phase, wait until some process is in it, kill that; (role, phase) or None if none came in time."""
-    role, wanted = dice.choice(PHASES)
+def _draw(dice: random.Random) -> Iterator[tuple[str, str]]:
+    """PHASES in a random order, and again in another: a phase is hit about as often as any other."""
+    while True:
+        yield from dice.sample(PHASES, len(PHASES))
+
+
+def _hit(target: Target, role: str, phase: str, dice: random.Random) -> bool:
+    """Wait until some process is in a phase and kill it; whether one came in time."""
     deadline, looked = time.monotonic() + AIM_S, 0.0
     processes: list[tuple[int, str]] = []
     while time.monotonic() < deadline:
@@ -154,11 +162,10 @@ def _aim(target: Target, dice: random.Random) -> tuple[str, str] | None:
             processes, looked = target.processes(), time.monotonic()
             dice.shuffle(processes)
         for pid, found in processes:
-            now = phase_of(pid) if found == role else None
-            if now is not None and (role == "driver" or now == wanted):
-                return (role, now) if _kill(pid) else None
+            if found == role and phase_of(pid) == phase:
+                return _kill(pid)
         time.sleep(0.0005)
-    return None
+    return False
 
 
 def _kill(pid: int) -> bool:
