@@ -30,7 +30,13 @@ from infsample_rl.logging_outputs.records import read_records
 from infsample_rl.phases import phase_of
 
 MARK = "INFSAMPLE_RL_CHAOS"  # in the environment of every process of a run
-ROLES = {"RolloutCalls": "rollout", "RewardCalls": "reward", "ReferenceCalls": "reference", "LearnerCalls": "learner"}
+ROLES = {  # what a process does, by the class that Ray titles it with
+    "RolloutCalls": ("rollout",),
+    "RewardCalls": ("reward",),
+    "ReferenceCalls": ("reference",),
+    "LearnerCalls": ("learner",),
+    "ColocatedCalls": ("rollout", "learner"),
+}
 PHASES = [  # what is aimed at: (role, phase)
     *(("rollout", name) for name in ("decode", "prefill", "sync")),
     ("reward", "reward"),
@@ -74,7 +80,7 @@ class Target:
     def __init__(self, command: list[str], run_dir: Path) -> None:
         self._command, self._run_dir = command, run_dir
         self._mark = secrets.token_hex(8)
-        self._roles: dict[int, str] = {}  # what is known of a process; "" for none of ours
+        self._roles: dict[int, tuple[str, ...]] = {}  # what is known of a process; () for none of ours
         self.starts = 0
         self.start()
 
@@ -85,26 +91,26 @@ class Target:
         environment = {**os.environ, MARK: self._mark}
         self.driver = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
 
-    def processes(self) -> list[tuple[int, str]]:
-        """(pid, role) of every worker that lives, and the driver."""
-        found = [(self.driver.pid, "driver")]
+    def processes(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(pid, roles) of every worker that lives, and the driver."""
+        found: list[tuple[int, tuple[str, ...]]] = [(self.driver.pid, ("driver",))]
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         for pid in pids:
             if not self._roles.get(pid):
-                self._roles[pid] = self._role_of(pid)
+                self._roles[pid] = self._roles_of(pid)
             if self._roles[pid]:
                 found.append((pid, self._roles[pid]))
         self._roles = {pid: role for pid, role in self._roles.items() if pid in set(pids)}
         return found
 
-    def _role_of(self, pid: int) -> str:
+    def _roles_of(self, pid: int) -> tuple[str, ...]:
         try:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             if not title.startswith("ray::") or self._mark.encode() not in Path(f"/proc/{pid}/environ").read_bytes():
-                return ""
+                return ()
         except OSError:
-            return ""
-        return next((role for name, role in ROLES.items() if name in title), "")
+            return ()
+        return next((roles for name, roles in ROLES.items() if name in title), ())
 
     def steps_done(self) -> int:
         """Steps in metrics.jsonl."""
@@ -154,15 +160,15 @@ def _draw(dice: random.Random) -> Iterator[tuple[str, str]]:
 def _hit(target: Target, role: str, phase: str, dice: random.Random) -> bool:
     """Wait until some process is in a phase and kill it; whether one came in time."""
     deadline, looked = time.monotonic() + AIM_S, 0.0
-    processes: list[tuple[int, str]] = []
+    processes: list[tuple[int, tuple[str, ...]]] = []
     while time.monotonic() < deadline:
         if not _runs(target):
             raise RuntimeError("the disturbed run has ended before all kills: give more steps")
         if time.monotonic() - looked > 0.2:
             processes, looked = target.processes(), time.monotonic()
             dice.shuffle(processes)
-        for pid, found in processes:
-            if found == role and phase_of(pid) == phase:
+        for pid, roles in processes:
+            if role in roles and phase_of(pid) == phase:
                 return _kill(pid)
         time.sleep(0.0005)
     return False

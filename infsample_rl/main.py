@@ -10,6 +10,7 @@ Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong; 130 inte
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from typing import NoReturn
@@ -71,8 +72,15 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, OSError, MemoryError) as error:
-        return _fail(explain(str(error) or type(error).__name__, config), 1)
+        return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config), config), 1)
     return 0
+
+
+def _how_to_go_on(text: str, config) -> str:  # type: ignore[no-untyped-def]
+    """A failure's line; that of a full disk, which names no file, says what is to have room and that nothing else is lost."""
+    if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT)):
+        return f"{text}; once run.dir={config.run.dir} has room, run.resume=auto and the same settings go on from the last checkpoint"
+    return text
 
 
 def _fail(error: Exception | str, code: int) -> int:

@@ -58,7 +58,7 @@ def wait_for(condition: Callable[[], bool], target: chaos.Target, seconds: float
 
 
 def first_in(target: chaos.Target, role: str, wanted: str) -> int | None:
-    return next((pid for pid, found in target.processes() if found == role and phase_of(pid) == wanted), None)
+    return next((pid for pid, roles in target.processes() if role in roles and phase_of(pid) == wanted), None)
 
 
 def hit(settings: list[str], folder: Path, role: str, wanted: str, number: int, *changes: str) -> str:
@@ -138,6 +138,7 @@ def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_last_good
     done = subprocess.run(["unshare", "-m", "bash", "-c", script], capture_output=True, text=True)
     assert done.returncode == 1 and "No space left on device" in done.stdout + done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
     assert "could not be written" in done.stdout and "is the last good one" in done.stdout
+    assert f"once run.dir={mounted / 'run'} has room, run.resume=auto" in done.stderr
     run = tmp_path / "resumed"
     (kept / ".lock").unlink(missing_ok=True)
     kept.rename(run)
@@ -222,7 +223,7 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
     target = chaos.Target(command(settings, run, "rollout.group_size=6", "rollout.slots=3"), run)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
-        slow = next(pid for pid, role in target.processes() if role == "rollout")
+        slow = next(pid for pid, roles in target.processes() if "rollout" in roles)
         while target.driver.poll() is None:  # it runs a tenth of the time
             for number, seconds in ((signal.SIGSTOP, 0.18), (signal.SIGCONT, 0.02)):
                 os.kill(slow, number) if target.driver.poll() is None and Path(f"/proc/{slow}").exists() else None

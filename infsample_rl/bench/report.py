@@ -56,7 +56,7 @@ def cell(name: str, value: Any) -> str:
         return f"{value / 1e6:.1f}"
     if name in ("c0", "c1"):
         return f"{value * 1e3:.2f}"
-    if name in ("roofline_fraction", "saved_share", "driver_share"):
+    if name in ("roofline_fraction", "saved_share", "driver_share", "stolen_share"):
         return f"{value:.1%}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 

@@ -23,6 +23,7 @@ COLUMNS = {
     "step_s": "step s",
     "driver_thread_cpu_s": "driver CPU s",
     "driver_share": "of the step",
+    "stolen_share": "stolen from the cores",
     "micro_groups": "micro-groups",
     "micro_groups_per_driver_s": "micro-groups / driver CPU s",
     "object_store_bytes": "object store MB",

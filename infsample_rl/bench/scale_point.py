@@ -40,6 +40,7 @@ class Moment:
     waited_s: float  # in ray.wait, the time Ray itself works there included
     thread_s: float  # CPU of the thread that drives
     process_s: float  # CPU of all threads of this process, Ray's included
+    stolen_s: float  # of all cores, that other guests of the machine had instead: it counts as CPU of whoever ran
     micro_groups: int
 
 
@@ -58,7 +59,7 @@ class MeasuredDriver(Driver):
 
     def _moment(self) -> Moment:
         counts = self.cluster.counts()
-        return Moment(time.monotonic(), counts.waited_s, time.thread_time(), time.process_time(), counts.micro_groups)
+        return Moment(time.monotonic(), counts.waited_s, time.thread_time(), time.process_time(), stolen_seconds(), counts.micro_groups)
 
     def save(self) -> None:
         """The run's last act: it counts to no step."""
@@ -100,6 +101,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         "micro_groups": median["micro_groups"],
         "micro_groups_per_driver_s": median["micro_groups"] / median["thread_s"],
         "driver_share": median["thread_s"] / median["wall_s"],
+        "stolen_share": median["stolen_s"] / (median["wall_s"] * (os.cpu_count() or 1)),
         "beyond_decoding_s": median["wall_s"] - spec["step_seconds"],
         "object_store_bytes": last["response/tokens"] * 8 + last["weight_sync/bytes"],
         "trace_bytes": trace_bytes,
@@ -154,6 +156,15 @@ def _copy_with_longer_context(policy: Path, folder: Path) -> None:
         (folder / path.name).write_bytes(path.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+
+
+def stolen_seconds() -> float:
+    """Seconds of all cores since the machine started that its hypervisor gave to others; 0 where that is not told."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
 
 
 def rss_bytes(pid: int) -> int:

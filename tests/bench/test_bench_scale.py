@@ -161,6 +161,7 @@ def test_the_command_measures_the_real_driver(tmp_path):
     assert point["workers"] == 4 and point["micro_groups"] == 4 * 32 / 4 and point["object_store_bytes"] > 4 * 32 * 1024 * 8
     assert point["worker_processes"] == 4, "two processes of two rollout workers, one learner rank, one reward worker"
     assert 1 < point["step_s"] and 0 < point["driver_thread_cpu_s"] < point["step_s"] and point["driver_bytes"] > 0
+    assert 0 <= point["stolen_share"] < 1
 
 
 def test_a_wrong_argument_is_one_line(refused):
