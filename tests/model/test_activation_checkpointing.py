@@ -5,7 +5,16 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, Starcoder2Config, Starcoder2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
+)
 
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
@@ -85,19 +94,22 @@ def test_more_recomputed_layers_keep_less():
 
 
 FEW = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-DROPPING = {
+NOISY = {
     "in the layer itself": lambda: OPTForCausalLM(OPTConfig(**FEW, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3)),
     "in parts of the layer, and before the first": lambda: Starcoder2ForCausalLM(
         Starcoder2Config(
             **FEW, intermediate_size=48, sliding_window=None, residual_dropout=0.3, embedding_dropout=0.3, bos_token_id=0, eos_token_id=1
         )
     ),
+    "in front of a router": lambda: MixtralForCausalLM(
+        MixtralConfig(**FEW, num_key_value_heads=2, intermediate_size=48, num_local_experts=4, router_jitter_noise=0.5)
+    ),
 }
 
 
-@pytest.mark.parametrize("where", DROPPING)
-def test_functional_dropout_stays_off_where_layers_are_recomputed(where):
-    lm = DROPPING[where]().eval()
+@pytest.mark.parametrize("where", NOISY)
+def test_dropout_and_noise_stay_off_where_layers_are_recomputed(where):
+    lm = NOISY[where]().eval()
     policy, row = PackedPolicy(lm, valid_vocab=64, chunk_tokens=16), pack_row([(np.array([5, 9, 7]), [np.array([11, 4, 8, 6])])], "cpu")
     wanted = policy(row, 1.0)[0].detach()
     checkpoint_every(lm, 1)
