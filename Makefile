@@ -5,6 +5,8 @@ TORCH_INDEX ?=
 # CUDA builds of torch bring their own; CPU builds need it for the tests of the CUDA kernels in Triton's interpreter.
 TRITON ?= triton==3.6.0
 EXPERIMENT ?= kk_tiny
+# Of `make test`, side by side; what kills processes or measures runs by itself, after them.
+TEST_PROCESSES ?= 2
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Imported once when they have been installed, so that not every process of the first run compiles them.
@@ -22,10 +24,10 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
-test-all: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test-all: test
+	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
