@@ -79,14 +79,14 @@ def test_a_hub_that_is_silent_or_not_there_is_not_waited_for(endpoint, monkeypat
             endpoint(address)
             started = time.monotonic()
             assert not hub_reachable("a/b") and cached_only("a/b")
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 10
 
 
 def test_a_slow_look_up_of_the_hubs_name_is_not_waited_for(endpoint, monkeypatch):
     monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(hub, "_answers", lambda url: time.sleep(5) or True)
+    monkeypatch.setattr(hub, "_answers", lambda url: time.sleep(60) or True)
     started = time.monotonic()
-    assert not hub_reachable("a/b") and time.monotonic() - started < 2
+    assert not hub_reachable("a/b") and time.monotonic() - started < 10
 
 
 def test_folders_and_offline_runs_ask_nothing(endpoint, refusing, monkeypatch, tmp_path):

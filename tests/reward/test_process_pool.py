@@ -98,11 +98,9 @@ def test_processes_work_side_by_side(user_file, tmp_path):
     pool.close()
 
 
-def test_start_is_fast_and_imports_nothing_heavy(user_file, tmp_path):
-    started = time.monotonic()
+def test_a_process_imports_nothing_heavy():
     functions = [RewardFunctionConfig(name="gsm8k"), RewardFunctionConfig(name="kk")]
     process = FunctionProcess(RewardConfig(functions=functions), functions)
-    assert time.monotonic() - started < 2
     resident_kib = int(Path(f"/proc/{process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
     assert resident_kib < 60_000  # torch alone is above 150,000
     process.kill()
