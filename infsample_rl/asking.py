@@ -62,13 +62,14 @@ class Asking:
                 raise learner_failure(self._crew.all("learner"), error) from error
             if isinstance(error, WorkerLost):
                 raise
-            if gone := self._first_gone("learner"):  # which gives them what they load
+            if gone := self.first_gone("learner"):  # which gives them what they load
                 raise StepLost(f"{gone}, and so {error}") from error
             if isinstance(error, PayloadLost):
                 raise
-            raise self._first_gone(role) or error from error  # a link that one member has left fails on all
+            raise self.first_gone(role) or error from error  # a link that one member has left fails on all
 
-    def _first_gone(self, role: str) -> WorkerLost | None:
+    def first_gone(self, role: str) -> WorkerLost | None:
+        """The first worker of a role that has started and does not answer."""
         for index, handle in self._crew.all(role).items():
             if self._crew.has_started(role, index) and status_of(handle) is None:
                 return WorkerLost(role, index, "its process died")

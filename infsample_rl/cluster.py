@@ -205,7 +205,7 @@ class Cluster:
             try:
                 reports += self._asking.gather({ref: ("rollout", index)}, "length probe reports", self._config.cluster.progress_timeout_s)
             except WorkerLost as lost:
-                self._traffic.rollout.lose(lost, handle)
+                self._traffic.rollout.replace(lost, handle)  # it gets the version that is published next
         return reports
 
     def rollout_ends(self) -> list[StreamEnd]:
@@ -249,9 +249,10 @@ class Cluster:
             said += "; out of memory: the kernel's OOM killer has ended a process on the driver's machine"
         return explain(said, self._config)
 
-    def abandon_step(self) -> None:
-        """Give the unfinished step up: streams end, what is in flight is forgotten."""
-        self._traffic.abandon()
+    def abandon_step(self, *, for_good: bool = False) -> None:
+        """Give the unfinished step up: streams end, what is in flight is forgotten. `for_good`: nothing is sampled any more, so that streams
+        are waited for only where the learner's calls come behind them."""
+        self._traffic.abandon(drained=self._config.cluster.colocate or not for_good)
 
     # What is seen from outside
 

@@ -62,6 +62,8 @@ def _idle_settings(config: Config) -> dict[str, bool]:
         "cluster.allow_unauthenticated": cluster.address is None,
         "cluster.wait_for_nodes_s": cluster.address is None,
         "cluster.rollout_cpus": cluster.colocate,
+        "cluster.max_workers": cluster.colocate,
+        "cluster.min_workers": cluster.colocate,
         "cluster.decode_steps_per_turn": not cluster.colocate,
         "cluster.weight_checksum": cluster.colocate and cluster.learner_ranks == 1 and not lora,
         "data.size": not generated,

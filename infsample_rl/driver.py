@@ -319,7 +319,7 @@ class Driver:
             why = "it could not be saved"
             try:
                 with self.interruption.held():
-                    self.cluster.abandon_step()
+                    self.cluster.abandon_step(for_good=True)
                     self.step = finished
                     self.save()
             except (StepLost, OSError, RuntimeError) as error:

@@ -15,6 +15,8 @@ from infsample_rl.types import WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
 SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to stop
+# What gloo and NCCL say on a rank that waits in a collective to which another does not come.
+COLLECTIVE_TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")
 NOT_STARTED = "it could not be started"  # in the reason of a worker whose constructor raised
 ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
 
@@ -125,11 +127,14 @@ class Patience:
 
 
 def learner_failure(ranks: dict[int, Any], error: Exception) -> Exception:
-    """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their collectives), else the error."""
+    """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their collectives) or hangs, else the error."""
     gone = [worker_name("learner", index) for index, handle in ranks.items() if status_of(handle) is None]
     if isinstance(error, WorkerLost):
         return StepLost(str(error))
-    return StepLost(f"{', '.join(gone)}: gone, and so {error}") if gone else error
+    if gone:
+        return StepLost(f"{', '.join(gone)}: gone, and so {error}")
+    hangs = COLLECTIVE_TIMED_OUT.search(str(error)) is not None
+    return StepLost(f"a learner rank hangs, and so within cluster.collective_timeout_s {error}") if hangs else error
 
 
 def standing(handle: Any) -> str:

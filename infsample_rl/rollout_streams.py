@@ -143,6 +143,7 @@ class RolloutStreams:
             self.ends.append(found)
             self._phases.append(found.phases)
         del self._streams[generator]
+        self._draw_what_is_owed(stream)
         self._ask_for_work()
         return None
 
@@ -157,31 +158,52 @@ class RolloutStreams:
 
     # losses
 
-    def draw_again(self, work: RolloutWork) -> None:
-        """Samples that had arrived are gone: deal them once more."""
+    def draw_again(self, work: RolloutWork, why: str) -> None:
+        """Samples that had arrived are gone: deal them once more. StepLost where a part of a prompt's samples cannot be drawn again."""
+        self._check_parts(why)
         self._backlog.append(work)
+
+    @property
+    def _takes_the_first(self) -> bool:
+        """Whether the first samples to finish count, whatever their indices: then what is owed names none of them."""
+        return self._config.rollout.schedule == "dynamic_slot" and not self._batch[1]
+
+    def _check_parts(self, why: str) -> None:
+        if self._takes_the_first:
+            raise StepLost(f"{why}; with rollout.schedule=dynamic_slot the first samples to finish count, so a part of them cannot be drawn again")
+
+    def _draw_what_is_owed(self, stream: Stream) -> None:
+        """Deal again what a stream that has ended neither sent nor is asked for: its worker gave it back, and the answer was lost."""
+        if not self._takes_the_first and stream not in self._asked_back.values():
+            self._backlog += stream.owed.values()
+            stream.owed.clear()
 
     def _lose_stream(self, generator: Any, lost: WorkerLost) -> None:
         stream = self._streams.pop(generator)
         stream.is_lost = True
-        if self._config.rollout.schedule == "dynamic_slot" and not self._batch[1]:
-            raise StepLost(f"{lost}; with rollout.schedule=dynamic_slot the first samples to finish count, so a part of them cannot be drawn again")
+        self._check_parts(str(lost))
         self._backlog += stream.owed.values()
         self.lose(lost, stream.handle)
 
-    def lose(self, lost: WorkerLost, handle: Handle) -> None:
-        """Replace a rollout worker, and let it return as soon as it has the weights."""
+    def replace(self, lost: WorkerLost, handle: Handle) -> Handle | None:
+        """Start a rollout worker in place of one that is gone, which has no weights before the next version; None if that has been done."""
         if not self._crew.is_current("rollout", lost.index, handle):
-            return
+            return None
         self.ready.discard(lost.index)
         self.decoding.discard(lost.index)
         if self._config.cluster.colocate:
             raise StepLost(f"{lost}, and with it a learner rank")
-        handle = self._crew.replace(lost)
+        return self._crew.replace(lost)
+
+    def lose(self, lost: WorkerLost, handle: Handle) -> None:
+        """Replace a rollout worker, and let it return as soon as it has the weights."""
+        replacement = self.replace(lost, handle)
+        if replacement is None:
+            return
         found = self._bring_back(lost.index)
         if found is not None:
             published, loaded = found
-            self._returns[loaded] = Return(lost.index, handle, published)
+            self._returns[loaded] = Return(lost.index, replacement, published)
         elif not self.ready:
             raise StepLost(f"{lost}; no rollout worker is left, and the learner has gone on to the next version")
 
@@ -206,11 +228,11 @@ class RolloutStreams:
         for back in returns.values():
             self.lose(WorkerLost("rollout", back.index, said), back.handle)
 
-    def abandon(self) -> None:
-        """End all streams and forget what they owe."""
+    def abandon(self, *, drained: bool = True) -> None:
+        """End all streams and forget what they owe; `drained`: wait for each to end, as its worker cannot be asked for anything else before."""
         for stream in self._streams.values():
             stream.handle.halt.remote(stream.number)
-        for generator in self._streams:
+        for generator in self._streams if drained else ():
             drain(generator)
         for book in (self._streams, self._returns, self._asked_back, self._backlog):
             book.clear()
@@ -242,7 +264,7 @@ class RolloutStreams:
         try:
             given: dict[int, list[int]] = value_of(ref, "rollout", stream.index)
         except WorkerLost:
-            return  # its stream says so too
+            given = {}  # its stream says so too, unless it has ended
         if stream.is_lost:
             return  # all it owed has been dealt again
         stream.has_nothing_to_give = not given
@@ -253,5 +275,7 @@ class RolloutStreams:
             left = [index for index in owed.sample_indices if index not in set(indices)]
             if left:
                 stream.owed[prompt_index] = replace(owed, sample_indices=left)
+        if stream not in self._streams.values():
+            self._draw_what_is_owed(stream)
         if not given:
             self._ask_for_work()

@@ -211,7 +211,7 @@ class Traffic:
         if work is None:
             return []
         self._note(f"{len(work.sample_indices)} samples of prompt {work.prompt_index} are gone with what held them: drawn again")
-        self.rollout.draw_again(work)
+        self.rollout.draw_again(work, str(error))
         self.forget([key])
         return [MicroGroupLost(key)]
 
@@ -226,9 +226,9 @@ class Traffic:
             self._replace(WorkerLost(call.role, call.index, said), call.handle)
             call.again()
 
-    def abandon(self) -> None:
-        """Drop the unfinished step: end the streams, forget everything in flight."""
-        self.rollout.abandon()
+    def abandon(self, *, drained: bool = True) -> None:
+        """Drop the unfinished step: end the streams (`drained`: wait for them), forget everything in flight."""
+        self.rollout.abandon(drained=drained)
         books = self._calls, self._micro_groups, self._work, self._references, self._unsent_rows, self._sealed_prompts
         for book in (*books, *self._unasked.values()):
             book.clear()

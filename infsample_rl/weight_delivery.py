@@ -11,7 +11,7 @@ import ray
 from infsample_rl.asking import Asking
 from infsample_rl.config import Config
 from infsample_rl.crew import Crew, Handle
-from infsample_rl.failures import WorkerLost, worker_name
+from infsample_rl.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.interruption import Interruption
 from infsample_rl.phases import phase
 from infsample_rl.ray_calls import SLICE_S, Patience
@@ -67,7 +67,12 @@ class WeightDelivery:
             self._link(rollout)
             calls = {handle.receive_weights.remote(version, probe): ("rollout", index) for index, handle in rollout.items()}
             calls |= {rank.send_weights.remote(version): ("learner", index) for index, rank in self._crew.all("learner").items()}
-            reports = gather(calls, what, limit)
+            try:
+                reports = gather(calls, what, limit)
+            except (WorkerLost, StepLost):
+                raise
+            except RuntimeError as error:  # of the learner, which has waited for one that hangs
+                raise self._asking.first_gone("rollout") or error from error
         wrong = [report.version for report in reports if report is not None and report.version != version]
         if wrong:
             raise RuntimeError(f"rollout workers hold weights version {wrong[0]}, version {version} was published")

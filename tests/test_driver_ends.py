@@ -27,7 +27,8 @@ def made(tmp_path, monkeypatch):
     driver.interruption = Interruption()
     driver.log = SimpleNamespace(note=said.append, warn=said.append, log_step=lambda *_: None, write_report=lambda: None)
     restarts = Restarts(3, said.append, lambda seconds: None)
-    driver.cluster = SimpleNamespace(resize=lambda: None, counts=lambda: None, restarts=restarts, abandon_step=lambda: None, save=lambda folder: None)
+    driver.cluster = SimpleNamespace(resize=lambda: None, counts=lambda: None, restarts=restarts)
+    driver.cluster.abandon_step, driver.cluster.save = lambda **_: None, lambda folder: None
     driver._state = lambda: {"step": driver.step, "data": {}, "expected_lengths": None}
     driver._finished_state = driver._state()
     monkeypatch.setattr(driver_module, "observe_step", lambda *_: {})

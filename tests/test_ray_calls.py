@@ -9,8 +9,14 @@ import time
 import pytest
 import ray
 
-from infsample_rl.failures import WorkerLost
-from infsample_rl.ray_calls import PayloadLost, value_of
+from infsample_rl import asking, ray_calls
+from infsample_rl.asking import Asking
+from infsample_rl.config_loading import load_config
+from infsample_rl.crew import Crew
+from infsample_rl.failures import StepLost, WorkerLost
+from infsample_rl.interruption import Interruption
+from infsample_rl.ray_calls import PayloadLost, Waiting, learner_failure, value_of
+from infsample_rl.weight_delivery import WeightDelivery
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +63,37 @@ def test_what_a_worker_died_before_sending_is_a_lost_payload_not_a_failure_of_it
 def test_a_refused_setting_stays_a_value_error(here):
     with pytest.raises(ValueError, match=r"reward worker 0: reward.functions is wrong"):
         value_of(Reward.remote().refuse.remote(), "reward", 0)
+
+
+HANGS = [
+    "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete",
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300012 milliseconds before timing out.",
+]
+
+
+@pytest.mark.parametrize("said", HANGS)
+def test_a_collective_to_which_a_rank_does_not_come_loses_the_step(monkeypatch, said):
+    monkeypatch.setattr(ray_calls, "status_of", lambda handle: "it answers")
+    found = learner_failure({0: "a", 1: "b"}, RuntimeError(f"learner rank 0: {said}"))
+    assert isinstance(found, StepLost) and "cluster.collective_timeout_s" in str(found) and said in str(found)
+    raised = RuntimeError("learner rank 0: loss is nan")
+    assert learner_failure({0: "a", 1: "b"}, raised) is raised
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monkeypatch, hangs):
+    """The learner, which has waited for it, says so; only the worker itself shows by its silence that it is meant."""
+    crew = Crew(lambda role, index: (f"{role} {index}", True), lambda handle: None, bool, None)
+    crew.start("rollout", 2)
+    monkeypatch.setattr(asking, "status_of", lambda handle: None if hangs and handle == "rollout 1" else "it answers")
+    asks = Asking(crew, print, Interruption(), Waiting())
+    delivery = WeightDelivery(load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption())
+
+    def gather(*arguments):
+        raise RuntimeError("learner rank 0: weights version 3: rollout worker 1 died or hangs (it did not send 'loaded' within 300 s)")
+
+    monkeypatch.setattr(delivery, "_link", lambda rollout: None)
+    monkeypatch.setattr(asks, "gather", gather)
+    with pytest.raises(WorkerLost if hangs else RuntimeError, match="rollout worker 1") as raised:
+        delivery._send({})
+    assert isinstance(raised.value, WorkerLost) == hangs

@@ -59,6 +59,11 @@ def end(worker, steps=7.0):
     return StreamEnd(worker=worker, stats={"running_steps": steps}, phases=WorkerPhases("rollout", worker, "here", [], 2.0))
 
 
+def whole(worker):
+    """What a worker yields that sends all its samples at once."""
+    return [header(list(range(4 * worker, 4 * worker + 4)), 0), ["t"], end(worker)]
+
+
 def started(*items):
     """Streams of workers that yield these, each dealt samples of prompt 0."""
     handles = [Handle(found) for found in items]
@@ -148,7 +153,7 @@ def values(monkeypatch):
 def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
     streams, handles = started([*seal_micro_groups([header([0, 1], 2), []]), "gone"])
     replaced = []
-    streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index)
+    streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index) or "a new one"
     streams._bring_back = lambda index: ([], Ref(None))
     take(streams, 0, items=2)
     assert replaced == [0] and streams.num_owed == 2 and not streams.streams
@@ -157,16 +162,16 @@ def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
 
 @pytest.mark.parametrize(("num_waiting", "asked"), [(0, 0), (1, 0), (2, 1)])
 def test_a_worker_is_asked_for_work_only_where_its_last_header_says_that_it_has_some(num_waiting, asked):
-    streams, handles = started([end(0)], [header([4, 5], num_waiting), ["tokens"], header([6, 7], 0), ["tokens"], end(1)])
+    streams, handles = started(whole(0), [header([4, 5], num_waiting), ["tokens"], header([6, 7], 0), ["tokens"], end(1)])
     take(streams, 1, items=2)
-    take(streams, 0, items=2)  # worker 0 is idle now
+    take(streams, 0, items=4)  # worker 0 is idle now
     assert handles[1].give_back.calls == asked
     assert handles[0].give_back.calls == 0
 
 
 def test_a_worker_of_which_nothing_is_known_yet_is_asked():
-    streams, handles = started([end(0)], [header([4, 5], 0), ["tokens"], end(1)])
-    take(streams, 0, items=2)
+    streams, handles = started(whole(0), [header([4, 5], 0), ["tokens"], end(1)])
+    take(streams, 0, items=4)
     assert handles[1].give_back.calls == 1
 
 
@@ -178,7 +183,7 @@ def dealt(streams):
 def replaceable(streams):
     """References of the calls in which workers in place of lost ones load the weights, and the indices of the lost."""
     loading, lost_ones = {}, []
-    streams._crew.is_current, streams._crew.replace = lambda *arguments: True, lambda lost: lost_ones.append(lost.index)
+    streams._crew.is_current, streams._crew.replace = lambda *arguments: True, lambda lost: lost_ones.append(lost.index) or "a new one"
     streams._bring_back = lambda index: ([], loading.setdefault(index, Ref(None)))
     return loading, lost_ones
 
@@ -207,7 +212,7 @@ def test_a_new_worker_that_holds_the_version_before_is_not_ready(lost_one):
 
 def test_samples_that_were_lost_are_dealt_once_to_a_worker_that_is_idle(lost_one):
     streams, _, _, _ = lost_one
-    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]))  # they had arrived
+    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "a node is gone")  # they had arrived
     take(streams, 1, items=5)
     for _ in range(2):
         streams.deal_backlog()
@@ -245,10 +250,10 @@ def test_dynamic_slot_loses_the_step_with_a_worker_but_not_an_evaluation(monkeyp
 
 def asked(given):
     """Worker 0 is idle, and worker 1, which owes 5, 6 and 7, has been asked: it will answer `given`."""
-    streams, handles = started([end(0)], [header([4], 3), ["t"], end(1)])
+    streams, handles = started(whole(0), [header([4], 3), ["t"], end(1)])
     handles[1].give_back = Method(lambda: Ref(given))
     take(streams, 1, items=2)
-    take(streams, 0, items=2)
+    take(streams, 0, items=4)
     (ref,) = streams._asked_back
     return streams, handles, ref
 
@@ -281,6 +286,57 @@ def test_what_a_worker_gave_back_before_it_died_is_dealt_once():
     assert [work.sample_indices for work in streams._backlog] == [[5, 6, 7]]
 
 
+@pytest.mark.parametrize("answer", ["gone", {0: [6, 7]}])
+def test_what_a_stream_owes_at_its_end_is_dealt_again_once_the_answer_is_there_or_lost(answer):
+    streams, _, ref = asked({0: [6, 7]})
+    ref.value = answer
+    take(streams, 1, items=2)  # its end: it sent 4 alone
+    assert streams._backlog == [] and not streams.is_done, "the answer tells of the others"
+    streams.take(ref, {})
+    found = [work.sample_indices for work in streams._backlog]
+    assert found == ([[5, 6, 7]] if answer == "gone" else [[6, 7], [5]])
+
+
+def test_a_stream_that_ends_owing_what_nobody_was_asked_for_is_dealt_again():
+    streams, _, ref = asked({})
+    ref.value = "gone"  # for a moment only: its stream goes on
+    streams.take(ref, {})
+    assert streams._backlog == [] and dealt(streams) == [5, 6, 7]
+    take(streams, 1, items=2)
+    assert [work.sample_indices for work in streams._backlog] == [[5, 6, 7]] and streams.num_owed == 3
+
+
+def test_a_stream_of_dynamic_slot_owes_nothing_at_its_end(monkeypatch):
+    streams, _ = started([end(0)])
+    monkeypatch.setattr(streams._config.rollout, "schedule", "dynamic_slot")
+    take(streams, 0, items=2)
+    assert streams.is_done
+
+
+def test_dynamic_slot_loses_the_step_with_samples_that_had_arrived(monkeypatch):
+    streams, _ = started(whole(0))
+    monkeypatch.setattr(streams._config.rollout, "schedule", "dynamic_slot")
+    with pytest.raises(StepLost, match="a node is gone; with rollout.schedule=dynamic_slot"):
+        streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[1]), "a node is gone")
+
+
+def test_a_worker_replaced_before_the_next_version_is_not_brought_to_this_one(lost_one):
+    streams, handles, _, lost_ones = lost_one
+    streams._bring_back = None  # not called: the learner has gone on, and nobody is left
+    streams.replace(WorkerLost("rollout", 1, "its process died"), handles[1])
+    assert lost_ones == [0, 1] and streams.ready == set()
+
+
+def test_only_workers_that_are_asked_for_more_are_waited_for_when_a_step_is_given_up(monkeypatch):
+    drained = []
+    monkeypatch.setattr(rollout_streams, "drain", drained.append)
+    for wanted in (False, True):
+        streams, (handle,) = started([end(0)])
+        handle.halt = Method(lambda: None)
+        streams.abandon(drained=wanted)
+        assert handle.halt.calls == 1 and bool(drained) == wanted
+
+
 def test_a_step_that_is_given_up_leaves_nothing_to_wait_for(monkeypatch):
     streams, handles, _ = asked({0: [6, 7]})
     monkeypatch.setattr(rollout_streams, "drain", lambda generator: None)
@@ -291,7 +347,7 @@ def test_a_step_that_is_given_up_leaves_nothing_to_wait_for(monkeypatch):
 
 
 def test_the_worker_that_owes_most_is_asked():
-    streams, handles = started([end(0)], [header([4, 5], 2), ["t"], end(1)], [end(2)])
+    streams, handles = started(whole(0), [header([4, 5], 2), ["t"], end(1)], whole(2))
     take(streams, 1, items=2)
-    take(streams, 0, items=2)
+    take(streams, 0, items=4)
     assert [handle.give_back.calls for handle in handles] == [0, 0, 1]
