@@ -117,7 +117,8 @@ def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int, members
     transport = choose_transport(cluster)
     on_gpu = transport == "cuda_ipc" or broadcast_backend(cluster) == "nccl"
     device = torch.device("cuda" if on_gpu else "cpu")
-    return WeightLink(store, transport, member=member, members=members, device=device, timeout_s=cluster.collective_timeout_s)
+    # While member 0 waits for a rollout worker, the other ranks wait for it in a collective: that one must not run out first.
+    return WeightLink(store, transport, member=member, members=members, device=device, timeout_s=cluster.collective_timeout_s / 2)
 
 
 def _process_group(mail: Mailbox, device: torch.device) -> Any:

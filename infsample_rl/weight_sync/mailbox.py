@@ -101,7 +101,7 @@ class Mailbox:
 
     @property
     def _limit(self) -> str:
-        return f"{self.timeout_s:g} s (cluster.collective_timeout_s)"
+        return f"{self.timeout_s:g} s (half of cluster.collective_timeout_s)"
 
     def _key(self, what: str) -> str:
         return f"{self._transfer}/{what}"

@@ -139,7 +139,7 @@ def _abandon(link: WeightLink, failure: str) -> str:
     """Close the link after a failure and say who of the others did not see it: those are dead or hang."""
     link.mail.fail(failure)
     link.close()
-    deadline = time.monotonic() + min(_GRACE_S, link.mail.timeout_s)
+    deadline = time.monotonic() + min(_GRACE_S, link.mail.timeout_s / 2)
     while link.mail.silent("loaded") and time.monotonic() < deadline:
         time.sleep(0.05)
     silent = link.mail.silent("loaded")
