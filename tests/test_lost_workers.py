@@ -99,6 +99,14 @@ def test_a_rollout_worker_that_hangs_is_named_with_where_it_stands_and_replaced(
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(settings, undisturbed, tmp_path, number):
+    broadcast = ("cluster.weight_sync=broadcast", "cluster.collective_timeout_s=12", "cluster.progress_timeout_s=20")  # the last: it may be through
+    output = hit(settings, tmp_path, "rollout", "sync", number, *broadcast)
+    assert re.search("rollout worker .: .* started again", output) and "going back to" not in output, output[-3000:]
+    assert chaos.differences(undisturbed, tmp_path / "run") == []
+
+
 def test_sigterm_keeps_the_last_finished_step_and_the_run_goes_on_to_the_same_result(settings, undisturbed, tmp_path):
     run = tmp_path / "run"
     target = chaos.Target(command(settings, run), run)
