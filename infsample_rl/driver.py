@@ -247,7 +247,7 @@ class Driver:
     ) -> tuple[Metrics, Completions]:
         """Publish the new weights; the step's metrics and some of its completions. `following`: groups that were sampled meanwhile."""
         self.step += 1
-        with self.interruption.held():
+        with self.interruption.held(self.config.run.grace_s - self._save_seconds):  # as long as a save would still have time
             predictor = self._learn_lengths()
             synced = self._publish()
         self.cluster.metrics.observe("weight_sync_seconds", synced.seconds)

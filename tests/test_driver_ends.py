@@ -152,6 +152,29 @@ def test_sigterm_between_two_updates_of_a_step_waits_for_the_others_while_a_save
     assert done == [False] and driver._unsavable == "the learner has begun the next update"
 
 
+@pytest.mark.parametrize(("since_s", "ends"), [(5.0, False), (25.0, True)])
+def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_time(made, since_s, ends):
+    driver, said = made
+    driver.config.run.grace_s, driver._save_seconds, driver._unsavable = 30.0, 10.0, "the learner has begun the next update"
+    driver.step = driver._finished_state["step"] = 3
+    driver.checkpoint, driver._saved_step = driver.run_dir / "checkpoints" / "step_000002", lambda: 2
+
+    class Published(Exception):
+        pass
+
+    def publish():
+        driver.interruption.requested_at = time.monotonic() - since_s
+        driver.interruption.check()
+        raise Published
+
+    driver._publish = publish
+    with pytest.raises(Terminated if ends else Published):
+        driver._end_step(None, [], None, started=0.0)
+    if ends:
+        driver._keep_what_is_finished()
+        assert "the learner has begun the next update: steps 3 to 3 are lost" in said[-1] and "step_000002 is kept" in said[-1]
+
+
 def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is_whole(made, monkeypatch):
     driver, _ = made
     driver.__class__ = AsyncDriver
