@@ -80,8 +80,11 @@ def write_progress(folder: Path, kinds: dict[str, list[str]], *, num_updates: in
     (folder / TRAINING_STATE / "progress.json").write_text(json.dumps(progress) + "\n")
 
 
-def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, rank: int, world_size: int) -> T:
-    """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one of them could not write."""
+def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, writers: dist.ProcessGroup | None) -> T:
+    """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one of them could not write.
+
+    `writers`: where the ranks hear of each other; its timeout bounds how long one may write. None for a single rank.
+    """
     tensors, found, failure = iter(tensors), None, None
     try:
         found = write(tensors)
@@ -89,9 +92,10 @@ def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], 
         failure = error
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
-    said = [None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"] * world_size
-    if world_size > 1:
-        dist.all_gather_object(said, said[rank])
+    mine = None if failure is None else f"rank {dist.get_rank(writers) if writers else 0}: {type(failure).__name__}: {failure}"
+    said = [mine] * (writers.size() if writers else 1)
+    if writers is not None:
+        dist.all_gather_object(said, mine, group=writers)
     failed = [line for line in said if line is not None]
     try:
         if failed:

@@ -50,6 +50,7 @@ class LearnerWorker:
         self.objective = dataclasses.replace(config.objective, importance=config.importance)
         self.device = torch.device("cuda" if config.cluster.learner_gpus > 0 else "cpu")
         self._store: dist.TCPStore | None = None  # where the ranks meet, on rank 0
+        self._writers: dist.ProcessGroup | None = None  # the ranks, as they say to each other what they could write
         self.num_updates = 0  # updates done, skipped ones included
         self.num_rows = self.num_row_tokens = 0  # trained since the start
         self.provisional: LossTotals | None = None
@@ -83,6 +84,9 @@ class LearnerWorker:
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
             )
+            # Ranks wait here for one that writes, whose disk may be slower than any collective: as long as the driver waits for them.
+            until_written = datetime.timedelta(seconds=self.config.cluster.progress_timeout_s)
+            self._writers = dist.new_group(timeout=until_written, backend="gloo")
         self.tokenizer = load_tokenizer(self.config.model)
         self.memory = process_memory(self.device.type)
         lm, self.adapted = load_policy(self.config, self.device, checkpoint)
@@ -298,7 +302,7 @@ class LearnerWorker:
         RuntimeError on all ranks, which stay in step, when one of them cannot write.
         """
         path, rank, world_size = Path(folder), self.rank, self.world_size
-        together = partial(written_by_all, what=f"checkpoint {folder}", rank=rank, world_size=world_size)
+        together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
         if self.adapted is None:
             together(lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank), self.backend.full_parameters())
         else:

@@ -28,7 +28,7 @@ class Scenario:
     """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank with None skips it.
 
     Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,);
-    die_in_next_backward; failing_save (folder,).
+    die_in_next_backward; failing_save (folder,); slow_save (folder, seconds).
     """
 
     config: Config
@@ -104,7 +104,20 @@ def failing_save(worker: LearnerWorker, folder: str) -> str:
     return "it did not fail"
 
 
-OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward, failing_save)
+def slow_save(worker: LearnerWorker, folder: str, seconds: float) -> None:
+    """A save to a disk that takes rank 0 so long."""
+    write = worker.tokenizer.save_pretrained
+
+    def write_slowly(path: Path) -> None:
+        time.sleep(seconds)
+        write(path)
+
+    worker.tokenizer.save_pretrained = write_slowly  # only rank 0 writes it
+    worker.save(folder)
+
+
+CHECKPOINTS = (failing_save, slow_save)
+OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward, *CHECKPOINTS)
 OWN_METHODS = {function.__name__: function for function in OWN_FUNCTIONS}
 
 

@@ -178,3 +178,17 @@ def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, ti
             assert torch.equal(tensor, found[0][name][-1][key])
         with pytest.raises(ValueError, match="has no training_state/progress.json"):
             SavedState(tmp_path / name.replace("/", "_"))
+
+
+@pytest.mark.parametrize("learner", [{}, {"backend": "deepspeed", "zero_stage": 3}])
+def test_a_disk_slower_than_a_collective_may_be_does_not_end_the_ranks(tools, tied_policy, tmp_path, learner):
+    """Writing is no collective: `cluster.progress_timeout_s` bounds it, as the driver's waiting for it."""
+    if learner:
+        pytest.importorskip("deepspeed")
+    config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=OBJECTIVE, ranks=2)
+    config = replace(config, cluster=replace(config.cluster, collective_timeout_s=15.0))
+    samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
+    saves = ("slow_save", (str(tmp_path / "saved"), 25.0))
+    found = tools.run_ranks(tmp_path, {"slow": tools.Scenario(config, [saves, *update(tools, samples, (2, 1)), ("parameters", ())])}, 2)
+    assert all(torch.equal(tensor, found[1]["slow"][-1][name]) for name, tensor in found[0]["slow"][-1].items())
+    assert SavedState(tmp_path / "saved").num_updates == 0
