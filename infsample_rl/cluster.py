@@ -67,7 +67,7 @@ class Cluster:
     ) -> None:
         self._config, self._total_steps, self._note, self._actors = config, total_steps, note, actors
         self._interruption = interruption or Interruption()
-        self._session, self._secrets = RaySession(config, note), worker_secrets(config)
+        self._session, self._secrets = RaySession(config, note, self._interruption), worker_secrets(config)
         self._kernel_kills = KernelKills()
         self.restarts = Restarts(config.cluster.max_restarts, note, self._interruption.sleep, self._explain_loss)
         self._crew = Crew(self._spawn, ray.kill, _is_there, self.restarts)
@@ -83,8 +83,8 @@ class Cluster:
     @phase("start")
     def start(self, checkpoint: str | None) -> None:
         """Start Ray (or join `cluster.address`), every worker, and the learner's process group."""
-        self._session.open()
         self._interruption.install()
+        self._session.open()
         self._check_object_store()
         self.metrics = MetricsExporter(self._statistics, run=self._config.run.name, role="driver", worker=0)
         self._note("metrics: " + ", ".join(metrics_addresses()))

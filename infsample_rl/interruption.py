@@ -9,8 +9,17 @@ import time
 from collections.abc import Iterator
 
 
-class Terminated(Exception):
-    """SIGTERM has come."""
+class Terminated(BaseException):
+    """SIGTERM has come. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for one."""
+
+
+def raise_on_sigterm() -> None:
+    """Before anything runs that must be ended in order: SIGTERM raises Terminated wherever the main thread stands."""
+    signal.signal(signal.SIGTERM, _raise)
+
+
+def _raise(*_: object) -> None:
+    raise Terminated
 
 
 class Interruption:
@@ -21,7 +30,7 @@ class Interruption:
         self._held_s = 0.0  # seconds after SIGTERM in which check() does not raise
 
     def install(self) -> None:
-        """Take SIGTERM over, in the main thread; after ray.init(), which installs a handler of its own."""
+        """Take SIGTERM over, in the main thread."""
         signal.signal(signal.SIGTERM, self._request)
 
     def _request(self, *_: object) -> None:

@@ -4,7 +4,7 @@
   --config-dir DIR   a folder of your own, laid out like configs/, searched beside it
   --help             this text and the experiments there are
 
-Exit codes: 0 done; 1 the run failed; 2 a setting or an input is wrong; 130 interrupted.
+Exit codes: 0 done, or ended in order by SIGTERM; 1 the run failed; 2 a setting or an input is wrong; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 from typing import NoReturn
 
 from infsample_rl.config_loading import ConfigError, compose, experiments, load_config
+from infsample_rl.interruption import Terminated, raise_on_sigterm
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -53,7 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
-    return train(config)
+    try:
+        raise_on_sigterm()
+        return train(config)
+    except Terminated:  # the driver takes it over before it starts anything
+        print(f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it")
+        return 0
 
 
 def train(config) -> int:  # type: ignore[no-untyped-def]

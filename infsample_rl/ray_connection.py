@@ -17,6 +17,7 @@ from ray._private.services import JEMALLOC_SO, canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.config import Config
+from infsample_rl.interruption import Interruption, Terminated
 from infsample_rl.placement import local_cpus
 from infsample_rl.secret_env import without_secrets
 
@@ -30,10 +31,10 @@ HOW_TO_AUTHENTICATE = (
 )
 
 
-def connect(config: Config, note: Callable[[str], None]) -> None:
+def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
     """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody in.
 
-    The handler of SIGTERM stays the caller's; Ray would put its own in its place, which ends the process without a word.
+    The handler of SIGTERM stays the caller's: Ray puts its own in its place, which exits. Terminated after SIGTERM, whichever took it.
     """
     handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     arguments: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment(config)}, "log_to_driver": False, "logging_level": "ERROR"}
@@ -41,9 +42,12 @@ def connect(config: Config, note: Callable[[str], None]) -> None:
         if config.cluster.address is None:
             _start_local(config, arguments, note)
         else:
-            _join(config, arguments, note)
+            _join(config, arguments, note, interruption)
+    except SystemExit as ended:  # by Ray's handler
+        raise Terminated from ended
     finally:
         signal.signal(signal.SIGTERM, handler)
+    interruption.check()
 
 
 def worker_environment(config: Config) -> dict[str, str]:
@@ -85,8 +89,8 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
         note("Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it")
 
 
-def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
-    address = _find(config, note)
+def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None], interruption: Interruption) -> None:
+    address = _find(config, note, interruption)
     if _uses_tls():
         pass  # a client certificate takes the token's place
     elif _probe(address) is None:
@@ -116,7 +120,7 @@ def _has_token(config: Config) -> bool:
         raise ValueError(f"cluster.address={config.cluster.address}: {str(error).split('. ')[0]}") from error
 
 
-def _find(config: Config, note: Callable[[str], None]) -> str:
+def _find(config: Config, note: Callable[[str], None], interruption: Interruption) -> str:
     """host:port of the cluster's control service, once it answers; waited for as long as for nodes."""
     started, limit = time.monotonic(), config.cluster.wait_for_nodes_s
     while True:
@@ -131,7 +135,7 @@ def _find(config: Config, note: Callable[[str], None]) -> str:
         if waited >= limit:
             raise ValueError(f"cluster.address={config.cluster.address}: {problem}; start Ray there, or leave cluster.address out")
         note(f"waiting for the Ray cluster at {config.cluster.address}: {problem}; {waited:.0f} of {limit:g} s")
-        time.sleep(min(RETRY_S, limit - waited))
+        interruption.sleep(min(RETRY_S, limit - waited))
 
 
 def _answers(address: str) -> bool:

@@ -16,7 +16,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from infsample_rl import shared_files
 from infsample_rl.config import Config
+from infsample_rl.interruption import Interruption
 from infsample_rl.placement import Node, Reservation, Worker, layout_table, nodes_text, refusal, reservations, worker_groups
+from infsample_rl.ray_calls import SLICE_S
 from infsample_rl.ray_connection import allocator_environment, connect
 
 POLL_S = 0.1
@@ -33,9 +35,8 @@ class RaySession:
     The workers of a role are reserved together (placement.reservations); each that is added later has a reservation of its own.
     """
 
-    def __init__(self, config: Config, note: Callable[[str], None]):
-        self._config = config
-        self._note = note
+    def __init__(self, config: Config, note: Callable[[str], None], interruption: Interruption):
+        self._config, self._note, self._interruption = config, note, interruption
         self._groups = {group.role: group for group in worker_groups(config)}
         self._bundles: dict[Worker, Bundle] = {}
         self._asked: dict[Worker, PlacementGroup] = {}  # added workers that still have no place; an autoscaler sees what they ask for
@@ -44,9 +45,10 @@ class RaySession:
     def open(self) -> None:
         """Connect, reserve, print the layout, have every node prove what it sees.
 
-        ValueError, before any worker starts, for a cluster that cannot be joined or does not hold the run, and for a node with other files.
+        ValueError, before any worker starts, for a cluster that cannot be joined or does not hold the run, and for a node with other files;
+        Terminated after SIGTERM.
         """
-        connect(self._config, self._note)
+        connect(self._config, self._note, self._interruption)
         self._reserve()
         nodes, places = _nodes(), {worker: self.node_of(*worker) for worker in self._bundles}
         index = {node_id: position for position, node_id in enumerate(nodes)}
@@ -117,7 +119,7 @@ class RaySession:
             if wait_s and waited - noted >= NOTE_EVERY_S:
                 noted = waited
                 self._note(f"waiting for nodes, {waited:.0f} of {wait_s:g} s: {self._why(wanted, tables)}")
-            time.sleep(POLL_S)
+            self._interruption.sleep(POLL_S)
         for item in wanted:
             self._bundles |= _claim(item, asked[item.name], tables[item.name]["bundles_to_node_id"])
 
@@ -174,12 +176,13 @@ class RaySession:
         return problems
 
     def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str], names: dict[str, str]) -> None:
-        started, pending, limit = time.monotonic(), list(proofs), self._config.cluster.start_timeout_s
-        while pending and time.monotonic() - started < limit:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(NOTE_EVERY_S, limit))
-            if pending:
-                left = ", ".join(names[proofs[proof]] for proof in pending)
-                self._note(f"waiting for nodes to prove what they see, {time.monotonic() - started:.0f} of {limit:g} s: {left}")
+        started, noted, pending, limit = time.monotonic(), 0.0, list(proofs), self._config.cluster.start_timeout_s
+        while pending and (waited := time.monotonic() - started) < limit:
+            self._interruption.check()
+            if waited - noted >= NOTE_EVERY_S:
+                noted, left = waited, ", ".join(names[proofs[proof]] for proof in pending)
+                self._note(f"waiting for nodes to prove what they see, {waited:.0f} of {limit:g} s: {left}")
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(SLICE_S, limit))
 
 
 def _other_files(problems: dict[str, str]) -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 
 import pytest
 
+from infsample_rl import main as main_module
+from infsample_rl import ray_connection
+from infsample_rl.config_loading import load_config
 from infsample_rl.crew import Crew
 from infsample_rl.failures import Restarts, WorkerLost, worker_name
 from infsample_rl.interruption import Interruption, Terminated
+from infsample_rl.ray_connection import connect
 
 
 def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
@@ -65,16 +71,59 @@ def test_workers_have_the_names_of_the_field():
     assert worker_name("learner", 0) == "learner rank 0" and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
 
 
-def test_sigterm_waits_for_what_must_not_be_left_half_done():
-    interruption, before = Interruption(), signal.getsignal(signal.SIGTERM)
-    try:
-        interruption.install()
+@pytest.fixture
+def sigterm_is_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_waits_for_what_must_not_be_left_half_done(sigterm_is_put_back):
+    (interruption := Interruption()).install()
+    interruption.check()
+    with interruption.held():
+        os.kill(os.getpid(), signal.SIGTERM)
         interruption.check()
-        with interruption.held():
+    with pytest.raises(Terminated):
+        interruption.check()
+    assert 0 < interruption.seconds_left(30.0) <= 30.0
+
+
+def test_sigterm_before_the_run_begins_ends_the_command_in_order(tmp_path, monkeypatch, capsys, sigterm_is_put_back):
+    def prepare_for_long(config):
+        try:
             os.kill(os.getpid(), signal.SIGTERM)
-            interruption.check()
-        with pytest.raises(Terminated):
-            interruption.check()
-        assert 0 < interruption.seconds_left(30.0) <= 30.0
-    finally:
-        signal.signal(signal.SIGTERM, before)
+            time.sleep(60.0)
+        except Exception:
+            pytest.fail("what recovers from errors takes SIGTERM for one")
+
+    monkeypatch.setattr(main_module, "train", prepare_for_long)
+    assert main_module.main([f"run.dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out.startswith("SIGTERM: ended before the run began")
+
+
+def test_sigterm_ends_the_wait_for_a_cluster_that_is_still_to_come(tmp_path, sigterm_is_put_back):
+    (interruption := Interruption()).install()
+    said: list[str] = []
+
+    def note(line: str) -> None:
+        said.append(line)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = load_config([f"run.dir={tmp_path}", "cluster.address=127.0.0.1:1", "cluster.wait_for_nodes_s=600"])
+    with pytest.raises(Terminated):
+        connect(config, note, interruption)
+    assert len(said) == 1 and "waiting for the Ray cluster at 127.0.0.1:1" in said[0]
+
+
+def test_sigterm_that_rays_own_handler_took_ends_the_run_too(tmp_path, monkeypatch, sigterm_is_put_back):
+    def init(*_, **__):
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as ray.init() does
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    (interruption := Interruption()).install()
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(ray_connection, "_start_local", init)
+    with pytest.raises(Terminated):
+        connect(load_config([f"run.dir={tmp_path}"]), print, interruption)
+    assert signal.getsignal(signal.SIGTERM) == handler

@@ -17,6 +17,7 @@ from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 
 from infsample_rl.config_loading import load_config
+from infsample_rl.interruption import Interruption
 from infsample_rl.ray_connection import allocator_environment
 from infsample_rl.ray_session import RaySession
 
@@ -35,7 +36,7 @@ class Notes(list):
 def session(address: str | None, run_dir: Path, *overrides: str) -> tuple[RaySession, Notes]:
     joined = [f"cluster.address={address}", "cluster.allow_unauthenticated=true"] if address else []
     notes = Notes()
-    return RaySession(load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append), notes
+    return RaySession(load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append, Interruption()), notes
 
 
 def patiently(start):
@@ -183,10 +184,10 @@ def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from infsample_rl.config_loading import load_config
-from infsample_rl.ray_connection import allocator_environment
+from infsample_rl.interruption import Interruption
 from infsample_rl.ray_session import RaySession
 settings = ["run.dir={tmp_path}/first", "objective=no_kl", "cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true"]
-RaySession(load_config(settings), print).open()
+RaySession(load_config(settings), print, Interruption()).open()
 print("open", flush=True)
 time.sleep(600)
 """
@@ -321,8 +322,9 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from infsample_rl.config_loading import load_config\n"
+        "from infsample_rl.interruption import Interruption\n"
         "from infsample_rl.ray_session import RaySession\n"
-        f"mine = RaySession(load_config({settings!r}), print)\n"
+        f"mine = RaySession(load_config({settings!r}), print, Interruption())\n"
         "try:\n    mine.open()\n    print('opened', mine.node_of('learner', 0))\nexcept ValueError as error:\n    print('refused', error)\n"
     )
 

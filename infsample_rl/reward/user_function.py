@@ -51,7 +51,7 @@ def _import_file(path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException as error:  # whatever the user's file raises, sys.exit() included
+    except (Exception, SystemExit) as error:  # not what ends this process: Ctrl-C and SIGTERM
         del sys.modules[name]
         raise ValueError(f"reward.functions: {path} cannot be imported: {describe_error(error, full)}") from error
     return module
