@@ -99,6 +99,12 @@ def test_a_rollout_worker_that_hangs_is_named_with_where_it_stands_and_replaced(
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
+def test_a_learner_rank_that_hangs_is_lost_once_its_collective_runs_out_of_time(settings, undisturbed, tmp_path):
+    output = hit(settings, tmp_path, "learner", "backward", signal.SIGSTOP, "cluster.collective_timeout_s=15")
+    assert "Timed out waiting 15000ms" in output and "the learner: learner rank" in output and "going back to" in output, output[-3000:]
+    assert chaos.differences(undisturbed, tmp_path / "run") == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(settings, undisturbed, tmp_path, number):
     broadcast = ("cluster.weight_sync=broadcast", "cluster.collective_timeout_s=12", "cluster.progress_timeout_s=20")  # the last: it may be through
