@@ -79,6 +79,7 @@ class Cluster:
         self._rows_shown = RowsShown()
         self.metrics: MetricsExporter | None = None  # once started
         self._started_at = time.monotonic()
+        self._checked_restarts = 0  # those after which every worker's node had proven what it sees
 
     @phase("start")
     def start(self, checkpoint: str | None) -> None:
@@ -128,7 +129,7 @@ class Cluster:
     def _start_learner(self, checkpoint: str | None) -> None:
         ask, limit = self._asking.ask, self._config.cluster.start_timeout_s
         ask("learner", "learner ranks to start", lambda rank: rank.status.remote(), limit)
-        self._session.check_new_nodes("learner")  # which write checkpoints
+        self._session.check_new_nodes()  # this role writes checkpoints
         host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
         found = ask("learner", "learner ranks to load the policy", lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
         self._note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
@@ -224,7 +225,12 @@ class Cluster:
     # Workers that come and go
 
     def resize(self) -> None:
-        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It joins when it has weights."""
+        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It joins when it has weights.
+
+        After a restart, too: RuntimeError where Ray moved a worker to a node with other files.
+        """
+        if (restarts := self.restarts.total) > self._checked_restarts and self._session.check_new_nodes():
+            self._checked_restarts = restarts
         workers = self._crew.all("rollout")
         if self._config.cluster.colocate or len(workers) >= self._config.cluster.most_rollout_workers:
             return

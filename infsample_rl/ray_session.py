@@ -83,14 +83,15 @@ class RaySession:
         """Ray's id of the node that holds a worker's place; none while it has none."""
         return _node_of(self._bundles[role, index])
 
-    def check_new_nodes(self, role: str) -> None:
-        """Have nodes that Ray moved workers of a role to prove what they see; RuntimeError for one with other files."""
+    def check_new_nodes(self) -> bool:
+        """Have nodes that Ray moved workers to prove what they see; whether every worker has a place. RuntimeError for a node with other files."""
         if self._config.cluster.address is None:
-            return
-        nodes = {self.node_of(*worker) for worker in self._bundles if worker[0] == role} - {None}
-        new = sorted(node_id for node_id in nodes if not self._sees_files.get(node_id))
+            return True
+        nodes = {self.node_of(*worker) for worker in self._bundles}
+        new = sorted(node_id for node_id in nodes if node_id is not None and not self._sees_files.get(node_id))
         if new and (problems := self._check_files(new)):
             raise RuntimeError(_other_files(problems))
+        return None not in nodes
 
     def object_store_bytes(self) -> int:
         """Capacity of the smallest object store among the nodes that hold workers."""

@@ -149,24 +149,25 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert mine.node_of("rollout", there) not in mine._sees_files
-    mine.check_new_nodes("rollout")
+    assert mine.check_new_nodes()
     assert mine._sees_files[mine.node_of("rollout", there)] and not (tmp_path / ".cluster_check").exists()
 
 
-def test_a_learner_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_path, monkeypatch):
+def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_path, monkeypatch):
     mine, _ = session("10.0.0.1:6379", tmp_path)
-    places = {("learner", 0): "old", ("learner", 1): "new", ("learner", 2): None, ("rollout", 0): "another"}
+    places = {("learner", 0): "old", ("learner", 1): "old", ("reward", 0): None, ("rollout", 0): "new"}
     mine._bundles, mine._sees_files, asked = dict.fromkeys(places), {"old": True}, []
     monkeypatch.setattr(mine, "node_of", lambda *worker: places[worker])
     monkeypatch.setattr(mine, "_check_files", lambda nodes: asked.append(nodes) or {"new": "node b: run.dir=/runs/1 is another folder there"})
     with pytest.raises(RuntimeError, match="every node must see .* node b: run.dir=/runs/1 is another folder there; put them on"):
-        mine.check_new_nodes("learner")
+        mine.check_new_nodes()
     assert asked == [["new"]]
-    places["learner", 1] = "old"
-    mine.check_new_nodes("learner")
-    assert len(asked) == 1
+    places["rollout", 0] = "old"
+    assert not mine.check_new_nodes(), "one has no place yet: it is asked for again"
+    places["reward", 0] = "old"
+    assert mine.check_new_nodes() and len(asked) == 1
     alone, _ = session(None, tmp_path)
-    alone.check_new_nodes("learner")
+    assert alone.check_new_nodes()
 
 
 @pytest.mark.slow
