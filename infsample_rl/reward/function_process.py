@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from infsample_rl.reward.functions import LoadedFunction, as_reward, call_function, load_function
-from infsample_rl.reward.isolation import Isolation, isolate, without_values
+from infsample_rl.reward.hidden_values import without_values
+from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.user_function import describe_error
 
 _NO_MEMORY = ("annot allocate memory", "an't allocate memory")  # as the C library says it, and torch
@@ -71,7 +72,7 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
     try:
         functions = [load_function(config) for config in pickle.loads(requests.recv_bytes())]
     except ValueError as error:
-        _reply(replies, {"error": str(error)})
+        _reply(replies, {"error": without_values(str(error))})
         os._exit(1)
     except ImportError as error:  # a rule's own library
         _reply(replies, {"error": f"reward.functions: {describe_error(error, None)}"})
@@ -88,8 +89,9 @@ def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[s
         numbers = {name: [as_reward(value)[0] for value in column] for name, column in reported.items() if len(column) == len(samples)}
     except BaseException as error:  # this process is the sandbox: sys.exit() in a function must not end it either
         problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
-        checked, numbers = [(None, without_values(problem, isolation))] * len(samples), {}
-    reported = {name: column for name, column in numbers.items() if any(value is not None for value in column)}  # texts are not kept
+        checked, numbers = [(None, without_values(problem))] * len(samples), {}
+    kept = {name: column for name, column in numbers.items() if any(value is not None for value in column)}  # texts are not kept
+    reported = {without_values(str(name)): column for name, column in kept.items()}
     return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked], "reported": reported}
 
 

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
+from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.peer_forms import Called, call_openrlhf, call_trl, call_verl, call_verl_batch, check_keywords, form_of
 from infsample_rl.reward.user_function import import_function
 
@@ -114,7 +115,7 @@ def as_reward(value: Any) -> tuple[float | None, str]:
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:
         value = value.item()  # numpy and torch scalars, without importing either
     if not isinstance(value, numbers.Real):
-        return None, f"returned {value!r:.60}, which is not a number"
+        return None, f"returned {without_values(repr(value)):.60}, which is not a number"
     try:
         reward = float(value)
     except OverflowError:

@@ -104,15 +104,6 @@ def isolate(isolation: Isolation) -> None:
         raise ValueError(f"reward.isolation={isolation.level} cannot be had: it {error}; reward.isolation={weaker} asks for less") from None
 
 
-def without_values(text: str, isolation: Isolation) -> str:
-    """`text` with the values of reward.environment replaced by their names."""
-    for name in isolation.environment:
-        value = os.environ.get(name, "")
-        if len(value) >= 4:
-            text = text.replace(value, f"<{name}>")
-    return text
-
-
 def _python_folders() -> set[str]:
     """Where this interpreter and everything on its path is; never a folder that holds the user's home."""
     package = str(Path(__file__).resolve().parents[1])

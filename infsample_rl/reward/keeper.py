@@ -19,12 +19,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from infsample_rl.reward.isolation import Isolation, without_values
+from infsample_rl.reward.hidden_values import begun_value, hide_values_of, without_values
+from infsample_rl.reward.isolation import Isolation
 from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, SUBREAPER, prctl
 
 LOOK_EVERY_MS = 200  # at memory
 OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0  # of a function process's stdout and stderr that are passed on in a minute
 SWEEP_LIMIT_S = 10.0
+MOST_PROCESSES = 1000  # a function process and all below it, what earlier calls left behind among them
 _LINUX = sys.platform.startswith("linux")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -32,6 +34,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 def main(settings: str) -> None:
     """Fork the function process and keep it; `settings` is an Isolation as JSON. Reads nothing: stdin and stdout are the function process's pipes."""
     isolation = Isolation(**json.loads(settings))
+    hide_values_of(isolation.environment)
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -77,9 +80,21 @@ class _Keeper:
     def __init__(self, isolation: Isolation, child: int, woken: int, output: int):
         self._isolation, self._child, self._woken, self._output = isolation, child, woken, output
         self._window_ends, self._passed_on, self._left_out = 0.0, 0, 0
+        self._held = b""  # of the output: what may be the beginning of a value that is not shown
 
     def keep(self) -> str:
         """Wait until the function process has to end, end it and all it started; how it died."""
+        try:
+            died = self._wait()
+        finally:
+            _end_everything(self._child)
+        while select.select([self._output], [], [], 0)[0] and self._pass_on():
+            pass
+        self._show(b"", is_last=True)
+        self._say_what_was_left_out()
+        return died
+
+    def _wait(self) -> str:
         poll = select.poll()
         poll.register(0, 0)  # only whether the worker's end is gone
         poll.register(self._woken, select.POLLIN)
@@ -94,11 +109,7 @@ class _Keeper:
             if not died and (told or 0 in events):
                 died = "ended by the worker"
             if not died and self._isolation.limits_memory:
-                died = self._above_memory()
-        _end_everything(self._child)
-        while select.select([self._output], [], [], 0)[0] and self._pass_on():
-            pass
-        self._say_what_was_left_out()
+                died = self._above_limits()
         return died
 
     def _reap(self) -> str:
@@ -111,8 +122,17 @@ class _Keeper:
                 return ""
 
     def _pass_on(self) -> bool:
-        """Read some of the output and write it to stderr, as far as this minute's share goes; whether there can be more."""
+        """Read some of the output and show it; whether there can be more."""
         read = os.read(self._output, 1 << 16)
+        self._show(read, is_last=not read)
+        return bool(read)
+
+    def _show(self, read: bytes, *, is_last: bool) -> None:
+        """Write output to stderr, as far as this minute's share goes."""
+        read = self._held + read
+        begun = 0 if is_last else begun_value(read)
+        read, self._held = read[: len(read) - begun], read[len(read) - begun :]
+        read = without_values(read.decode(errors="replace")).encode()
         if time.monotonic() > self._window_ends:
             self._say_what_was_left_out()
             self._window_ends, self._passed_on = time.monotonic() + OUTPUT_WINDOW_S, 0
@@ -120,17 +140,18 @@ class _Keeper:
         shown, self._left_out = read[:room], self._left_out + max(0, len(read) - room)
         self._passed_on += len(shown)
         if shown:
-            _write(without_values(shown.decode(errors="replace"), self._isolation))
-        return bool(read)
+            _write(shown.decode(errors="replace"))
 
     def _say_what_was_left_out(self) -> None:
         if self._left_out:
             _write(f"\n[{self._left_out:,} bytes that a reward function printed are left out: {OUTPUT_BYTES:,} are shown in a minute]\n")
         self._left_out = 0
 
-    def _above_memory(self) -> str:
-        """What to say when the process and all it started hold more than they may, else ""."""
-        limit, tree = self._isolation.memory_bytes, [self._child, *descendants(self._child)]
+    def _above_limits(self) -> str:
+        """What to say when the function process and all it started, orphans too, are or hold more than they may, else ""."""
+        limit, tree = self._isolation.memory_bytes, descendants(os.getpid())
+        if len(tree) > MOST_PROCESSES:
+            return f"{len(tree):,} processes, what earlier calls left among them; at most {MOST_PROCESSES:,} may run at a time"
         if sum(map(_resident, tree)) <= limit:
             return ""
         used = sum(map(_proportional, tree))  # what processes share counts once; slower to read
@@ -138,14 +159,19 @@ class _Keeper:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of everything below `pid` (Linux)."""
+    """Process ids of everything below `pid` (Linux). A chain of them may be longer than Python's stack is deep."""
     found: list[int] = []
-    try:
-        for task in os.scandir(f"/proc/{pid}/task"):
-            children = [int(child) for child in Path(task.path, "children").read_text().split()]
-            found += [*children, *(below for child in children for below in descendants(child))]
-    except (FileNotFoundError, ProcessLookupError):
-        pass  # it has ended
+    seen, parents = {pid}, [pid]
+    while parents:
+        parent = parents.pop()
+        try:
+            children = [int(child) for task in os.scandir(f"/proc/{parent}/task") for child in Path(task.path, "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended
+        new = [child for child in children if child not in seen]
+        seen.update(new)
+        found += new
+        parents += new
     return found
 
 

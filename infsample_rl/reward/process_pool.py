@@ -25,7 +25,9 @@ from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.isolation import environment_of, isolation_of
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
+_READ_LIMIT_S = 20.0  # for a process that has started to take a call: one that an earlier call has stopped never does
 _END_LIMIT_S = 20.0  # for a keeper to end all there is
+_PIPE_BYTES = 1 << 15  # a pipe takes so much at once, whether it is read or not
 _MOST_UNREAD = 1 << 24  # bytes of one reply; values and problems of thousands of samples are less
 _FORGED = "the function wrote into the pipe of the replies"
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; main(sys.argv[2])"
@@ -64,7 +66,7 @@ class FunctionProcess:
         self._keeper.stdin.close()
         self._replies, self._unread = self._keeper.stdout, b""
         try:
-            self._send(pickle.dumps(functions))
+            self._send(pickle.dumps(functions), START_LIMIT_S)
             started = self._receive(START_LIMIT_S)
         except FunctionTimedOut:
             self.kill()
@@ -83,8 +85,8 @@ class FunctionProcess:
         Raises FunctionTimedOut or FunctionProcessDied; the process is gone then.
         """
         try:
-            self._send(request)
-            self._receive(START_LIMIT_S)
+            self._send(request, _READ_LIMIT_S)
+            self._receive(_READ_LIMIT_S)
             for size in sizes:
                 reply = self._receive(timeout_s)
                 if not _are_values(reply, size):
@@ -113,25 +115,32 @@ class FunctionProcess:
             self._keeper.kill()
             self._keeper.wait()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, limit_s: float) -> None:
+        too_late = threading.Timer(limit_s, self.interrupt)
+        if len(message) > _PIPE_BYTES:
+            too_late.start()
         try:
             self._requests.send_bytes(message)
         except OSError:
             raise FunctionProcessDied(self._how_it_died()) from None
+        finally:
+            too_late.cancel()
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
         """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply at all."""
-        deadline = time.monotonic() + limit_s
+        deadline, is_late = time.monotonic() + limit_s, False
         while True:
-            line, ended, rest = self._unread.partition(b"\n")
+            line, ended, rest = self._unread.lstrip(b"\n").partition(b"\n")
             if ended:
                 self._unread = rest
-                if line:
-                    return self._open(line)
-                continue
+                return self._open(line)
+            self._unread = line
             if len(self._unread) > _MOST_UNREAD:
                 self.kill()
                 raise FunctionProcessDied(_FORGED)
+            if is_late:  # what had arrived by then has been read
+                raise FunctionTimedOut
+            is_late = time.monotonic() >= deadline
             if wait([self._replies], max(0.0, deadline - time.monotonic())):
                 read = os.read(self._replies.fileno(), 1 << 16)
                 if not read:
@@ -154,9 +163,10 @@ class FunctionProcess:
 
     def _how_it_died(self) -> str:
         """What the keeper says, which is the last thing in the pipe."""
+        deadline = time.monotonic() + _END_LIMIT_S
         try:
             while True:
-                self._receive(_END_LIMIT_S)
+                self._receive(deadline - time.monotonic())
         except FunctionProcessDied as error:
             return str(error)
         except FunctionTimedOut:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from infsample_rl.reward.hidden_values import without_values
+
 
 def import_function(path: str, name: str) -> Callable[..., Any]:
     """The function `name` of the file `path`, imported under a private module name; ValueError in one line if it cannot be had."""
@@ -66,5 +68,5 @@ def describe_error(error: BaseException, path: str | None) -> str:
     else:
         frame = (own or list(frames) or [None])[-1]
         where, message = f" ({frame.filename}:{frame.lineno})" if frame else "", str(error)
-    line = " ".join(message.split())[:300]
+    line = " ".join(without_values(message).split())[:300]
     return f"{type(error).__name__}{': ' if line else ''}{line}{where}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward import process_pool
 from infsample_rl.reward.linux_sandbox import SANDBOX_VERSION, landlock_version
 from infsample_rl.reward.process_pool import ProcessPool
 
@@ -101,6 +102,9 @@ def kill_parents(completions):
     for pid in (os.getppid(), int(completions[0])):
         os.kill(pid, signal.SIGTERM)
     return [1.0]
+
+def give(completions):
+    return [os.environ["JUDGE_API_KEY"]]
 
 def do(completions):
     """Runs the statement that the response is."""
@@ -319,3 +323,94 @@ def test_a_function_that_stands_in_the_home_folder_is_not_given_the_home_folder(
     functions = [RewardFunctionConfig(name=f"{rewards}:do")]
     with pytest.raises(ValueError, match="holds your home; move it into a folder"):
         ProcessPool(RewardConfig(functions=functions, isolation="sandbox"), functions)
+
+
+TELLS = {
+    "returned": "'key = 1'; return_value = os.environ['JUDGE_API_KEY']",
+    "quoted": "raise ValueError('Invalid header value %r' % ('Bearer ' + os.environ['JUDGE_API_KEY']).encode())",
+    "cut": "raise ValueError('x' * 285 + ' ' + os.environ['JUDGE_API_KEY'])",
+    "printed at the end of the share": "print('x' * (65530 - 4) + os.environ['JUDGE_API_KEY'].strip(), flush=True)",
+    "printed in two": "k = os.environ['JUDGE_API_KEY'].strip(); os.write(1, k[:9].encode()); time.sleep(0.5); os.write(1, k[9:].encode())",
+}
+
+
+@pytest.mark.parametrize("how", TELLS)
+def test_no_part_of_a_key_is_seen_however_a_function_tells_it(open_pool, monkeypatch, capfd, how):
+    monkeypatch.setenv("JUDGE_API_KEY", KEY + "\n")  # as a file that ends in a newline gives it
+    pool = open_pool("give" if how == "returned" else "do", environment=["JUDGE_API_KEY"])
+    _, problem = call(pool, TELLS[how])
+    pool.close()
+    seen = problem + capfd.readouterr().err
+    assert KEY[:8] not in seen and KEY[-6:] not in seen, seen[-400:]
+    assert "<JUDGE_API_KEY" in seen or how == "printed at the end of the share"
+
+
+def test_a_key_in_what_a_users_file_raises_at_import_is_not_seen(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import os\nraise RuntimeError('x' * 285 + os.environ['JUDGE_API_KEY'])\n")
+    monkeypatch.setenv("JUDGE_API_KEY", KEY)
+    functions = [RewardFunctionConfig(name=f"{tmp_path}/mine.py:f")]
+    with pytest.raises(ValueError, match="cannot be imported: RuntimeError: xxx") as error:
+        ProcessPool(RewardConfig(functions=functions, environment=["JUDGE_API_KEY"]), functions)
+    assert KEY[:8] not in str(error.value) and "<JUDGE_API_KEY" in str(error.value)
+
+
+CHAIN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.setsid()
+for _ in range(600):
+    open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
+    if os.fork():
+        time.sleep(600)
+open(f"{sys.argv[1]}/deep", "w").close()
+time.sleep(600)
+"""
+
+
+def test_a_chain_of_processes_longer_than_pythons_stack_is_deep_ends_with_the_pool(open_pool, tmp_path):
+    chain, folder = tmp_path / "chain.py", tmp_path / "pids"
+    chain.write_text(CHAIN)
+    folder.mkdir()
+    pool = open_pool("do", memory_limit="64GB")
+    started = f"subprocess.Popen([sys.executable, '-S', {str(chain)!r}, {str(folder)!r}])"
+    assert call(pool, f"{started}\nwhile not os.path.exists({str(folder / 'deep')!r}): time.sleep(0.05)") == (1.0, "")
+    pool.close()
+    (folder / "deep").unlink()
+    assert len(list(folder.iterdir())) >= 600 and alive(folder) == []
+
+
+def test_what_calls_leave_running_is_bounded(open_pool, monkeypatch):
+    pool = open_pool("do", memory_limit="64GB")
+    leave = "[subprocess.Popen(['sleep', '600'], start_new_session=True) for _ in range(350)]"
+    assert [call(pool, leave)[0] for _ in range(2)] == [1.0, 1.0]
+    value, problem = call(pool, leave + "; time.sleep(20)")
+    assert value is None and "processes, what earlier calls left among them; at most 1,000 may run at a time" in problem
+
+
+def test_blank_lines_in_the_replies_do_not_lengthen_a_call(open_pool):
+    pool = open_pool("do", timeout_s=2.0)
+    flood = """
+end = time.time() + 20
+while time.time() < end:
+    for number in range(3, 32):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
+                os.write(number, b"\\n" * 4096)
+        except OSError:
+            pass
+"""
+    began = time.monotonic()
+    assert call(pool, flood) == (None, "timed out after 2 s")
+    assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("size", [0, 500_000])
+def test_a_process_that_an_earlier_call_stopped_costs_itself(open_pool, monkeypatch, size):
+    monkeypatch.setattr(process_pool, "_READ_LIMIT_S", 2.0)
+    pool = open_pool("do", timeout_s=5.0, retries=1)
+    stop = "import threading; threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()"
+    assert call(pool, stop) == (1.0, "")
+    time.sleep(0.5)
+    began = time.monotonic()
+    call(pool, "#" * size)
+    assert call(pool, "pass") == (1.0, "") and time.monotonic() - began < 30
