@@ -18,12 +18,18 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder that write_checksums() has seen: a file that is missing, cut short or changed. None if nothing is."""
+    """What is wrong with a folder that write_checksums() has seen: a file that is missing, unreadable, cut short or changed. None if nothing is."""
     try:
-        expected = json.loads((folder / CHECKSUM_FILE).read_text())
-    except (OSError, ValueError) as error:
+        listed = json.loads((folder / CHECKSUM_FILE).read_text())
+        expected = {str(name): (int(size), int(checksum)) for name, (size, checksum) in dict(listed).items()}
+    except (OSError, ValueError, TypeError) as error:
         return f"{CHECKSUM_FILE} cannot be read ({error})"
-    found = _checksums(folder)
+    if not expected:
+        return f"{CHECKSUM_FILE} lists no file"
+    try:
+        found = _checksums(folder)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     for name, (size, checksum) in expected.items():
         if name not in found:
             return f"{name} is missing"
@@ -43,7 +49,10 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
 
 def _checksum(path: Path) -> list[int]:
     size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    except OSError as error:  # one that comes from reading names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     return [size, checksum]

@@ -162,6 +162,8 @@ class Driver:
                 self.log.warn(damage)
             if newest is not None and keeping.step_of(newest) > state["step"]:
                 checkpoint, state = newest, keeping.read_state(newest)
+            if checkpoint is not None and not checkpoint.is_dir():  # of the run that was resumed, and no longer among those that are kept
+                raise RuntimeError(f"{reason}; and no checkpoint of run.dir={self.run_dir} is whole: {checkpoint}, where it began, has been dropped")
             self.log.warn(f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to {self.step + 1} are done again")
             try:
                 self.cluster.return_to(str(checkpoint) if checkpoint else None, reason)

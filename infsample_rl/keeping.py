@@ -106,8 +106,8 @@ def lock_run_folder(run_dir: Path) -> TextIO:
 def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that are newer."""
     damages = []
-    for folder in reversed(checkpoints(run_dir)):
-        damage = find_damage(folder)
+    for folder in sorted(_step_folders(run_dir / "checkpoints"), key=_step_in_name, reverse=True):
+        damage = find_damage(folder) if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is missing"
         if damage is None:
             return folder, damages
         damages.append(f"{folder} is damaged and not used: {damage}")

@@ -68,7 +68,8 @@ def test_recordings_of_steps_that_are_done_again_are_set_aside_too(tmp_path):
 
 def test_a_folder_without_state_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "step_000009").mkdir(parents=True)
-    assert find_checkpoint(tmp_path, "auto") == (None, [])
+    found, (said,) = find_checkpoint(tmp_path, "auto")
+    assert found is None and "step_000009 is damaged and not used: driver_state.json is missing" in said
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
