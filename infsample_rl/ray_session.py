@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infsample_rl import shared_files
@@ -23,6 +24,7 @@ from infsample_rl.ray_connection import allocator_environment, connect
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
+HOLD_S = 3.0  # how long some places are held while others are lacking: another run may hold those and wait for these
 SETTLE_S = 5.0  # how long it may take until Ray gives back what a run that has just ended held
 ADD_S = 2.0  # how long one more worker's place is waited for when it is first asked for
 
@@ -108,6 +110,7 @@ class RaySession:
         wanted = reservations(self._config)
         asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
         started, noted, wait_s = time.monotonic(), -NOTE_EVERY_S, self._config.cluster.wait_for_nodes_s
+        asked_at = started
         while True:
             tables = {name: placement_group_table(group) for name, group in asked.items()}
             pending = {name: table["stats"]["scheduling_state"] for name, table in tables.items() if table["state"] != "CREATED"}
@@ -120,6 +123,12 @@ class RaySession:
             if wait_s and waited - noted >= NOTE_EVERY_S:
                 noted = waited
                 self._note(f"waiting for nodes, {waited:.0f} of {wait_s:g} s: {self._why(wanted, tables)}")
+            if len(pending) < len(wanted) and time.monotonic() - asked_at > HOLD_S:  # Ray gives each reservation whole, not all of them
+                for group in asked.values():
+                    remove_placement_group(group)
+                self._interruption.sleep(random.uniform(0.0, HOLD_S))
+                asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
+                asked_at = time.monotonic()
             self._interruption.sleep(POLL_S)
         for item in wanted:
             self._bundles |= _claim(item, asked[item.name], tables[item.name]["bundles_to_node_id"])

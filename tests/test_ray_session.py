@@ -16,6 +16,7 @@ import ray
 from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 
+from infsample_rl import ray_session
 from infsample_rl.config_loading import load_config
 from infsample_rl.interruption import Interruption
 from infsample_rl.ray_connection import allocator_environment
@@ -168,6 +169,25 @@ def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_pat
     assert mine.check_new_nodes() and len(asked) == 1
     alone, _ = session(None, tmp_path)
     assert alone.check_new_nodes()
+
+
+def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_again(tmp_path, monkeypatch):
+    """Two runs that start in the same moment would otherwise each hold what the other waits for."""
+    mine, notes = session("10.0.0.1:6379", tmp_path, "cluster.wait_for_nodes_s=60")
+    asked, removed = [], []
+
+    def table(group: int) -> dict:
+        state = "CREATED" if group == 0 or removed else "PENDING"
+        return {"state": state, "stats": {"scheduling_state": "QUEUED"}, "bundles_to_node_id": dict.fromkeys(range(9), "n")}
+
+    monkeypatch.setattr(ray_session, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
+    monkeypatch.setattr(ray_session, "placement_group_table", table)
+    monkeypatch.setattr(ray_session, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_session, "HOLD_S", 0.2)
+    monkeypatch.setattr(mine, "_why", lambda *_: "another run is there")
+    mine._reserve()
+    half = len(asked) // 2
+    assert half > 1 and removed == asked[:half] and {group for group, _ in mine._bundles.values()} == set(asked[half:])
 
 
 @pytest.mark.slow
