@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _KEY_NAME = re.compile(
-    r"^token$|(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|passphrase|credentials?|(api|auth|access|hf|wandb)_?token)$", re.I
+    r"^token$|(^|_)(api_?key|access_?key|private_?key|secret(_?key)?|passw(or)?d|passphrase|credentials?|(api|auth|access|hf|wandb)_?token|authorization)$",
+    re.I,
 )
+_MAYBE_KEY_NAME = re.compile(r"_(key|token)$", re.I)  # data has columns of such names too
+_LIKE_A_KEY = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w.~+=-]{16,}")
+_KEY_PREFIX = re.compile(r"^(Bearer\s+\S{8,}|sk-[\w-]{12,}|hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{12,}|xox[abp]-[\w-]{8,})$")
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE|CREDENTIALS?)$")
 _LOGIN_IN_URL = re.compile(r":/{1,2}[^/@:\s]*:[^/@\s]+@")  # one slash where a path was made of it
 SHORTEST = 8  # a shorter value of a variable could stand anywhere by chance
@@ -22,7 +26,7 @@ def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
     """
     secrets = {value: name for name, value in environment.items() if _SECRET_VARIABLE.search(name) and len(value) >= SHORTEST}
     for name, value in _leaves("", dataclasses.asdict(config)):
-        key = name.rpartition(".")[2]
+        key = name.rpartition(".")[2].replace("-", "_")
         if not isinstance(value, str) or not value:
             continue
         held = next((variable for secret, variable in secrets.items() if secret in value), None)
@@ -30,6 +34,8 @@ def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
             raise ValueError(f"{name} holds the value of {held}: settings are written down and logged{_instead(name)}")
         if _KEY_NAME.search(key):
             raise ValueError(f"{name} is a key by its name: settings are written down and logged{_instead(name)}")
+        if _KEY_PREFIX.search(value) or (_MAYBE_KEY_NAME.search(key) and _LIKE_A_KEY.fullmatch(value)):
+            raise ValueError(f"{name} holds what looks like a key: settings are written down and logged{_instead(name)}")
         if _LOGIN_IN_URL.search(value):
             raise ValueError(f"{name} holds a URL with a password: settings are written down and logged{_instead(name)}")
 
