@@ -40,7 +40,7 @@ def judge(completions, **columns):
         ("reward.functions=[{name: kk, kwargs: {x: sk-planted-000111222333}}]", "reward.functions[0].kwargs.x holds the value of OPENAI_API_KEY"),
         ("data.chat_template_kwargs.hf_token=abc", "data.chat_template_kwargs.hf_token is a key by its name"),
         ("reward.functions=[{name: kk, kwargs: {headers: {x-api-key: abc}}}]", "reward.functions[0].kwargs.headers.x-api-key is a key by its name"),
-        ("reward.functions=[{name: kk, kwargs: {judge_token: a1b2c3d4e5f6g7h8}}]", "reward.functions[0].kwargs.judge_token holds what looks like a key"),
+        ("reward.functions=[{name: kk, kwargs: {j_token: a1b2c3d4e5f6g7h8}}]", "reward.functions[0].kwargs.j_token holds what looks like a key"),
         ("reward.functions=[{name: kk, kwargs: {auth: 'Bearer abcdefgh'}}]", "reward.functions[0].kwargs.auth holds what looks like a key"),
         ("reward.functions=[{name: kk, kwargs: {judge: sk-proj-abcdefghijkl}}]", "reward.functions[0].kwargs.judge holds what looks like a key"),
         ("run.name=sk-planted-000111222333", "run.name holds the value of OPENAI_API_KEY"),
