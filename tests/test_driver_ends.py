@@ -210,3 +210,10 @@ def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_br
     with pytest.raises(RuntimeError, match="the end of this test"):
         driver.run()
     assert back == ["learner rank 0: its process died"]
+
+
+def test_a_return_to_a_checkpoint_that_has_been_dropped_is_one_line(made, tmp_path):
+    driver, _ = made
+    driver._origin = (tmp_path / "checkpoints" / "step_000010", {"step": 10})
+    with pytest.raises(RuntimeError, match="rank 0 is gone; and no checkpoint of run.dir=.* is whole: .*step_000010, where it"):
+        driver._return_to_checkpoint("rank 0 is gone")
