@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import ray
 
@@ -18,6 +19,7 @@ DRAIN_S = 30.0  # how long a halted stream may take to end
 class Stream:
     """What one rollout worker decodes: work that has not arrived is owed."""
 
+    role: ClassVar[str] = "rollout"
     index: int
     handle: Handle
     number: int  # of all streams of the run
@@ -26,6 +28,7 @@ class Stream:
     header: MicroGroupHeader | None = None  # whose micro-group is still to come
     is_lost: bool = False
     has_nothing_to_give: bool = False  # all its samples but one have started
+    since: float = field(default_factory=time.monotonic)  # time.monotonic() when it was asked
 
 
 @dataclass(slots=True, eq=False)
@@ -37,15 +40,18 @@ class Call:
     handle: Handle
     keys: list[int]  # of the micro-groups
     again: Callable[[], None]
+    since: float = field(default_factory=time.monotonic)  # time.monotonic() when it was asked
 
 
 @dataclass(slots=True, eq=False)
 class Return:
     """A rollout worker in place of a lost one, on its way to the weights. The references keep them in the object store."""
 
+    role: ClassVar[str] = "rollout"
     index: int
     handle: Handle
     published: list[ray.ObjectRef]
+    since: float = field(default_factory=time.monotonic)  # time.monotonic() when it was asked
 
 
 def by_prompt(work: list[RolloutWork]) -> dict[int, RolloutWork]:

@@ -117,10 +117,15 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
 def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
     """The checkpoint to go on from, and warnings: none with `never`, the newest whole one with `auto`, else the folder named.
 
-    ValueError if that is none, or damaged.
+    ValueError if that is none, or damaged: also with `auto`, where all are, since to begin again would set aside what the run has logged.
     """
     if resume == "auto":
-        return newest_whole(run_dir)
+        newest, damages = newest_whole(run_dir)
+        if newest is None and damages:
+            raise ValueError(
+                f"run.resume=auto, but no checkpoint of run.dir={run_dir} is whole: {'; '.join(damages)}; put one back, or begin in another run.dir"
+            )
+        return newest, damages
     if resume == "never":
         metrics = run_dir / "metrics.jsonl"  # empty: of a start that was refused
         if (metrics.exists() and metrics.stat().st_size > 0) or (run_dir / "checkpoints").exists():

@@ -94,6 +94,15 @@ class RolloutStreams:
         return list(self._returns.values())
 
     @property
+    def waited_for(self) -> list[Stream]:
+        """Streams of the workers that owe an answer: those that have not ended, and those that were asked for work before they did."""
+        return list(dict.fromkeys([*self._streams.values(), *self._asked_back.values()]))
+
+    def in_flight(self, ref: Any) -> Stream | Return | None:
+        """What a reference is of; None if it has been dropped."""
+        return self._streams.get(ref) or self._returns.get(ref) or self._asked_back.get(ref)
+
+    @property
     def is_done(self) -> bool:
         """Whether all that was dealt has arrived."""
         return not (self._streams or self._backlog or self._asked_back)
@@ -220,13 +229,21 @@ class RolloutStreams:
         self.ready.add(returned.index)
         self._note(f"{worker_name('rollout', returned.index)} is back")
 
-    def give_up(self, said: str) -> None:
-        """None of them moves: take all that decode or return as lost."""
-        returns, self._returns = self._returns, {}  # before workers in place of those that decode are on their way too
+    def give_up(self, lost: WorkerLost) -> None:
+        """A worker that decodes, gives work back or returns does not move: take it as lost."""
+        for ref, back in list(self._returns.items()):
+            if back.index == lost.index:
+                del self._returns[ref]
+                self.lose(lost, back.handle)
         for generator, stream in list(self._streams.items()):
-            self._lose_stream(generator, WorkerLost("rollout", stream.index, said))
-        for back in returns.values():
-            self.lose(WorkerLost("rollout", back.index, said), back.handle)
+            if stream.index == lost.index:
+                self._lose_stream(generator, lost)
+        for ref, stream in list(self._asked_back.items()):
+            if stream.index == lost.index:
+                del self._asked_back[ref]
+                if not stream.is_lost:
+                    self._draw_what_is_owed(stream)
+                    self.lose(lost, stream.handle)
 
     def abandon(self, *, drained: bool = True) -> None:
         """End all streams and forget what they owe; `drained`: wait for each to end, as its worker cannot be asked for anything else before."""

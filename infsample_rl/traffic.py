@@ -108,20 +108,20 @@ class Traffic:
         Lost rollout, reward and reference workers are replaced and what they owed is sent again. StepLost when a learner rank is gone;
         Terminated after SIGTERM; RuntimeError when a worker fails, or too many are lost.
         """
-        watchdog, began = Watchdog(self._config, self._note), time.monotonic()
+        watchdog, began = Watchdog(self._config, self._note, self._crew.has_started), time.monotonic()
         while self._is_busy() and not (until_learner_is_idle and self._learner_is_idle()):
             self._interruption.check()
             self.rollout.deal_backlog()
             self._send_unasked()
             self._send_rows()
             ready = self._wait(began)
-            if ready:
-                watchdog.moved()
-            elif said := watchdog.silence(self.rollout.streams, list(self._calls.values()), self.rollout.returns):
-                self._give_up_on_all(said)
             opened = open_at_once([*self.rollout.advance(ready), *(ref for ref in ready if ref in self._calls)])
             for ref in ready:
+                if item := self._calls.get(ref) or self.rollout.in_flight(ref):
+                    watchdog.moved(item.role, item.index)
                 yield from self._take(ref, opened)
+            for (role, index), said in watchdog.silent(self.rollout.waited_for, self._calls.values(), self.rollout.returns).items():
+                self._give_up(role, index, said)
 
     def _is_busy(self) -> bool:
         return bool(self._calls or self._unsent_rows or any(self._unasked.values())) or not self.rollout.is_done
@@ -215,16 +215,18 @@ class Traffic:
         self.forget([key])
         return [MicroGroupLost(key)]
 
-    def _give_up_on_all(self, said: str) -> None:
-        """Nothing in flight has moved for too long: take all that it waits for as lost."""
-        calls = list(self._calls.items())
-        if any(call.role == "learner" for _, call in calls):
-            raise StepLost(f"the learner: {said}")
-        self.rollout.give_up(said)
-        for ref, call in calls:
-            del self._calls[ref]
-            self._replace(WorkerLost(call.role, call.index, said), call.handle)
-            call.again()
+    def _give_up(self, role: str, index: int, said: str) -> None:
+        """A worker has not moved for too long: take it as lost."""
+        lost = WorkerLost(role, index, said)
+        if role == "learner":
+            raise StepLost(str(lost))
+        if role == "rollout":
+            self.rollout.give_up(lost)
+        for ref, call in list(self._calls.items()):
+            if (call.role, call.index) == (role, index):
+                del self._calls[ref]
+                self._replace(lost, call.handle)
+                call.again()
 
     def abandon(self, *, drained: bool = True) -> None:
         """Drop the unfinished step: end the streams (`drained`: wait for them), forget everything in flight."""

@@ -1,70 +1,108 @@
-"""Whether what is in flight still moves, and what is said of it when it does not."""
+"""Who of those that are waited for still moves, and what is said of one that does not."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import ray
 
 from infsample_rl.config import Config
 from infsample_rl.failures import worker_name
 from infsample_rl.in_flight import Call, Return, Stream
-from infsample_rl.ray_calls import ANSWER_S, Patience, standing
+from infsample_rl.ray_calls import POLL_S, standing
 
 SHOWN = 8  # workers named in a line
+Worker = tuple[str, int]  # role and index of a process
+
+
+class Waited(NamedTuple):
+    """A worker that is waited for."""
+
+    handle: Any
+    idle_s: float  # since it moved, or was first waited for
+    limit_s: float
 
 
 class Watchdog:
-    """Of one wait. A rollout's deadline is on its running steps, not on its time; a reward's has the limits of its samples added."""
+    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers, of a rollout worker also by its running steps,
+    and a reward worker's limit has those of its samples added. `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
 
-    def __init__(self, config: Config, note: Callable[[str], None]) -> None:
-        self._config, self._note = config, note
-        self._patience = Patience(note)
+    def __init__(self, config: Config, note: Callable[[str], None], has_started: Callable[[str, int], bool]) -> None:
+        self._config, self._note, self._has_started = config, note, has_started
+        self._began = self._looked = self._last_move = time.monotonic()
+        self._moved: dict[Worker, float] = {}  # when
+        self._starting: set[Worker] = set()  # at the last look
+        self._asked: dict[ray.ObjectRef, Stream] = {}  # for their running steps
         self._heartbeats: dict[int, int] = {}  # running steps by stream
+        # Often enough that a worker which still decodes has been asked, and has answered, well within its limit.
+        self._every_s = min(POLL_S, config.cluster.progress_timeout_s / 3)
 
-    def moved(self) -> None:
-        """Something has arrived."""
-        self._patience.moved()
+    def moved(self, role: str, index: int) -> None:
+        """Something of this worker has arrived."""
+        self._moved[self._process(role, index)] = self._last_move = time.monotonic()
 
-    def silence(self, streams: list[Stream], calls: list[Call], returns: list[Return]) -> str | None:
-        """Nothing has arrived: say what is waited for, from time to time. Why it has to be given up, once it has lasted too long."""
-        if not self._patience.say(_names(streams, calls, returns)):
-            return None
-        found = _running_steps(streams)
-        if any(self._heartbeats.get(number) != steps for number, steps in found.items()):
-            self._patience.moved()
-        self._heartbeats |= found
-        if self._patience.idle_s <= self._limit_s(calls):
-            return None
-        said = f"nothing has moved for {self._patience.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
-        silent = {("rollout", item.index): item.handle for item in (*streams, *returns)}
-        silent |= {(call.role, call.index): call.handle for call in calls}
-        for (role, index), handle in silent.items():
-            self._note(f"{worker_name(role, index)}: {said}; {standing(handle)}")
-        self._patience.moved()
+    def _process(self, role: str, index: int) -> Worker:
+        """A process that samples and learns by turns is one."""
+        return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
+
+    def silent(self, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, str]:
+        """Workers that have to be given up, and why; from time to time it is said who has not moved. Waits for nobody that is not given up."""
+        now = time.monotonic()
+        if now - self._looked < self._every_s:
+            return {}
+        if now - self._looked > 2 * self._every_s + POLL_S:
+            self._began = now  # this process itself was stopped, or busy: it has not seen who moved
+        self._looked = now
+        self._hear()
+        waited = self._waited(now, streams, calls, returns)
+        quiet = [f"{worker_name(*worker)} has not moved for {item.idle_s:.0f} s" for worker, item in waited.items() if item.idle_s > 1.5 * POLL_S]
+        if quiet:
+            self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
+        self._ask([stream for stream in streams if waited[self._process("rollout", stream.index)].idle_s >= self._every_s])
+        return {worker: self._say_last(worker, item) for worker, item in waited.items() if item.idle_s > item.limit_s}
+
+    def _waited(self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, Waited]:
+        config, since, limits, handles = self._config, dict[Worker, float](), dict[Worker, float](), dict[Worker, Any]()
+        for item in (*streams, *calls, *returns):
+            worker, cluster = self._process(item.role, item.index), config.cluster
+            limit_s = cluster.progress_timeout_s
+            if not self._has_started(item.role, item.index):  # it waits for its place, or loads what it needs
+                limit_s = max(limit_s, cluster.start_timeout_s)
+                self._starting.add(worker)
+            elif worker in self._starting:
+                self._starting.remove(worker)
+                self.moved(item.role, item.index)
+            if isinstance(item, Call) and item.role == "reward":  # every sample may use up its limit
+                limit_s += len(item.keys) * config.rollout.micro_group * config.reward.timeout_s * len(config.reward.functions)
+            # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything moves, so may it.
+            asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since
+            since[worker] = min(since.get(worker, now), asked)
+            limits[worker], handles[worker] = max(limits.get(worker, 0.0), limit_s), item.handle
+        moved = {worker: max(first, self._began, self._moved.get(worker, 0.0)) for worker, first in since.items()}
+        return {worker: Waited(handles[worker], now - moved[worker], limits[worker]) for worker in since}
+
+    def _ask(self, streams: list[Stream]) -> None:
+        waiting = {stream.number for stream in self._asked.values()}
+        self._asked |= {stream.handle.progress.remote(): stream for stream in streams if stream.number not in waiting}
+
+    def _hear(self) -> None:
+        """Running steps of those that have answered since the last look."""
+        for ref in _answered(list(self._asked)):
+            stream = self._asked.pop(ref)
+            with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
+                steps = ray.get(ref)
+                if self._heartbeats.get(stream.number) != steps:
+                    self.moved("rollout", stream.index)
+                self._heartbeats[stream.number] = steps
+
+    def _say_last(self, worker: Worker, item: Waited) -> str:
+        said = f"it has not moved for {item.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
+        self._note(f"{worker_name(*worker)}: {said}; {standing(item.handle)}")
         return said
 
-    def _limit_s(self, calls: list[Call]) -> float:
-        limit = self._config.cluster.progress_timeout_s
-        micro_groups = max((len(call.keys) for call in calls if call.role == "reward"), default=0)
-        # Every sample may use up its reward limit.
-        return limit + micro_groups * self._config.rollout.micro_group * self._config.reward.timeout_s * len(self._config.reward.functions)
 
-
-def _names(streams: Iterable[Stream], calls: Iterable[Call], returns: Iterable[Return]) -> str:
-    names = [worker_name("rollout", stream.index) for stream in streams]
-    names += sorted({worker_name(call.role, call.index) for call in calls})
-    names += [f"{worker_name('rollout', back.index)} to start" for back in returns]
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-
-
-def _running_steps(streams: list[Stream]) -> dict[int, int]:
-    """Of the workers that answer, since their start, by the number of their stream."""
-    asked = {stream.handle.progress.remote(): stream.number for stream in streams}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
-    steps = {}
-    for ref in answered:
-        with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
-            steps[asked[ref]] = ray.get(ref)
-    return steps
+def _answered(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []

@@ -68,8 +68,11 @@ def test_recordings_of_steps_that_are_done_again_are_set_aside_too(tmp_path):
 
 def test_a_folder_without_state_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoints" / "step_000009").mkdir(parents=True)
+    with pytest.raises(ValueError, match="driver_state.json is missing; put one back, or begin in another run.dir"):
+        find_checkpoint(tmp_path, "auto")
+    assert read_state(write(tmp_path, 8))["step"] == 8
     found, (said,) = find_checkpoint(tmp_path, "auto")
-    assert found is None and "step_000009 is damaged and not used: driver_state.json is missing" in said
+    assert found == tmp_path / "checkpoints" / "step_000008" and "step_000009 is damaged" in said
 
 
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):

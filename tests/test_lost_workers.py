@@ -61,15 +61,32 @@ def first_in(target: chaos.Target, role: str, wanted: str) -> int | None:
     return next((pid for pid, roles in target.processes() if role in roles and phase_of(pid) == wanted), None)
 
 
+def decoding(target: chaos.Target) -> list[int]:
+    """Processes of the rollout workers, if all decode."""
+    found = [pid for pid, roles in target.processes() if "rollout" in roles]
+    return found if all(phase_of(pid) == "decode" for pid in found) else []
+
+
+def throttle(pid: int, *, on_s: float, off_s: float) -> None:
+    """Let a process run for on_s, after it has stood still for off_s."""
+    for number, seconds in ((signal.SIGSTOP, off_s), (signal.SIGCONT, on_s)):
+        if Path(f"/proc/{pid}").exists():
+            os.kill(pid, number)
+        time.sleep(seconds)
+
+
 def hit(settings: list[str], folder: Path, role: str, wanted: str, number: int, *changes: str) -> str:
     """Send signal `number` to a worker in a phase, once a step is done; what the run, which must end well, printed."""
     run = folder / "run"
     target = chaos.Target(command(settings, run, *changes), run)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
+        if wanted == "idle":  # so that there is still something to ask of it when it has been hit
+            os.kill(target.driver.pid, signal.SIGSTOP)
         found: list[int] = []
         wait_for(lambda: bool(found.append(pid) if (pid := first_in(target, role, wanted)) else found), target)
         os.kill(found[0], number)
+        os.kill(target.driver.pid, signal.SIGCONT)
         assert target.driver.wait(timeout=400) == 0, Path(target._log.name).read_text()[-3000:]
         return Path(target._log.name).read_text()
     finally:
@@ -95,8 +112,30 @@ def test_a_killed_worker_is_replaced_and_nothing_else_changes(settings, undistur
 
 def test_a_rollout_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path):
     output = hit(settings, tmp_path, "rollout", "decode", signal.SIGSTOP, "cluster.progress_timeout_s=15")
-    assert "nothing has moved for" in output and "its process does not answer" in output and "started again" in output
+    assert "it has not moved for" in output and "its process does not answer" in output and "started again" in output
     assert chaos.differences(undisturbed, tmp_path / "run") == []
+
+
+def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings, tmp_path):
+    run = tmp_path / "run"
+    changes = ("rollout.group_size=96", "run.steps=2", "run.deterministic=false", "cluster.progress_timeout_s=9")
+    target = chaos.Target(command(settings, run, *changes), run)
+    try:
+        wait_for(lambda: steps_done(run) == 1, target)
+        both: list[int] = []
+        wait_for(lambda: bool(both.extend(decoding(target)) or both), target)
+        hangs, slow = both
+        os.kill(hangs, signal.SIGSTOP)
+        seen, log = [], Path(target._log.name)
+        while "started again" not in log.read_text():
+            assert target.driver.poll() is None, log.read_text()[-3000:]
+            throttle(slow, on_s=0.02, off_s=0.6)
+            seen.append(phase_of(slow))  # idle at times between two items, and for long once it has ended
+        assert set(seen[-12:-2]) - {"idle"}, f"found only when the other had ended: {seen}"
+        assert target.driver.wait(timeout=400) == 0, log.read_text()[-3000:]
+        assert len(re.findall("started again", log.read_text())) == 1
+    finally:
+        target.end()
 
 
 def test_a_learner_rank_that_hangs_is_lost_once_its_collective_runs_out_of_time(settings, undisturbed, tmp_path):
@@ -238,10 +277,8 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
         slow = next(pid for pid, roles in target.processes() if "rollout" in roles)
-        while target.driver.poll() is None:  # it runs a tenth of the time
-            for number, seconds in ((signal.SIGSTOP, 0.18), (signal.SIGCONT, 0.02)):
-                os.kill(slow, number) if target.driver.poll() is None and Path(f"/proc/{slow}").exists() else None
-                time.sleep(seconds)
+        while target.driver.poll() is None:
+            throttle(slow, on_s=0.02, off_s=0.18)
         assert target.driver.returncode == 0, Path(target._log.name).read_text()[-3000:]
     finally:
         target.end()

@@ -226,11 +226,33 @@ def test_late_news_of_a_dead_worker_leave_its_successor_alone(lost_one):
     assert lost_ones == [0] and 1 in streams.ready
 
 
-def test_workers_that_are_silent_are_replaced_those_on_their_way_too(lost_one):
+def test_a_silent_worker_is_replaced_and_no_other_whether_it_decodes_or_is_on_its_way(lost_one):
     streams, _, _, lost_ones = lost_one
     streams._bring_back = lambda index: ([], Ref(index))
-    streams.give_up("nothing has moved")
-    assert sorted(lost_ones) == [0, 0, 1] and sorted(back.index for back in streams.returns) == [0, 1]
+    streams.give_up(WorkerLost("rollout", 0, "it has not moved for 601 s"))
+    assert lost_ones == [0, 0] and [back.index for back in streams.returns] == [0] and [stream.index for stream in streams.streams] == [1]
+    streams.give_up(WorkerLost("rollout", 1, "it has not moved for 601 s"))
+    assert lost_ones == [0, 0, 1] and [back.index for back in streams.returns] == [0, 1] and not streams.streams
+    assert sorted(index for work in streams._backlog for index in work.sample_indices) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_worker_that_is_silent_when_asked_for_work_is_replaced_also_after_its_stream():
+    streams, _ = started(whole(0), [header([4, 5], 2), ["t"], end(1)])
+    _, lost_ones = replaceable(streams)
+    take(streams, 0, items=4)
+    take(streams, 1, items=4)  # it gave 6 and 7 back, and its answer has not come
+    assert [stream.index for stream in streams.waited_for] == [1] and not streams.streams and not streams.is_done
+    streams.give_up(WorkerLost("rollout", 1, "it has not moved for 601 s"))
+    assert lost_ones == [1] and streams.waited_for == [] and streams.num_owed == 2
+
+
+def test_a_silent_worker_that_decodes_and_is_asked_for_work_owes_nothing_twice():
+    streams, _ = started(whole(0), [header([4, 5], 2), ["t"], end(1)])
+    _, lost_ones = replaceable(streams)
+    take(streams, 0, items=4)
+    assert len(streams.waited_for) == 1
+    streams.give_up(WorkerLost("rollout", 1, "it has not moved for 601 s"))
+    assert lost_ones == [1] and streams.num_owed == 4 and streams.waited_for == []
 
 
 @pytest.mark.parametrize("evaluation", [False, True])

@@ -63,6 +63,9 @@ class Crew:
     def all(self, role):
         return self.roles.get(role, {})
 
+    def has_started(self, role, index):
+        return True
+
     def is_current(self, role, index, handle):
         return self.roles[role][index] is handle
 
@@ -307,6 +310,67 @@ def test_a_learner_rank_that_is_lost_or_misses_what_it_needs_ends_the_step(failu
     with pytest.raises(StepLost, match="learner rank 0"):
         list(sent.arrivals(until_learner_is_idle=True))
     assert crew.replaced == []
+
+
+class Silence:
+    """In place of the watchdog: says once of these workers that they have not moved, when nothing else arrives any more."""
+
+    def __init__(self, *workers):
+        self._workers, self.moves = {worker: "it has not moved for 601 s" for worker in workers}, []
+
+    def moved(self, role, index):
+        self.moves.append((role, index))
+
+    def silent(self, streams, calls, returns):
+        last, self.moves = self.moves, []
+        found, self._workers = ({}, self._workers) if last else (self._workers, {})
+        return found
+
+
+def silent(monkeypatch, *workers):
+    """ray.wait finds nothing of what `workers` are asked until they have been given up."""
+    watchdog = Silence(*workers)
+    monkeypatch.setattr(traffic, "Watchdog", lambda *arguments: watchdog)
+
+    def wait(self, refs, num_returns, **options):
+        there = [ref for ref in refs if not (isinstance(ref, Ref) and getattr(ref.value, "hangs", False))]
+        return there[:num_returns], []
+
+    monkeypatch.setattr(ray_calls.Waiting, "wait", wait)
+
+
+class Hangs:
+    hangs = True
+
+
+def test_what_a_silent_worker_was_asked_is_asked_of_another_and_no_other_call_is_touched(monkeypatch):
+    silent(monkeypatch, ("reward", 1))
+    rewards = [Method(earn), Method(lambda *_: Hangs())]
+    again = Method(earn)
+    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=method) for method in rewards])
+    crew.spare = Handle(score=again)
+    found, by_key = drive(make(crew))
+    assert earned(found, by_key) == EVERY_SAMPLE_ONCE and crew.replaced == [("reward", 1)]
+    assert sum(len(prompts) for prompts, *_ in again.calls) == 4 == sum(len(prompts) for prompts, *_ in rewards[0].calls)
+
+
+def test_a_silent_learner_rank_ends_the_step(monkeypatch):
+    silent(monkeypatch, ("learner", 0))
+    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn))], learner=[Handle(learn_rows=Method(lambda *_: Hangs()))])
+    sent = make(crew)
+    sent.learn(0, RowWork(row=None, prompt_ids={}, totals=None, row_id=None), [])
+    with pytest.raises(StepLost, match="learner rank 0: it has not moved for 601 s"):
+        list(sent.arrivals())
+    assert crew.replaced == []
+
+
+def test_everything_that_arrives_is_a_move_of_the_worker_it_comes_from(monkeypatch):
+    moves = []
+    monkeypatch.setattr(traffic.Watchdog, "moved", lambda self, role, index: moves.append((role, index)))
+    kl = Method(lambda prompts, *payloads: [seal([ReferenceReport([0.5], 7) for _ in payloads]), *["log-probabilities"] * len(payloads)])
+    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn)), Handle(score=Method(earn))], reference=[Handle(logprobs=kl)])
+    drive(make(crew), reference=True)
+    assert set(moves) == {("rollout", 0), ("reward", 0), ("reward", 1), ("reference", 0)} and moves.count(("rollout", 0)) == 9
 
 
 def test_what_a_worker_raises_ends_the_run():
