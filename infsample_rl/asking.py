@@ -49,7 +49,8 @@ class Asking:
 
     def _give_up(self, what: str, silent: list[tuple[str, int]], timeout_s: float) -> None:
         for role, index in silent:
-            self._note(f"{what}: {worker_name(role, index)} has not answered within {timeout_s:g} s; {standing(self._crew.all(role)[index])}")
+            where = standing(status_of(self._crew.all(role)[index]))
+            self._note(f"{what}: {worker_name(role, index)} has not answered within {timeout_s:g} s; {where}")
         role, index = silent[0]
         reason = f"{what}: no answer within {timeout_s:g} s"
         raise StepLost(f"{worker_name(role, index)}: {reason}") if role == "learner" else WorkerLost(role, index, reason)

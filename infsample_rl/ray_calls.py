@@ -137,9 +137,8 @@ def learner_failure(ranks: dict[int, Any], error: Exception) -> Exception:
     return StepLost(f"a learner rank hangs, and so within cluster.collective_timeout_s {error}") if hangs else error
 
 
-def standing(handle: Any) -> str:
-    """Where a worker stands, in words, for a log."""
-    status = status_of(handle)
+def standing(status: WorkerStatus | None) -> str:
+    """Where a worker stands, in words, for a log; None: it has not answered."""
     if status is None:
         return "its process does not answer"
     where = f"in phase {status.phase} for {status.phase_s:.0f} s, process {status.pid} on {status.node}"

@@ -13,6 +13,7 @@ from infsample_rl.config import Config
 from infsample_rl.failures import worker_name
 from infsample_rl.in_flight import Call, Return, Stream
 from infsample_rl.ray_calls import POLL_S, standing
+from infsample_rl.types import WorkerStatus
 
 SHOWN = 8  # workers named in a line
 Worker = tuple[str, int]  # role and index of a process
@@ -35,6 +36,7 @@ class Watchdog:
         self._began = self._looked = self._last_move = time.monotonic()
         self._moved: dict[Worker, float] = {}  # when
         self._starting: set[Worker] = set()  # at the last look
+        self._standing: dict[Worker, ray.ObjectRef] = {}  # asked of those that were late at the last look
         self._asked: dict[ray.ObjectRef, Stream] = {}  # for their running steps
         self._heartbeats: dict[int, int] = {}  # running steps by stream
         # Often enough that a worker which still decodes has been asked, and has answered, well within its limit.
@@ -49,7 +51,7 @@ class Watchdog:
         return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
 
     def silent(self, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, str]:
-        """Workers that have to be given up, and why; from time to time it is said who has not moved. Waits for nobody that is not given up."""
+        """Workers that have to be given up, and why; from time to time it is said who has not moved. Waits for nobody."""
         now = time.monotonic()
         if now - self._looked < self._every_s:
             return {}
@@ -62,7 +64,7 @@ class Watchdog:
         if quiet:
             self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
         self._ask([stream for stream in streams if waited[self._process("rollout", stream.index)].idle_s >= self._every_s])
-        return {worker: self._say_last(worker, item) for worker, item in waited.items() if item.idle_s > item.limit_s}
+        return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
     def _waited(self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, Waited]:
         config, since, limits, handles = self._config, dict[Worker, float](), dict[Worker, float](), dict[Worker, Any]()
@@ -98,9 +100,18 @@ class Watchdog:
                     self.moved("rollout", stream.index)
                 self._heartbeats[stream.number] = steps
 
-    def _say_last(self, worker: Worker, item: Waited) -> str:
+    def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
+        """Those that were late at the last look already, and so could say where they stand."""
+        given_up = {worker: self._say_last(worker, late[worker], ref) for worker, ref in self._standing.items() if worker in late}
+        self._standing = {worker: item.handle.status.remote() for worker, item in late.items() if worker not in given_up}
+        return given_up
+
+    def _say_last(self, worker: Worker, item: Waited, asked: ray.ObjectRef) -> str:
+        status: WorkerStatus | None = None
+        with contextlib.suppress(ray.exceptions.RayError):
+            status = ray.get(asked) if _answered([asked]) else None
         said = f"it has not moved for {item.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
-        self._note(f"{worker_name(*worker)}: {said}; {standing(item.handle)}")
+        self._note(f"{worker_name(*worker)}: {said}; {standing(status)}")
         return said
 
 

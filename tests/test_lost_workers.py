@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,13 @@ def steps_done(run: Path) -> int:
     return max((record["step"] for record in read_records(run / "metrics.jsonl")), default=0)
 
 
-def wait_for(condition: Callable[[], bool], target: chaos.Target, seconds: float = 300.0) -> None:
+def wait_for(condition: Callable[[], Any], target: chaos.Target, seconds: float = 300.0) -> Any:
+    """What the condition finds, once it finds something."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert target.driver.poll() is None and time.monotonic() < deadline, Path(target._log.name).read_text()[-3000:]
         time.sleep(0.002)
+    return found
 
 
 def first_in(target: chaos.Target, role: str, wanted: str) -> int | None:
@@ -81,12 +84,7 @@ def hit(settings: list[str], folder: Path, role: str, wanted: str, number: int, 
     target = chaos.Target(command(settings, run, *changes), run)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
-        if wanted == "idle":  # so that there is still something to ask of it when it has been hit
-            os.kill(target.driver.pid, signal.SIGSTOP)
-        found: list[int] = []
-        wait_for(lambda: bool(found.append(pid) if (pid := first_in(target, role, wanted)) else found), target)
-        os.kill(found[0], number)
-        os.kill(target.driver.pid, signal.SIGCONT)
+        os.kill(wait_for(lambda: first_in(target, role, wanted), target), number)
         assert target.driver.wait(timeout=400) == 0, Path(target._log.name).read_text()[-3000:]
         return Path(target._log.name).read_text()
     finally:
@@ -122,9 +120,7 @@ def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings,
     target = chaos.Target(command(settings, run, *changes), run)
     try:
         wait_for(lambda: steps_done(run) == 1, target)
-        both: list[int] = []
-        wait_for(lambda: bool(both.extend(decoding(target)) or both), target)
-        hangs, slow = both
+        hangs, slow = wait_for(lambda: decoding(target), target)
         os.kill(hangs, signal.SIGSTOP)
         seen, log = [], Path(target._log.name)
         while "started again" not in log.read_text():
