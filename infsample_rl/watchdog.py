@@ -51,7 +51,7 @@ class Watchdog:
         return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
 
     def silent(self, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, str]:
-        """Workers that have to be given up, and why; from time to time it is said who has not moved. Waits for nobody."""
+        """Workers that have to be given up, and why; before, it is said who has not moved. Waits for nobody."""
         now = time.monotonic()
         if now - self._looked < self._every_s:
             return {}
@@ -60,9 +60,7 @@ class Watchdog:
         self._looked = now
         self._hear()
         waited = self._waited(now, streams, calls, returns)
-        quiet = [f"{worker_name(*worker)} has not moved for {item.idle_s:.0f} s" for worker, item in waited.items() if item.idle_s > 1.5 * POLL_S]
-        if quiet:
-            self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
+        self._say(waited)
         self._ask([stream for stream in streams if waited[self._process("rollout", stream.index)].idle_s >= self._every_s])
         return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
@@ -85,6 +83,17 @@ class Watchdog:
             limits[worker], handles[worker] = max(limits.get(worker, 0.0), limit_s), item.handle
         moved = {worker: max(first, self._began, self._moved.get(worker, 0.0)) for worker, first in since.items()}
         return {worker: Waited(handles[worker], now - moved[worker], limits[worker]) for worker in since}
+
+    def _say(self, waited: dict[Worker, Waited]) -> None:
+        """Name who has used up half of its time; everybody, when nothing moves at all."""
+        nothing_moves = all(item.idle_s > 1.5 * POLL_S for item in waited.values())
+        quiet = [
+            f"{worker_name(*worker)} has not moved for {item.idle_s:.0f} s"
+            for worker, item in waited.items()
+            if nothing_moves or item.idle_s > item.limit_s / 2
+        ]
+        if quiet:
+            self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
 
     def _ask(self, streams: list[Stream]) -> None:
         waiting = {stream.number for stream in self._asked.values()}

@@ -87,7 +87,17 @@ def test_one_that_hangs_is_given_up_in_its_time_while_others_go_on(watch):
     (worker, said), = watch.after(30, arrived=[("reward", 0)], working=[decoding]).items()
     assert worker == ("rollout", 1) and said == "it has not moved for 80 s (cluster.progress_timeout_s=60)" and hanging.asked == 1
     assert watch.notes[-1] == f"rollout worker 1: {said}; it does not answer"
-    assert watch.notes[0] == "waiting: rollout worker 1 has not moved for 20 s" and not any("worker 0" in note for note in watch.notes)
+    assert watch.notes[0] == "waiting: rollout worker 1 has not moved for 40 s" and not any("worker 0" in note for note in watch.notes)
+
+
+def test_everybody_is_named_when_nothing_moves(watch):
+    decoding = watch.stream(0, Worker())
+    watch.call("learner", 0, [])
+    watch.after(25, working=[decoding])
+    assert watch.notes == [], "a long call is nothing to be told of while others work"
+    watch.streams.clear()
+    watch.after(10)
+    assert watch.notes == ["waiting: learner rank 0 has not moved for 30 s"]
 
 
 def test_one_that_answers_but_stands_still_is_given_up_too(watch):
