@@ -40,7 +40,7 @@ class RunConfig:
     eval_every: int = setting(0, "steps between evaluations; 0: only before the first and after the last step", low=0)
     eval_prompts: int = setting(100, "held-out problems per evaluation; 0: no evaluation", low=0)
     eval_samples: int = setting(1, "samples per held-out problem (k of mean@k)", low=1)
-    grace_s: float = setting(30.0, "seconds from SIGTERM until the run is killed: a checkpoint that takes longer is not begun", low=0)
+    grace_s: float = setting(30.0, "seconds from SIGTERM until the run is killed: a checkpoint that takes longer is not begun, or given up", low=0)
     max_staleness: int = setting(0, "updates that sampling may be behind; 1: a step's samples are drawn during the update before", low=0, high=1)
     eval_temperature: float | None = setting(None, "temperature of evaluations; none: rollout.temperature; 0: greedy", low=0, high=10)
 

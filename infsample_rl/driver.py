@@ -238,7 +238,7 @@ class Driver:
                 if self.probe is not None and not report and following is None:
                     self.cluster.start_learning_lengths()
                 self._unsavable = "the learner has begun the next update"
-                with self.interruption.held():
+                with self.interruption.held(self.config.run.grace_s):
                     report.append(self.cluster.optimizer_step(totals, is_last=is_last))
                 if len(report) == 1:
                     begun.enter_context(self.interruption.held(self.config.run.grace_s - self._save_seconds))
@@ -288,7 +288,7 @@ class Driver:
                 self.probe.save(Path(folder))
 
         try:
-            with self.interruption.held():  # it is what SIGTERM would want, and the learner's ranks must come to its end together
+            with self.interruption.held(self.config.run.grace_s):  # it is what SIGTERM would want
                 self.checkpoint = keeping.write_checkpoint(self.run_dir, self._finished_state, save_parts)
         except StepLost:
             raise
@@ -316,16 +316,18 @@ class Driver:
         if self._unsavable:
             why = self._unsavable
         elif self._save_seconds > left:
-            why = f"saving takes {self._save_seconds:.1f} s, run.grace_s leaves {left:.1f}"
+            why = f"saving takes {self._save_seconds:.1f} s, run.grace_s leaves {max(0.0, left):.1f}"
         else:
             why = "it could not be saved"
             try:
-                with self.interruption.held():
+                with self.interruption.held(self.config.run.grace_s):
                     self.cluster.abandon_step(for_good=True)
                     self.step = finished
                     self.save()
             except (StepLost, OSError, RuntimeError) as error:
                 why = str(error)
+            except Terminated:
+                why = f"the save did not end within run.grace_s={self.config.run.grace_s:g}"
             if self._saved_step() == finished:
                 self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
                 return

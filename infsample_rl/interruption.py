@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -49,7 +48,7 @@ class Interruption:
             time.sleep(min(left, 0.5))
 
     @contextlib.contextmanager
-    def held(self, for_s: float = math.inf) -> Iterator[None]:
+    def held(self, for_s: float) -> Iterator[None]:
         """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after SIGTERM."""
         before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:

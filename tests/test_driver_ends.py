@@ -96,7 +96,7 @@ def test_sigterm_during_a_save_lets_it_end(made):
     driver, said = made
 
     def save(folder):
-        driver.interruption.requested_at = 0.0
+        driver.interruption.requested_at = time.monotonic()
         driver.interruption.check()  # as every wait does
         (Path(folder) / "model.safetensors").write_bytes(b"")
 
@@ -106,6 +106,28 @@ def test_sigterm_during_a_save_lets_it_end(made):
     assert driver._saved_step() == 7
     driver._keep_what_is_finished()
     assert said[-1] == "SIGTERM: stopped after step 7; nothing but the unfinished step is lost"
+
+
+@pytest.mark.parametrize("is_last_save", [False, True])
+def test_a_save_that_hangs_holds_sigterm_back_no_longer_than_the_grace(made, is_last_save):
+    driver, said = made
+
+    def save(folder):
+        driver.interruption.requested_at = time.monotonic() - 29
+        driver.interruption.check()
+        driver.interruption.requested_at -= 1
+        driver.interruption.check()  # as the wait for the ranks does
+        raise AssertionError("waits on")
+
+    driver.cluster.save, driver.step, driver._save_seconds = save, 7, 4.0
+    driver._finished_state = driver._state()
+    if not is_last_save:
+        with pytest.raises(Terminated):
+            driver.save()
+    driver._keep_what_is_finished()
+    why = "the save did not end within run.grace_s=30" if is_last_save else "saving takes 4.0 s, run.grace_s leaves 0.0"
+    assert said == [f"SIGTERM: {why}: steps 1 to 7 are lost; no checkpoint is kept"]
+    assert list((driver.run_dir / "checkpoints").iterdir()) == []
 
 
 class Updates:

@@ -81,7 +81,7 @@ def sigterm_is_put_back():
 def test_sigterm_waits_for_what_must_not_be_left_half_done(sigterm_is_put_back):
     (interruption := Interruption()).install()
     interruption.check()
-    with interruption.held():
+    with interruption.held(30.0):
         os.kill(os.getpid(), signal.SIGTERM)
         interruption.check()
     with pytest.raises(Terminated):
