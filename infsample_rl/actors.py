@@ -42,13 +42,20 @@ Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weight
 
 
 class Observed:
-    """What every actor tells of itself: metrics by way of Ray, phases and status when it is asked, also while its own calls run."""
+    """What every actor tells of itself: metrics by way of Ray, progress, phases and status when it is asked, also while its own calls run."""
+
+    _done = 0  # micro-groups or rows
 
     def observe(self, config: Config, role: str, index: int, statistics: Callable[[], Statistics]) -> None:
         """Begin to export what `statistics` returns, and to keep the last log line."""
         watch_log()
         self._role, self._index = role, index
         self.metrics = MetricsExporter(statistics, run=config.run.name, role=role, worker=index)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Grows as long as the worker works, also within a call."""
+        return self._done
 
     @ray.method(concurrency_group="control")
     def phases(self) -> WorkerPhases:
@@ -62,7 +69,7 @@ class Observed:
 
 
 class RolloutCalls(Observed):
-    """A rollout worker; progress() answers while stream() runs."""
+    """A rollout worker."""
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
@@ -107,7 +114,7 @@ class RolloutCalls(Observed):
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
-        """Running steps since the start: grows while the worker is alive and decoding."""
+        """Running steps since the start."""
         return self.rollout.progress()
 
     @ray.method(concurrency_group="control")
@@ -136,6 +143,11 @@ class RewardCalls(Observed):
         self.worker = RewardWorker(config)
         self.observe(config, "reward", index, self.worker.statistics)
 
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Function calls and micro-groups since the start."""
+        return self.worker.progress()
+
     def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
         """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
         found: list[RewardResult] = []
@@ -163,6 +175,7 @@ class ReferenceCalls(Observed):
     def _logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
         result = self.worker.logprobs(prompt, completions)
         self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
+        self._done += 1
         return result
 
 
@@ -197,6 +210,7 @@ class LearnerCalls(Observed):
             self.learner.remember(samples, work.row_id)
         else:
             report = self.learner.accumulate(samples, work.totals, work.row_id)
+        self._done += 1
         return report | {"started_at": started, "ended_at": time.time()}
 
     def step(self, totals: LossTotals, is_last: bool) -> dict[str, float | None]:
@@ -247,6 +261,11 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         self.rollout = self.both.rollout
         self.observe(self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics())
         return found
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Running steps and rows since the start."""
+        return self.rollout.progress() + self._done
 
     def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
         """Learner rows run in the pauses."""

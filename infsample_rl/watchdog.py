@@ -28,8 +28,8 @@ class Waited(NamedTuple):
 
 
 class Watchdog:
-    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers, of a rollout worker also by its running steps,
-    and a reward worker's limit has those of its samples added. `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
+    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers and by its progress(), which grows within a call.
+    `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
 
     def __init__(self, config: Config, note: Callable[[str], None], has_started: Callable[[str, int], bool]) -> None:
         self._config, self._note, self._has_started = config, note, has_started
@@ -37,9 +37,9 @@ class Watchdog:
         self._moved: dict[Worker, float] = {}  # when
         self._starting: set[Worker] = set()  # at the last look
         self._standing: dict[Worker, ray.ObjectRef] = {}  # asked of those that were late at the last look
-        self._asked: dict[ray.ObjectRef, Stream] = {}  # for their running steps
-        self._heartbeats: dict[int, int] = {}  # running steps by stream
-        # Often enough that a worker which still decodes has been asked, and has answered, well within its limit.
+        self._asked: dict[ray.ObjectRef, tuple[Worker, Any]] = {}  # worker and handle, for its progress
+        self._progress: dict[Worker, int] = {}
+        # Often enough that a worker which still works has been asked, and has answered, well within its limit.
         self._every_s = min(POLL_S, config.cluster.progress_timeout_s / 3)
 
     def moved(self, role: str, index: int) -> None:
@@ -61,7 +61,7 @@ class Watchdog:
         self._hear()
         waited = self._waited(now, streams, calls, returns)
         self._say(waited)
-        self._ask([stream for stream in streams if waited[self._process("rollout", stream.index)].idle_s >= self._every_s])
+        self._ask({worker: item.handle for worker, item in waited.items() if item.idle_s >= self._every_s})
         return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
     def _waited(self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, Waited]:
@@ -75,8 +75,8 @@ class Watchdog:
             elif worker in self._starting:
                 self._starting.remove(worker)
                 self.moved(item.role, item.index)
-            if isinstance(item, Call) and item.role == "reward":  # every sample may use up its limit
-                limit_s += len(item.keys) * config.rollout.micro_group * config.reward.timeout_s * len(config.reward.functions)
+            if item.role == "reward":
+                limit_s += config.reward.timeout_s  # a function call may take it all
             # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything moves, so may it.
             asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since
             since[worker] = min(since.get(worker, now), asked)
@@ -95,19 +95,19 @@ class Watchdog:
         if quiet:
             self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
 
-    def _ask(self, streams: list[Stream]) -> None:
-        waiting = {stream.number for stream in self._asked.values()}
-        self._asked |= {stream.handle.progress.remote(): stream for stream in streams if stream.number not in waiting}
+    def _ask(self, workers: dict[Worker, Any]) -> None:
+        asked = {id(handle) for _, handle in self._asked.values()}
+        self._asked |= {handle.progress.remote(): (worker, handle) for worker, handle in workers.items() if id(handle) not in asked}
 
     def _hear(self) -> None:
-        """Running steps of those that have answered since the last look."""
+        """Progress of those that have answered since the last look."""
         for ref in _answered(list(self._asked)):
-            stream = self._asked.pop(ref)
+            worker, _ = self._asked.pop(ref)
             with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
-                steps = ray.get(ref)
-                if self._heartbeats.get(stream.number) != steps:
-                    self.moved("rollout", stream.index)
-                self._heartbeats[stream.number] = steps
+                progress = ray.get(ref)
+                if self._progress.get(worker) != progress:
+                    self.moved(*worker)
+                self._progress[worker] = progress
 
     def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
         """Those that were late at the last look already, and so could say where they stand."""

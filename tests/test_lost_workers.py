@@ -108,8 +108,9 @@ def test_a_killed_worker_is_replaced_and_nothing_else_changes(settings, undistur
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
-def test_a_rollout_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path):
-    output = hit(settings, tmp_path, "rollout", "decode", signal.SIGSTOP, "cluster.progress_timeout_s=15")
+@pytest.mark.parametrize(("role", "phase"), [("rollout", "decode"), ("reward", "idle"), ("reference", "reference")])
+def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path, role, phase):
+    output = hit(settings, tmp_path, role, phase, signal.SIGSTOP, "cluster.progress_timeout_s=15", "reward.timeout_s=5")
     assert "it has not moved for" in output and "its process does not answer" in output and "started again" in output
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 

@@ -47,8 +47,10 @@ class Watch:
         self.streams.append(Stream(index, worker, next(self._numbers), {}, since=self.now))
         return worker
 
-    def call(self, role, index, keys=(0,)):
-        self.calls.append(Call(role, index, Worker(), list(keys), None, since=self.now))
+    def call(self, role, index, worker=None):
+        worker = worker or Worker(hangs=True)
+        self.calls.append(Call(role, index, worker, [0], None, since=self.now))
+        return worker
 
     def after(self, seconds, *, arrived=(), working=()):
         """Who is given up when so much time has passed, half a second at a time."""
@@ -92,7 +94,7 @@ def test_one_that_hangs_is_given_up_in_its_time_while_others_go_on(watch):
 
 def test_everybody_is_named_when_nothing_moves(watch):
     decoding = watch.stream(0, Worker())
-    watch.call("learner", 0, [])
+    watch.call("learner", 0)
     watch.after(25, working=[decoding])
     assert watch.notes == [], "a long call is nothing to be told of while others work"
     watch.streams.clear()
@@ -108,25 +110,25 @@ def test_one_that_answers_but_stands_still_is_given_up_too(watch):
     assert watch.notes[-1].endswith("; in phase decode")
 
 
-@pytest.mark.parametrize("role", ["reward", "reference", "learner"])
+LIMITS = {"reward": 60 + load_config([]).reward.timeout_s, "reference": 60, "learner": 60}
+
+
+@pytest.mark.parametrize("role", LIMITS)
 def test_a_call_has_the_time_since_its_worker_last_answered(watch, role):
     watch.after(300)  # nothing was asked of it
-    watch.call(role, 0, [] if role == "learner" else [0])
-    limit = 60 + (2 * load_config([]).reward.timeout_s if role == "reward" else 0)
+    watch.call(role, 0)
+    limit = LIMITS[role]
     assert watch.after(limit) == {}
     watch.dog.moved(role, 0)  # another of its calls
     assert watch.after(limit) == {}
     assert list(watch.after(21)) == [(role, 0)]
 
 
-@pytest.mark.parametrize("watch", [["reward.timeout_s=5", "reward.functions=[{name: math},{name: think_format}]"]], indirect=True)
-def test_a_reward_calls_limit_has_the_limits_of_its_samples_added_and_lengthens_no_others(watch):
-    watch.call("reward", 0, [1, 2, 3])
-    watch.call("reference", 0)
-    assert list(watch.after(85)) == [("reference", 0)]
-    watch.calls.pop()
-    assert watch.after(60 + 3 * 2 * 5 * 2 - 85) == {}
-    assert list(watch.after(21)) == [("reward", 0)]
+@pytest.mark.parametrize("role", LIMITS)
+def test_a_long_call_that_gets_on_is_not_given_up_and_one_that_does_not_is(watch, role):
+    worker = watch.call(role, 0, Worker())
+    assert watch.after(900, working=[worker]) == {} and watch.notes == []
+    assert list(watch.after(LIMITS[role] + 41)) == [(role, 0)]
 
 
 def test_a_worker_on_its_way_has_the_time_since_anything_moved(watch):
@@ -169,7 +171,7 @@ def test_a_new_worker_in_the_place_of_a_lost_one_has_a_time_of_its_own(watch):
 @pytest.mark.parametrize("watch", [["cluster.colocate=true", "cluster.rollout_workers=1", "cluster.learner_ranks=1"]], indirect=True)
 def test_a_process_that_samples_and_learns_by_turns_is_one(watch):
     both = watch.stream(0, Worker())
-    watch.call("learner", 0, [])
+    watch.call("learner", 0, both)
     assert watch.after(300, working=[both]) == {}
     assert watch.after(300, arrived=[("learner", 0)]) == {}
     assert list(watch.after(100)) == [("learner", 0)]
@@ -177,7 +179,7 @@ def test_a_process_that_samples_and_learns_by_turns_is_one(watch):
 
 def test_a_driver_that_was_stopped_has_seen_nobody_move_and_gives_nobody_up(watch):
     decoding = watch.stream(0, Worker())
-    watch.call("learner", 0, [])
+    watch.call("learner", 0)
     watch.after(30, working=[decoding])
     watch.now += 3600
     assert watch.after(50, working=[decoding]) == {}

@@ -131,6 +131,8 @@ class FakeRolloutWorker:
 class FakeRewardWorker:
     """Random rewards."""
 
+    _scored = 0
+
     def __init__(self, config: Config) -> None:
         self._random = random.Random(config.run.seed)
 
@@ -139,7 +141,12 @@ class FakeRewardWorker:
         """As RewardWorker.score."""
         started = time.time()
         rewards = [float(self._random.random() < 0.5) for _ in completions]
+        self._scored += 1
         return RewardResult(rewards=rewards, components={"fake": rewards}, failures=[], started_at=started, finished_at=time.time())
+
+    def progress(self) -> int:
+        """As RewardWorker.progress."""
+        return self._scored
 
     def statistics(self) -> dict[str, float]:
         """As RewardWorker.statistics."""

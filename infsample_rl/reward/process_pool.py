@@ -185,7 +185,7 @@ class ProcessPool:
         self._lock = threading.Lock()
         self._running: set[FunctionProcess] = set()
         self._closed = False
-        self.num_timeouts = self.num_deaths = 0
+        self.num_calls = self.num_timeouts = self.num_deaths = 0  # calls: that have ended
         self._threads = ThreadPoolExecutor(self.num_processes, thread_name_prefix="reward-functions")
         barrier = threading.Barrier(self.num_processes)  # makes each of them start its own process
         started = [self._threads.submit(self._start, barrier) for _ in range(self.num_processes)]
@@ -246,10 +246,11 @@ class ProcessPool:
                 sizes = [len(samples) for samples in rest]
                 for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s):
                     done.append(values)
+                    self._count(calls=1)
                     deaths = 0
             except FunctionTimedOut:
                 self._drop_process()
-                self._count(timeouts=1)
+                self._count(calls=1, timeouts=1)
                 done.append(_failed(calls[len(done)], f"timed out after {self._timeout_s:g} s"))
                 deaths = 0
             except FunctionProcessDied as error:
@@ -257,13 +258,15 @@ class ProcessPool:
                 self._count(deaths=1)
                 deaths += 1
                 if deaths > self._retries:
+                    self._count(calls=1)
                     tries = f" in each of {deaths} tries" if deaths > 1 else ""
                     done.append(_failed(calls[len(done)], f"its process died ({error}){tries}"))
                     deaths = 0
         return done
 
-    def _count(self, timeouts: int = 0, deaths: int = 0) -> None:
+    def _count(self, calls: int = 0, timeouts: int = 0, deaths: int = 0) -> None:
         with self._lock:
+            self.num_calls += calls
             self.num_timeouts += timeouts
             self.num_deaths += deaths
 

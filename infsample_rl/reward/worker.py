@@ -43,6 +43,7 @@ class RewardWorker:
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
         kinds = [kind_of(function.name) for function in functions]
+        self._scored = 0  # micro-groups
         self._models = {}
         if "model" in kinds:
             from infsample_rl.reward.reward_model import RewardModel  # here: only reward models need its imports
@@ -63,6 +64,10 @@ class RewardWorker:
     def num_deaths(self) -> int:
         """Processes that died in a call since the start."""
         return self._pool.num_deaths if self._pool else 0
+
+    def progress(self) -> int:
+        """Grows with every function call and micro-group that ends, and with every process that dies."""
+        return self._scored + (self._pool.num_calls + self._pool.num_deaths if self._pool else 0)
 
     def statistics(self) -> dict[str, float]:
         """Sums since the start, by metric name."""
@@ -100,6 +105,7 @@ class RewardWorker:
         for sample, reward in enumerate(rewards):
             if reward is None and not any(column[sample] for column in problems.values()):
                 problems[self.names[0]][sample] = f"no reward: a weighted value is above {LARGEST_REWARD:g}"
+        self._scored += 1
         return RewardResult(
             rewards=rewards,
             components=components | reported,

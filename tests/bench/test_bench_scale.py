@@ -114,6 +114,7 @@ def test_reward_and_reference_answer_with_floats_and_arrays(config, kind):
     reward = (RewardWorker, FakeRewardWorker)[kind](config)
     try:
         result = reward.score(PROMPT, SAMPLES)
+        assert reward.progress() > 0
     finally:
         if kind == 0:
             reward.close()

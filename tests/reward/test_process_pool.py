@@ -49,7 +49,7 @@ def test_a_hanging_call_is_killed_at_its_limit_and_the_others_are_scored(user_fi
     assert values == [2.0, None, 3.0]
     assert problems == ["", "timed out after 0.5 s", ""]
     assert 0.5 <= taken < 5  # the limit, and the start of a new process
-    assert (pool.num_timeouts, pool.num_deaths) == (1, 0)
+    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (3, 1, 0)
     pool.close()
 
 
@@ -66,7 +66,7 @@ def test_a_dying_call_is_tried_again_then_none(user_file, tmp_path, act, how):
     values, problems = score(pool, ["ab", act, "abc"])
     assert values == [2.0, None, 3.0]
     assert problems == ["", f"its process died ({how}) in each of 2 tries", ""]
-    assert (pool.num_timeouts, pool.num_deaths) == (0, 2)
+    assert (pool.num_calls, pool.num_timeouts, pool.num_deaths) == (3, 0, 2)
     pool.close()
 
 

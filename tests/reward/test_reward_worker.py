@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -142,6 +143,17 @@ def test_a_hang_costs_one_sample_and_is_counted(open_worker):
     assert result.failures == ["acts: timed out after 0.5 s on prompt row 17 (1 sample)"]
     assert (worker.num_timeouts, worker.num_deaths) == (1, 0)
     assert worker.score_texts(make_prompt(), ["abcd"]).rewards == [4.0]
+
+
+def test_progress_grows_within_a_micro_group(open_worker):
+    worker = open_worker(":acts", timeout_s=3.0)
+    with ThreadPoolExecutor(1) as thread:
+        scored = thread.submit(worker.score_texts, make_prompt(), ["a", "abc", "hang"])
+        while worker.progress() < 2:
+            assert not scored.done()
+            time.sleep(0.01)
+        assert not scored.done() and worker.progress() == 2
+    assert worker.progress() == 4, "and by one for the whole"
 
 
 def test_order_is_kept_over_several_processes_and_threads(open_worker):
