@@ -34,7 +34,7 @@ is preempted.
 
 Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one with
 twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more with the prior.
-The prior is the mean of the other groups of this run, with one sample more of `prior_length`, by default max_new_tokens / 3:
+The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
 under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
 
 A preempted sample keeps its tokens, and its pages as long as nobody needs them: pages are taken one by one, from the end of
@@ -54,7 +54,7 @@ from collections.abc import Sequence, Sized
 from typing import Protocol
 
 CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
-PRIOR_SHARE = 3  # prior_length = max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
+PRIOR_SHARE = 3  # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
 
 
 class Sample(Protocol):
@@ -70,25 +70,21 @@ class Sample(Protocol):
 class TokenBudgetPolicy:
     """Decides admission and preemption under a budget of KV pages; see the module's docstring for the rule."""
 
-    def __init__(self, page_size: int, max_new_tokens: int, prior_length: float | None = None, rebuild_cost: float = 0.25) -> None:
-        """`prior_length`: mean length expected before any sample has ended (tokens), such as the previous step's mean.
-
-        `rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted sample
+    def __init__(self, page_size: int, max_new_tokens: int, rebuild_cost: float = 0.25) -> None:
+        """`rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted sample
         returns only where rebuild_cost x its expected length would stay free: between two ends of samples the rows together
         write about one mean length, so at 1 the next end is awaited before anybody is preempted again.
 
-        Raises ValueError for page_size or max_new_tokens < 1, prior_length <= 0, a negative rebuild_cost.
+        Raises ValueError for page_size or max_new_tokens < 1, a negative rebuild_cost.
         """
         if page_size < 1 or max_new_tokens < 1:
             raise ValueError(f"page_size and max_new_tokens must be >= 1, got {page_size} and {max_new_tokens}")
-        if prior_length is not None and prior_length <= 0:
-            raise ValueError(f"prior_length must be > 0 tokens, got {prior_length}; None takes max_new_tokens / {PRIOR_SHARE}")
         if rebuild_cost < 0:
             raise ValueError(f"rebuild_cost must be >= 0, got {rebuild_cost}")
         self._page_size = page_size
         self._max_new_tokens = max_new_tokens
         self._rebuild_cost = rebuild_cost
-        self._prior_length = min(max_new_tokens, max_new_tokens / PRIOR_SHARE if prior_length is None else prior_length)
+        self._first_guess = max_new_tokens / PRIOR_SHARE
         self._finished: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])  # group: samples, tokens
         self._all_samples = self._all_tokens = 0
 
@@ -183,7 +179,7 @@ class TokenBudgetPolicy:
     def _prior(self, group_id: int) -> tuple[float, int]:
         """Expected length of a sample of this group before any of it has ended, and how many have."""
         samples, tokens = self._finished[group_id]
-        return (self._prior_length + self._all_tokens - tokens) / (1 + self._all_samples - samples), samples
+        return (self._first_guess + self._all_tokens - tokens) / (1 + self._all_samples - samples), samples
 
     def _group_means(self, running: Sequence[Sample], candidate: Sample) -> dict[int, float]:
         """Expected length of a sample of each group present."""

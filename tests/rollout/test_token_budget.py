@@ -81,7 +81,7 @@ def simulate(policy, rows, num_pages, page_size, max_rows=10**6):
     return result
 
 
-def test_a_fresh_group_starts_e_times_the_rows_that_the_budget_holds_at_the_prior_length():
+def test_a_fresh_group_starts_e_times_the_rows_that_the_budget_holds_at_the_prior():
     policy, rows = TokenBudgetPolicy(1, 300), []  # the prior is 100 tokens, the budget 1,200: e x 1200 / 100 = 32.6
     while policy.may_admit(rows, Row(), 0, 1200, 1200):
         rows.append(Row())
@@ -89,7 +89,7 @@ def test_a_fresh_group_starts_e_times_the_rows_that_the_budget_holds_at_the_prio
 
 
 def test_expected_peak_is_that_of_exponential_lengths():
-    policy = TokenBudgetPolicy(1, 1000, prior_length=300)
+    policy = TokenBudgetPolicy(1, 900)
     rows = [Row(100), Row(50)]
     # S = 3 x 300, T = 150: 900 x exp(150 / 900 - 1) = 391.1
     assert policy.may_admit(rows, Row(), 0, 242, 392)
@@ -97,18 +97,18 @@ def test_expected_peak_is_that_of_exponential_lengths():
 
 
 def test_a_row_counts_with_twice_what_it_has_between_prior_and_maximum():
-    policy = TokenBudgetPolicy(1, 1000, prior_length=100)
+    policy = TokenBudgetPolicy(1, 999)
     rows = [Row(20), Row(300), Row(700)]
-    # mean (100 + 100 + 600 + 1000) / 4 = 450, S = 4 x 450, T = 1020: 1800 x exp(1020 / 1800 - 1) = 1167.0
-    assert policy.may_admit(rows, Row(), 0, 148, 1168)
-    assert not policy.may_admit(rows, Row(), 0, 146, 1166)
+    # mean (333 + 333 + 600 + 999) / 4, S = 2265, T = 1020: 2265 x exp(1020 / 2265 - 1) = 1307.2
+    assert policy.may_admit(rows, Row(), 0, 288, 1308)
+    assert not policy.may_admit(rows, Row(), 0, 287, 1307)
 
 
 def test_held_tokens_are_counted_in_whole_pages():
-    policy = TokenBudgetPolicy(16, 1000, prior_length=2)
-    rows = [Row(17), Row(1)]  # mean (2 + 34 + 2) / 3, S = 38, but 32 + 16 tokens are held
-    assert policy.may_admit(rows, Row(), 0, 3, 3)
-    assert not policy.may_admit(rows, Row(), 0, 2, 2)
+    policy = TokenBudgetPolicy(16, 900)
+    rows = [Row(17), Row(1)]  # S = 3 x 300, T = 32 + 16, not 18: 900 x exp(48 / 900 - 1) = 349.2 is above 21 pages, with 18 it were 337.8
+    assert policy.may_admit(rows, Row(), 0, 19, 22)
+    assert not policy.may_admit(rows, Row(), 0, 18, 21)
 
 
 def test_ended_samples_change_what_their_group_may_start():
@@ -134,13 +134,13 @@ def test_other_groups_lengths_are_the_prior_of_a_new_group():
 
 
 def test_pages_must_be_free_and_a_preempted_sample_leaves_room():
-    policy = TokenBudgetPolicy(1, 100, prior_length=40, rebuild_cost=0.25)
+    policy = TokenBudgetPolicy(1, 120, rebuild_cost=0.25)
     rows = [Row(5)]
     assert policy.may_admit(rows, Row(), 0, 0, 400)
     assert not policy.may_admit(rows, Row(20), 6, 5, 400)
     assert policy.may_admit(rows, Row(20), 6, 16, 400)  # 16 - 6 = 0.25 x 40
     assert not policy.may_admit(rows, Row(20), 6, 15, 400)
-    assert TokenBudgetPolicy(1, 100, prior_length=40, rebuild_cost=0).may_admit(rows, Row(20), 6, 6, 400)
+    assert TokenBudgetPolicy(1, 120, rebuild_cost=0).may_admit(rows, Row(20), 6, 6, 400)
 
 
 def test_an_empty_engine_admits_whatever_comes():
@@ -212,7 +212,7 @@ def test_preemption_without_a_second_row_is_refused():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"page_size": 0}, {"max_new_tokens": 0}, {"prior_length": 0.0}, {"rebuild_cost": -1.0}],
+    [{"page_size": 0}, {"max_new_tokens": 0}, {"rebuild_cost": -1.0}],
 )
 def test_bad_settings_are_refused_by_name(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
