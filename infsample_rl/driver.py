@@ -83,7 +83,10 @@ class Driver:
         self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep, verbose=verbose)
 
     def run(self) -> None:
-        """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is finished."""
+        """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is finished.
+
+        RuntimeError when Ray itself is gone, after the same; for what else ends a run, too.
+        """
         started = time.monotonic()
         failed = True
         try:
@@ -108,6 +111,8 @@ class Driver:
             failed = False
         except Terminated:
             self._keep_what_is_finished()
+            if self.interruption.failure is not None:
+                raise RuntimeError(f"{self.interruption.failure}; once Ray is there again, run.resume=auto and the same settings go on") from None
             failed = False
         finally:
             with ExitStack() as ends:  # each of them, whatever another raises; the last first
@@ -307,11 +312,11 @@ class Driver:
         return None if self.checkpoint is None else keeping.step_of(self.checkpoint)
 
     def _keep_what_is_finished(self) -> None:
-        """After SIGTERM: drop the unfinished step, and save the last finished one if there is time for it."""
-        saved, left = self._saved_step(), self.interruption.seconds_left(self.config.run.grace_s)
+        """Before the end: drop the unfinished step, and save the last finished one if there is time for it."""
+        saved, left, reason = self._saved_step(), self.interruption.seconds_left(self.config.run.grace_s), self.interruption.reason
         finished = self._finished_state["step"]
         if finished == (saved or 0):
-            self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
+            self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
             return
         if self._unsavable:
             why = self._unsavable
@@ -329,9 +334,9 @@ class Driver:
             except Terminated:
                 why = f"the save did not end within run.grace_s={self.config.run.grace_s:g}"
             if self._saved_step() == finished:
-                self.log.note(f"SIGTERM: stopped after step {finished}; nothing but the unfinished step is lost")
+                self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
                 return
-        self.log.warn(f"SIGTERM: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")
+        self.log.warn(f"{reason}: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")
 
     def _state(self) -> dict[str, Any]:
         return {"step": self.step, "data": self.prompts.state(), "expected_lengths": self._expected.state()}

@@ -1,15 +1,18 @@
-"""SIGTERM, as job managers send it before they kill: the run stops where it waits next and keeps what is finished."""
+"""What ends a run in order, where it waits next, so that it keeps what is finished: SIGTERM, as job managers send it before they kill, and
+the loss of what nothing can bring back."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+LOOK_S = 2.0  # how often it is looked whether something that cannot be brought back is gone
 
 
 class Terminated(BaseException):
-    """SIGTERM has come. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for one."""
+    """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for one."""
 
 
 def raise_on_sigterm() -> None:
@@ -26,7 +29,10 @@ class Interruption:
 
     def __init__(self) -> None:
         self.requested_at: float | None = None  # time.monotonic()
-        self._held_s = 0.0  # seconds after SIGTERM in which check() does not raise
+        self.failure: str | None = None  # what is gone, where that and not SIGTERM ends the run
+        self._held_s = 0.0  # seconds after the request in which check() does not raise
+        self._find_failure: Callable[[], str | None] = lambda: None
+        self._looked = -LOOK_S
 
     def install(self) -> None:
         """Take SIGTERM over, in the main thread."""
@@ -35,13 +41,26 @@ class Interruption:
     def _request(self, *_: object) -> None:
         self.requested_at = self.requested_at or time.monotonic()
 
+    def end_when(self, find_failure: Callable[[], str | None]) -> None:
+        """Let check() ask every LOOK_S what is gone, and end the run once that is something."""
+        self._find_failure = find_failure
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends."""
+        return self.failure or "SIGTERM"
+
     def check(self) -> None:
-        """Raise Terminated if SIGTERM has come, outside held()."""
+        """Raise Terminated if SIGTERM has come or something is gone, outside held()."""
+        if self.requested_at is None and time.monotonic() - self._looked >= LOOK_S:
+            self._looked = time.monotonic()
+            self.failure = self._find_failure()
+            self.requested_at = None if self.failure is None else self._looked
         if self.requested_at is not None and time.monotonic() - self.requested_at >= self._held_s:
             raise Terminated
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, but not on after SIGTERM: check()."""
+        """Sleep, but not on once the run is to end: check()."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.check()
@@ -49,7 +68,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self, for_s: float) -> Iterator[None]:
-        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after SIGTERM."""
+        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after the request."""
         before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:
             yield
@@ -57,5 +76,5 @@ class Interruption:
             self._held_s = before
 
     def seconds_left(self, grace_s: float) -> float:
-        """Of the time between SIGTERM and the end."""
+        """Of the time between the request and the end."""
         return grace_s if self.requested_at is None else grace_s - (time.monotonic() - self.requested_at)

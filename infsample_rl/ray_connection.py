@@ -1,9 +1,10 @@
-"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit."""
+"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit, and whether they are still there."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,11 @@ from infsample_rl.placement import local_cpus
 from infsample_rl.secret_env import without_secrets
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
+CONNECT_TIMEOUT_S = 1.0
 RETRY_S = 2.0
 START_ATTEMPTS = 3  # of a local cluster
+RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
+CONTROL_SERVICE_GONE_S = 20.0  # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
 TENSOR_ROLES = ("rollout", "reference", "learner")
 HOW_TO_AUTHENTICATE = (
     "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and RAY_AUTH_MODE=token with "
@@ -48,6 +52,41 @@ def connect(config: Config, note: Callable[[str], None], interruption: Interrupt
     finally:
         signal.signal(signal.SIGTERM, handler)
     interruption.check()
+
+
+class RayProcesses:
+    """The two processes of Ray without which a run cannot go on: the raylet of the driver's node, and the cluster's control service.
+
+    Without its raylet a driver waits for ever for workers to start; without the control service Ray ends it after a minute, nothing saved.
+    """
+
+    def __init__(self) -> None:
+        """Of the cluster this process is connected to."""
+        context = ray.get_runtime_context()
+        node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+        host, _, port = context.gcs_address.rpartition(":")
+        self._processes = [
+            ("Ray's raylet on the driver's node", (node["NodeManagerAddress"], node["NodeManagerPort"]), RAYLET_GONE_S),
+            ("Ray's control service (gcs_server)", (host.strip("[]"), int(port)), CONTROL_SERVICE_GONE_S),
+        ]
+        self._silent_since: dict[str, float] = {}
+
+    def failure(self) -> str | None:
+        """Which of them has not taken a connection for so long that it is gone; None while both are there."""
+        for name, (host, port), limit_s in self._processes:
+            if _listens(host, port):
+                self._silent_since.pop(name, None)
+            elif (silent_s := time.monotonic() - self._silent_since.setdefault(name, time.monotonic())) >= limit_s:
+                return f"{name} has not answered at {host}:{port} for {silent_s:.0f} s"
+        return None
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 def worker_environment(config: Config) -> dict[str, str]:

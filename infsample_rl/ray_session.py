@@ -20,7 +20,7 @@ from infsample_rl.config import Config
 from infsample_rl.interruption import Interruption
 from infsample_rl.placement import Node, Reservation, Worker, layout_table, nodes_text, refusal, reservations, worker_groups
 from infsample_rl.ray_calls import SLICE_S
-from infsample_rl.ray_connection import allocator_environment, connect
+from infsample_rl.ray_connection import RayProcesses, allocator_environment, connect
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
@@ -48,9 +48,10 @@ class RaySession:
         """Connect, reserve, print the layout, have every node prove what it sees.
 
         ValueError, before any worker starts, for a cluster that cannot be joined or does not hold the run, and for a node with other files;
-        Terminated after SIGTERM.
+        Terminated after SIGTERM, or when Ray itself is gone.
         """
         connect(self._config, self._note, self._interruption)
+        self._interruption.end_when(RayProcesses().failure)
         self._reserve()
         nodes, places = _nodes(), {worker: self.node_of(*worker) for worker in self._bundles}
         index = {node_id: position for position, node_id in enumerate(nodes)}

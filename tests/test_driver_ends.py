@@ -130,6 +130,24 @@ def test_a_save_that_hangs_holds_sigterm_back_no_longer_than_the_grace(made, is_
     assert list((driver.run_dir / "checkpoints").iterdir()) == []
 
 
+def test_a_run_whose_ray_is_gone_saves_what_is_finished_and_fails(made):
+    driver, said = made
+    closed = []
+    driver.log.close = lambda *, failed: closed.append(failed)
+    driver.cluster.stop, driver.timeline, driver.prompts = lambda: None, SimpleNamespace(close=lambda: None), None
+    driver._finished_state = {"step": 7, "data": {}, "expected_lengths": None}
+
+    def start(checkpoint):
+        driver.interruption.end_when(lambda: "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s")
+        driver.interruption.check()
+
+    driver.cluster.start, driver.cluster.save = start, lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RuntimeError, match=r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on"):
+        driver.run()
+    assert driver._saved_step() == 7 and closed == [True]
+    assert said[-1].endswith("for 20 s: stopped after step 7; nothing but the unfinished step is lost")
+
+
 class Updates:
     """Waves of so many updates."""
 

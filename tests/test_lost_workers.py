@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from infsample_rl import chaos
@@ -176,6 +177,28 @@ def test_without_time_to_save_sigterm_keeps_the_last_checkpoint_and_says_what_is
     finally:
         target.end()
     assert "run.grace_s leaves" in output and "are lost" in output
+
+
+@pytest.mark.parametrize(("process", "name"), [("raylet", "Ray's raylet on the driver's node"), ("gcs_server", "Ray's control service (gcs_server)")])
+def test_a_run_whose_ray_is_gone_ends_with_one_line_and_goes_on_when_started_again(settings, undisturbed, tmp_path, process, name):
+    run = tmp_path / "run"
+    target = chaos.Target(command(settings, run), run)
+    try:
+        wait_for(lambda: steps_done(run) >= 3, target)
+        of_ray = {child.name(): child for child in psutil.Process(target.driver.pid).children(recursive=True)}
+        if process == "gcs_server":  # without it steps go on for a minute: let none end
+            os.kill(wait_for(lambda: first_in(target, "reward", "idle"), target), signal.SIGSTOP)
+        of_ray[process].kill()
+        assert target.driver.wait(timeout=120) == 1
+        output = Path(target._log.name).read_text()
+        line = rf"^error: {re.escape(name)} has not answered .*; once Ray is there again, run.resume=auto"
+        assert re.search(line, output, re.MULTILINE), output[-3000:]
+        assert process == "raylet" or "stopped after step 3; nothing but the unfinished step is lost" in output
+        target.start()
+        assert target.driver.wait(timeout=400) == 0
+    finally:
+        target.end()
+    assert chaos.differences(undisturbed, run) == []
 
 
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_last_good_one(settings, tmp_path):
