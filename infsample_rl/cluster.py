@@ -73,7 +73,7 @@ class Cluster:
         self._crew = Crew(self._spawn, ray.kill, _is_there, self.restarts)
         self._traffic = Traffic(config, self._crew, note, self._interruption, lambda index: self._weights.bring_back(index))
         self._asking = Asking(self._crew, note, self._interruption, self._traffic.waiting)
-        self._weights = WeightDelivery(config, self._crew, self._asking, note, self._interruption)
+        self._weights = WeightDelivery(config, self._crew, self._asking, note, self._interruption, self._session.has_place)
         self._probe_reports: dict[ray.ObjectRef, int] = {}
         self._phase_requests = Requests(lambda worker: worker.phases.remote())
         self._rows_shown = RowsShown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ class Crew:
         self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
         self._handles: dict[str, dict[int, Handle]] = {}
         self._answers: dict[tuple[str, int], Answer | None] = {}  # None: it was there
+        self._added: dict[tuple[str, int], float] = {}  # when, time.monotonic()
         self._shared: dict[str, str] = {}  # role -> the one whose workers do its calls
 
     def start(self, role: str, count: int) -> None:
@@ -34,6 +36,7 @@ class Crew:
 
     def add(self, role: str, index: int) -> Handle:
         """Start one worker."""
+        self._added[role, index] = time.monotonic()
         self._handles[role][index], self._answers[role, index] = self._spawn(role, index)
         return self._handles[role][index]
 
@@ -51,6 +54,14 @@ class Crew:
         if self._answers[key] is not None and self._is_there(self._answers[key]):
             self._answers[key] = None  # looked at once: every version of the weights asks for every worker
         return self._answers[key] is None
+
+    def starting_s(self, role: str, index: int) -> float:
+        """Since when a worker that has not started should have, in seconds."""
+        return time.monotonic() - self._added[role, index]
+
+    def still_has_no_place(self, role: str, index: int) -> None:
+        """Its time to start begins now."""
+        self._added[role, index] = time.monotonic()
 
     def is_current(self, role: str, index: int, handle: Handle) -> bool:
         """Whether a handle has not been replaced."""

@@ -70,6 +70,7 @@ class Driver:
         self._origin = (start.checkpoint, self._state())  # where the run goes back to before its first checkpoint
         self._finished_state = self._state()  # of the last finished step
         self._unsavable = ""  # why the learner could not save the last finished step now
+        self._saved_step = start.step if start.checkpoint else None  # of self.checkpoint, whatever becomes of its files
         self._save_seconds = 0.0  # of the last checkpoint
         self.log = RunLogger(config, self.run_dir, total_steps=start.total_steps, start_step=start.step)
         self.recorder = StepRecorder(config, self.run_dir, start.tokenizer, self.log, total_steps=start.total_steps)
@@ -119,10 +120,12 @@ class Driver:
                 ends.callback(self.cluster.stop)
                 ends.callback(lambda: self.log.close(failed=failed))
                 ends.callback(self.timeline.close)
+                self.interruption.install()  # a second SIGTERM changes nothing now
+            self.interruption.install()  # Ray puts back what there was before it
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
     def _is_finished(self) -> bool:
-        return self.step >= self.total_steps and self._saved_step() == self.step and not self._owes_evaluation()
+        return self.step >= self.total_steps and self._saved_step == self.step and not self._owes_evaluation()
 
     def _owes_evaluation(self) -> bool:
         """Whether SIGTERM ended the evaluation of the step that was done last."""
@@ -180,7 +183,7 @@ class Driver:
 
     def _rewind(self, checkpoint: Path | None, state: dict[str, Any]) -> None:
         """Take the state of `checkpoint`, None: of the start."""
-        self.step, self.checkpoint = state["step"], checkpoint
+        self.step, self.checkpoint, self._saved_step = state["step"], checkpoint, state["step"] if checkpoint else None
         keeping.set_aside_after(self.run_dir, self.step)
         self.prompts.restore(state["data"])
         self._expected = ExpectedLengths(state.get("expected_lengths"))
@@ -302,18 +305,16 @@ class Driver:
                 raise
             self.log.warn(f"the checkpoint of step {self.step} could not be written ({error}); {self.checkpoint or 'none'} is the last good one")
             return
+        self._saved_step = self._finished_state["step"]
         for kept in keeping.drop_old(self.run_dir, self.config.run.keep_checkpoints):
             self.log.warn_seldom(kept)
         self._save_seconds = time.time() - started
         self.log.note(f"checkpoint {self.checkpoint} written in {self._save_seconds:.1f} s")
         self.log.write_report()
 
-    def _saved_step(self) -> int | None:
-        return None if self.checkpoint is None else keeping.step_of(self.checkpoint)
-
     def _keep_what_is_finished(self) -> None:
         """Before the end: drop the unfinished step, and save the last finished one if there is time for it."""
-        saved, left, reason = self._saved_step(), self.interruption.seconds_left(self.config.run.grace_s), self.interruption.reason
+        saved, left, reason = self._saved_step, self.interruption.seconds_left(self.config.run.grace_s), self.interruption.reason
         finished = self._finished_state["step"]
         if finished == (saved or 0):
             self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
@@ -333,7 +334,7 @@ class Driver:
                 why = str(error)
             except Terminated:
                 why = f"the save did not end within run.grace_s={self.config.run.grace_s:g}"
-            if self._saved_step() == finished:
+            if self._saved_step == finished:
                 self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
                 return
         self.log.warn(f"{reason}: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")

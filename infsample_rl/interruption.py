@@ -4,7 +4,9 @@ the loss of what nothing can bring back."""
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,13 +17,19 @@ class Terminated(BaseException):
     """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for one."""
 
 
-def raise_on_sigterm() -> None:
-    """Before anything runs that must be ended in order: SIGTERM raises Terminated wherever the main thread stands."""
-    signal.signal(signal.SIGTERM, _raise)
+def end_at_once_on_sigterm(line: str) -> None:
+    """Before anything runs that must be ended in order: SIGTERM prints `line` and ends the process, exit code 0.
 
+    An exception, raised wherever the main thread stands, may be lost in a callback of a library that is being imported.
+    """
 
-def _raise(*_: object) -> None:
-    raise Terminated
+    def end(*_: object) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # it may be in the middle of a print
+            sys.stdout.flush()
+        os.write(1, (line + "\n").encode(errors="backslashreplace"))
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 class Interruption:

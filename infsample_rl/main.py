@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from typing import NoReturn
 
 from infsample_rl.config_loading import ConfigError, compose, experiments, load_config
-from infsample_rl.interruption import Terminated, raise_on_sigterm
+from infsample_rl.interruption import end_at_once_on_sigterm
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -54,12 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
-    try:
-        raise_on_sigterm()
-        return train(config)
-    except Terminated:  # the driver takes it over before it starts anything
-        print(f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it")
-        return 0
+    # The driver takes SIGTERM over before it starts anything.
+    end_at_once_on_sigterm(f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it")
+    return train(config)
 
 
 def train(config) -> int:  # type: ignore[no-untyped-def]
@@ -96,4 +94,6 @@ def _fail(error: Exception | str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one, while Python ends, must not change the exit code
+    sys.exit(code)

@@ -86,6 +86,10 @@ class RaySession:
         """Ray's id of the node that holds a worker's place; none while it has none."""
         return _node_of(self._bundles[role, index])
 
+    def has_place(self, role: str, index: int) -> bool:
+        """Whether a node that is there holds a worker's place."""
+        return self.node_of(role, index) in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
     def check_new_nodes(self) -> bool:
         """Have nodes that Ray moved workers to prove what they see; whether every worker has a place. RuntimeError for a node with other files."""
         if self._config.cluster.address is None:

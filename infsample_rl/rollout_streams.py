@@ -257,7 +257,8 @@ class RolloutStreams:
     # work for the idle
 
     def _idle(self) -> list[int]:
-        busy = {stream.index for stream in self._streams.values()}
+        # Who is asked to give work back means the stream of then: a new one would take the question for its own.
+        busy = {stream.index for stream in (*self._streams.values(), *self._asked_back.values())}
         return sorted(self.ready - busy)
 
     def deal_backlog(self) -> None:

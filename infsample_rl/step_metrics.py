@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -50,7 +51,8 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
     if len(names) < 2:
         return {}
     values = {name: [sample.components[name] for sample in samples if sample.components.get(name) is not None] for name in names}
-    return {f"reward/{name}": statistics.fmean(found) if found else None for name, found in values.items()}
+    # Divided first: functions may return numbers whose sum no float holds.
+    return {f"reward/{name}": math.fsum(value / len(found) for value in found) if found else None for name, found in values.items()}
 
 
 def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:

@@ -22,7 +22,17 @@ from infsample_rl.weight_sync.transport import choose_transport
 class WeightDelivery:
     """Which version the rollout workers hold, and how the next one gets to them."""
 
-    def __init__(self, config: Config, crew: Crew, asking: Asking, note: Callable[[str], None], interruption: Interruption) -> None:
+    def __init__(
+        self,
+        config: Config,
+        crew: Crew,
+        asking: Asking,
+        note: Callable[[str], None],
+        interruption: Interruption,
+        has_place: Callable[[str, int], bool],
+    ) -> None:
+        """`has_place(role, index)`: whether a worker that has not started has been given one."""
+        self._has_place = has_place
         self._config, self._crew, self._asking, self._note, self._interruption = config, crew, asking, note, interruption
         self._transport = choose_transport(config.cluster)
         self._version = 0
@@ -101,6 +111,7 @@ class WeightDelivery:
         while True:
             handles = self._crew.all("rollout")
             started = [index for index in sorted(handles) if self._crew.has_started("rollout", index)]
+            self._check_those_that_start(set(handles) - set(started))
             if len(started) >= cluster.min_workers:
                 return {index: handles[index] for index in started}
             self._interruption.check()
@@ -112,6 +123,16 @@ class WeightDelivery:
             late = ", ".join(worker_name("rollout", index) for index in sorted(set(handles) - set(started)))
             patience.say(f"{late} to start")
             time.sleep(SLICE_S)
+
+    def _check_those_that_start(self, indices: set[int]) -> None:
+        """WorkerLost for one that hangs: it has had a place for cluster.start_timeout_s."""
+        limit = self._config.cluster.start_timeout_s
+        for index in sorted(indices):
+            if self._crew.starting_s("rollout", index) <= limit:
+                continue
+            if self._has_place("rollout", index):
+                raise WorkerLost("rollout", index, f"it has not started within cluster.start_timeout_s={limit:g}")
+            self._crew.still_has_no_place("rollout", index)
 
     def bring_back(self, index: int) -> tuple[list[ray.ObjectRef], ray.ObjectRef] | None:
         """Let a new rollout worker load the version that samples, through the object store, behind whatever the learner has to do.

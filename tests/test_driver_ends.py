@@ -24,6 +24,7 @@ def made(tmp_path, monkeypatch):
     driver.config = load_config(["run.eval_prompts=0", "run.checkpoint_every=0", "cluster.max_restarts=3"])
     driver.run_dir, driver.total_steps, driver.step, driver.checkpoint, driver.probe = tmp_path, 10, 0, None, None
     driver._furthest, driver._unsavable, driver._save_seconds, driver.eval_prompts, driver.timeline = 0, "", 0.0, [], None
+    driver._saved_step = None
     driver.interruption = Interruption()
     driver.log = SimpleNamespace(note=said.append, warn=said.append, log_step=lambda *_: None, write_report=lambda: None)
     restarts = Restarts(3, said.append, lambda seconds: None)
@@ -58,14 +59,14 @@ def test_a_run_past_its_last_step_is_finished(made):
     driver, _ = made
     driver.step = 12
     assert not driver._is_finished()  # not saved yet
-    driver._saved_step = lambda: 12
+    driver._saved_step = 12
     assert driver._is_finished()
 
 
 def test_an_evaluation_that_sigterm_ended_is_done_when_the_run_goes_on(made):
     driver, _ = made
     record = {"step": 10, "reward/mean": 0.5}
-    driver.eval_prompts, driver._saved_step, driver.evaluate = ["a problem"], lambda: 10, lambda: {"eval/accuracy": 0.25}
+    driver.eval_prompts, driver._saved_step, driver.evaluate = ["a problem"], 10, lambda: {"eval/accuracy": 0.25}
     driver.log.record_of = lambda step: record if step == 10 else None
     driver.log.add_to_step = lambda step, metrics: record.update(metrics)
     driver.step = 10
@@ -103,9 +104,22 @@ def test_sigterm_during_a_save_lets_it_end(made):
     driver.cluster.save, driver.step = save, 7
     driver._finished_state = driver._state()
     driver.save()
-    assert driver._saved_step() == 7
+    assert driver._saved_step == 7
     driver._keep_what_is_finished()
     assert said[-1] == "SIGTERM: stopped after step 7; nothing but the unfinished step is lost"
+
+
+def test_sigterm_saves_what_is_finished_though_the_checkpoint_before_was_damaged(made):
+    driver, said = made
+    driver.cluster.save = lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
+    for driver.step in (2, 3):
+        driver._finished_state = driver._state()
+        if driver.step == 2:
+            driver.save()
+            (driver.checkpoint / "driver_state.json").write_text("")
+    driver._keep_what_is_finished()
+    assert said[-1] == "SIGTERM: stopped after step 3; nothing but the unfinished step is lost"
+    assert (driver.run_dir / "checkpoints" / "step_000003" / "driver_state.json").read_text()
 
 
 @pytest.mark.parametrize("is_last_save", [False, True])
@@ -144,7 +158,7 @@ def test_a_run_whose_ray_is_gone_saves_what_is_finished_and_fails(made):
     driver.cluster.start, driver.cluster.save = start, lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
     with pytest.raises(RuntimeError, match=r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on"):
         driver.run()
-    assert driver._saved_step() == 7 and closed == [True]
+    assert driver._saved_step == 7 and closed == [True]
     assert said[-1].endswith("for 20 s: stopped after step 7; nothing but the unfinished step is lost")
 
 
@@ -197,7 +211,7 @@ def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_tim
     driver, said = made
     driver.config.run.grace_s, driver._save_seconds, driver._unsavable = 30.0, 10.0, "the learner has begun the next update"
     driver.step = driver._finished_state["step"] = 3
-    driver.checkpoint, driver._saved_step = driver.run_dir / "checkpoints" / "step_000002", lambda: 2
+    driver.checkpoint, driver._saved_step = driver.run_dir / "checkpoints" / "step_000002", 2
 
     class Published(Exception):
         pass

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from infsample_rl import asking, ray_calls
+from infsample_rl import crew as crew_module
 from infsample_rl.asking import Asking
 from infsample_rl.config_loading import load_config
 from infsample_rl.crew import Crew
@@ -87,7 +88,7 @@ def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monk
     crew.start("rollout", 2)
     monkeypatch.setattr(asking, "status_of", lambda handle: None if hangs and handle == "rollout 1" else "it answers")
     asks = Asking(crew, print, Interruption(), Waiting())
-    delivery = WeightDelivery(load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption())
+    delivery = WeightDelivery(load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption(), lambda role, index: True)
 
     def gather(*arguments):
         raise RuntimeError("learner rank 0: weights version 3: rollout worker 1 died or hangs (it did not send 'loaded' within 300 s)")
@@ -97,3 +98,22 @@ def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monk
     with pytest.raises(WorkerLost if hangs else RuntimeError, match="rollout worker 1") as raised:
         delivery._send({})
     assert isinstance(raised.value, WorkerLost) == hangs
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_place_for_its_time(monkeypatch, has_place):
+    """Also while enough others have started; one that still waits for a place is waited for."""
+    now = [0.0]
+    monkeypatch.setattr(crew_module.time, "monotonic", lambda: now[0])
+    crew = Crew(lambda role, index: (f"{role} {index}", index != 1), lambda handle: None, bool, None)
+    crew.start("rollout", 3)
+    config = load_config(["cluster.start_timeout_s=45"])
+    delivery = WeightDelivery(config, crew, Asking(crew, print, Interruption(), Waiting()), print, Interruption(), lambda role, index: has_place)
+    now[0] = 45.0
+    assert sorted(delivery._those_that_started()) == [0, 2]
+    now[0] = 46.0
+    if has_place:
+        with pytest.raises(WorkerLost, match="rollout worker 1: it has not started within cluster.start_timeout_s=45"):
+            delivery._those_that_started()
+    else:
+        assert sorted(delivery._those_that_started()) == [0, 2] and crew.starting_s("rollout", 1) == 0.0

@@ -373,3 +373,20 @@ def test_the_worker_that_owes_most_is_asked():
     take(streams, 1, items=2)
     take(streams, 0, items=4)
     assert [handle.give_back.calls for handle in handles] == [0, 0, 1]
+
+
+def test_who_has_not_answered_whether_it_gives_work_back_is_dealt_none():
+    """Its new stream would answer, with its own samples."""
+    streams, handles = started(whole(0), [header([4], 3), ["t"], header([5, 6, 7], 0), ["t"], end(1)])
+    take(streams, 1, items=2)
+    take(streams, 0, items=3)
+    assert handles[1].give_back.calls == 1
+    take(streams, 1, items=3)  # it ends, the question still open
+    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "its node is gone")
+    streams.deal_backlog()
+    assert [stream.index for stream in streams._streams.values()] == [0]
+    (question,) = streams._asked_back
+    streams.take(question, {question: question.value})
+    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[2]), "its node is gone")
+    streams.deal_backlog()
+    assert sorted(stream.index for stream in streams._streams.values()) == [0, 1]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from infsample_rl import step_metrics
 from infsample_rl.config_loading import load_config
 from infsample_rl.groups import StepGroups
 from infsample_rl.learner.update_sums import UpdateSums
@@ -149,3 +151,8 @@ def test_forecasts_are_compared_with_the_lengths_that_came():
     metrics = forecast_metrics(groups)  # lengths 2, 4 in the wrong order; 6, 8 in the right one, 8 was cut at the maximum
     assert metrics["predictor/tau"] == 0.0 and metrics["predictor/token_error"] == pytest.approx((2 + 2 + 0) / 3)
     assert metrics["predictor/log_error"] == pytest.approx(2 * math.log(2) / 3)
+
+
+def test_the_mean_of_a_component_whose_sum_no_float_holds():
+    samples = [SimpleNamespace(components={"mine": 1.0, "mine/big": value}) for value in (1.5e308, 1.7e308)]
+    assert step_metrics._component_means(samples) == {"reward/mine": 1.0, "reward/mine/big": 1.6e308}

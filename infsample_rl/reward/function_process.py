@@ -27,6 +27,7 @@ from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.isolation import Isolation, isolate
 from infsample_rl.reward.user_function import describe_error
 
+LONGEST_NAME = 200  # characters of what a function reports beside its values
 _NO_MEMORY = ("annot allocate memory", "an't allocate memory")  # as the C library says it, and torch
 
 
@@ -91,7 +92,8 @@ def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[s
         problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
         checked, numbers = [(None, without_values(problem))] * len(samples), {}
     kept = {name: column for name, column in numbers.items() if any(value is not None for value in column)}  # texts are not kept
-    reported = {without_values(str(name)): column for name, column in kept.items()}
+    # As on screen and in records: trackers take no lone surrogates.
+    reported = {without_values(str(name)).encode(errors="backslashreplace").decode()[:LONGEST_NAME]: column for name, column in kept.items()}
     return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked], "reported": reported}
 
 

@@ -160,6 +160,10 @@ def once(data_source, solution_str, ground_truth, extra_info=None, folder=""):
 def logs(prompts, completions, log_extra, **columns):
     log_extra("n", [1.0])
     return [1.0 for _ in completions]
+
+
+def names(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "\\ud800" + "x" * 500: 2.0}
 """
 
 
@@ -167,7 +171,7 @@ def logs(prompts, completions, log_extra, **columns):
 def odd_pool(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     functions = [RewardFunctionConfig(name=f"{tmp_path}/odd.py:once", kwargs={"folder": str(tmp_path)})]
-    functions.append(RewardFunctionConfig(name=f"{tmp_path}/odd.py:logs"))
+    functions += [RewardFunctionConfig(name=f"{tmp_path}/odd.py:{name}") for name in ("logs", "names")]
     pool = ProcessPool(RewardConfig(functions=functions, timeout_s=20.0, retries=1), functions)
     yield pool
     pool.close()
@@ -180,3 +184,8 @@ def test_every_sample_has_its_own_retries(odd_pool):
 def test_what_a_function_logs_in_another_number_is_left_out_and_its_rewards_count(odd_pool):
     (result,) = odd_pool.submit(1, PROMPT, [[{"text": text, "token_ids": []} for text in "ab"]]).result(timeout=60)
     assert (result.values, result.problems, odd_pool.num_deaths) == ([1.0, 1.0], ["", ""], 0)
+
+
+def test_a_name_that_no_file_could_hold_is_written_as_one_that_can_and_cut(odd_pool):
+    (result,) = odd_pool.submit(2, PROMPT, [[{"text": "a", "token_ids": []}]]).result(timeout=60)
+    assert result.reported == {"\\ud800" + "x" * 194: [2.0]}
