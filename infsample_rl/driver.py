@@ -120,8 +120,7 @@ class Driver:
                 ends.callback(self.cluster.stop)
                 ends.callback(lambda: self.log.close(failed=failed))
                 ends.callback(self.timeline.close)
-                self.interruption.install()  # a second SIGTERM changes nothing now
-            self.interruption.install()  # Ray puts back what there was before it
+            self.interruption.install()  # Ray has put back what there was before it; a second SIGTERM changes nothing now
         print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
 
     def _is_finished(self) -> bool:
