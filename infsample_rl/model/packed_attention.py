@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ STATE_SPACE_MODELS = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h"),
     *("recurrent_gemma", "rwkv", "zamba", "zamba2"),
 )
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # models that change logits after the head
+LOGIT_SCALES = ("logit_scale", "logits_scaling")
+LOGIT_CHANGES = ("final_logit_softcapping", *LOGIT_SCALES)  # models that change logits after the head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,12 @@ class Fold:
 
     prompt: tuple[int, int]
     index: Tensor  # [N, L] row positions; short responses repeat their last position, whose copies are never read
-    mask: Tensor  # [L, P + L] bool: all of the prompt, then the lower triangle
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[L, P + L] bool: all of the prompt, then the lower triangle. Made at first use: FlexAttention needs none, and it grows as L squared."""
+        prompt, length = self.prompt[1] - self.prompt[0], self.index.shape[1]
+        return torch.ones(length, prompt + length, dtype=torch.bool, device=self.index.device).tril_(prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +100,7 @@ def _build_fold(prompt: tuple[int, int], spans: list[tuple[int, int]], device: t
     starts, ends = torch.tensor(spans).unbind(1)
     length = int((ends - starts).max())
     index = torch.minimum(starts[:, None] + torch.arange(length), ends[:, None] - 1)
-    mask = torch.ones(length, prompt[1] - prompt[0] + length, dtype=torch.bool).tril(prompt[1] - prompt[0])
-    return Fold(prompt=prompt, index=index.to(device), mask=mask.to(device))
+    return Fold(prompt=prompt, index=index.to(device))
 
 
 def packed_mask_function(segments: list[Segment], num_tokens: int, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -204,12 +210,17 @@ def check_packable(config: PretrainedConfig) -> None:
         raise ValueError(f"model type {config.model_type} has sliding_window={window}: only full attention can be trained on packed rows")
     if config.model_type in STATE_SPACE_MODELS:
         raise ValueError(f"model type {config.model_type} mixes tokens by a state space: only attention can be trained on packed rows")
-    changed = [name for name in LOGIT_CHANGES if settings.get(name) not in (None, 1, 1.0)]
+    changed = changed_logits(settings)
     if settings.get("attn_logit_softcapping"):
         cap = settings["attn_logit_softcapping"]
         raise ValueError(f"model type {config.model_type} has attn_logit_softcapping={cap}: only plain attention can be trained on packed rows")
     if changed:
         raise ValueError(f"model type {config.model_type} has {changed[0]}={settings[changed[0]]}: logits changed after the head are not supported")
+
+
+def changed_logits(settings: dict[str, Any]) -> list[str]:
+    """Settings of a model by which it changes its logits after the head. A scale of 1 changes nothing; a cap of 1 does."""
+    return [name for name in LOGIT_CHANGES if settings.get(name) and not (name in LOGIT_SCALES and settings[name] == 1)]
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

@@ -56,7 +56,7 @@ def fullest_moment(settings: RowSettings, groups: RowGroups) -> dict[str, int]:
     Gradients of an earlier row are there already: they are added to, not made. Raises ValueError for a model that cannot be traced.
     """
     every, layers = max(1, settings.learner.activation_checkpointing), settings.model.num_layers
-    row = _on_meta(_pack(groups))
+    row = _pack(groups)
     low = every + layers % every
     if layers <= low + every:
         found = _trace(settings, layers, row)
@@ -77,14 +77,14 @@ def _pack(groups: RowGroups) -> PackedRow:
 
 
 def _on_meta(row: PackedRow) -> PackedRow:
-    folds = [replace(fold, index=fold.index.to("meta"), mask=fold.mask.to("meta")) for fold in row.cuts.folds]
+    folds = [replace(fold, index=fold.index.to("meta")) for fold in row.cuts.folds]
     tensors = {name: value.to("meta") for name, value in vars(row).items() if isinstance(value, Tensor)}
     return replace(row, **tensors, cuts=replace(row.cuts, folds=folds, order=row.cuts.order.to("meta")))
 
 
 def _trace(settings: RowSettings, layers: int, row: PackedRow) -> dict[str, Counter[str]]:
     """The fullest state of every moment, for a model of so many layers."""
-    policy = _build_policy(settings, layers)
+    policy, row = _build_policy(settings, layers), _on_meta(row)  # a row of its own: the masks that a first layer makes stay in it
     kept = _keep_gradients(settings, policy)
     with MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace, torch.set_grad_enabled(settings.with_gradient):
         _follow(policy, trace)

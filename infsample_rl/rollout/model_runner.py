@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infsample_rl.model.loading import context_of
-from infsample_rl.model.packed_attention import STATE_SPACE_MODELS
+from infsample_rl.model.packed_attention import STATE_SPACE_MODELS, changed_logits
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout import attention, cpu_kernels
 from infsample_rl.rollout.cpu_decoder import CompiledDecoder
@@ -261,7 +261,7 @@ def check_architecture(model: PreTrainedModel) -> None:
         raise ValueError(f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, Qwen2 or Qwen3")
     if settings["model_type"] in STATE_SPACE_MODELS:  # in 16 bits the comparison of its own modules may not tell
         raise ValueError(f"model type {settings['model_type']} has layers that keep a state; take e.g. Llama, Qwen2 or Qwen3")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "kv_lora_rank"):
+    for name in ("attn_logit_softcapping", *changed_logits(settings), "kv_lora_rank"):
         if settings.get(name):
             raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
     if model.get_output_embeddings().bias is not None:

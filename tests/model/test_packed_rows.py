@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PhiConfig, 
 
 from infsample_rl.model import packed_attention as attention
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
+from infsample_rl.model.packed_attention import LOGIT_CHANGES, changed_logits
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.types import TrainingSample
 
@@ -225,3 +226,8 @@ def test_flex_attention_on_cuda_equals_the_folded_form():
         results.append([output.detach().cpu(), q.grad.cpu(), k.grad.cpu(), v.grad.cpu()])
     for gpu, cpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=2e-2, atol=2e-2)  # TF32 inside the kernels
+
+
+def test_a_scale_of_one_changes_no_logits_and_a_cap_of_one_does():
+    assert changed_logits({"logits_scaling": 1.0, "logit_scale": 1, "final_logit_softcapping": None}) == []
+    assert changed_logits({"logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 1.0}) == list(LOGIT_CHANGES)

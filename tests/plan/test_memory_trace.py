@@ -34,3 +34,15 @@ def test_attention_on_the_meta_device_keeps_what_the_cpus_does_and_no_scores():
     with MemoryTrace([query, key, value]) as trace:
         folded_attention(query, key, value, None, _on_meta(row).cuts)
     assert sum(trace.fullest["forward"].values()) < 4 * heads * tokens * tokens  # of float32 scores
+
+
+def test_a_rows_mask_is_made_where_it_is_first_read_and_counted():
+    row = pack_row([(np.zeros(300, np.int32), [np.zeros(200, np.int32)])], "cpu")
+    query, key, value = (torch.empty(1, 2, 500, 16, device="meta") for _ in range(3))
+    planned = _on_meta(row).cuts
+    with MemoryTrace([query, key, value]) as trace:
+        folded_attention(query, key, value, None, planned)
+    assert "mask" not in vars(row.cuts.folds[0]), "of 131,072 tokens it would take 17 GB"
+    assert planned.folds[0].mask.device.type == "meta" and planned.folds[0].mask.shape == (200, 500)
+    assert sum(trace.fullest["forward"].values()) > 200 * 500
+    assert torch.equal(row.cuts.folds[0].mask, torch.ones(200, 500, dtype=torch.bool).tril(300))

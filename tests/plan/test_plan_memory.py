@@ -67,9 +67,9 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
     shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
     row = [(20, [30] * 6), (20, [10])]
     extended = fullest_moment(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), row)
-    from infsample_rl.plan.row_memory import _on_meta, _pack, _trace
+    from infsample_rl.plan.row_memory import _pack, _trace
 
-    whole = _trace(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), 8, _on_meta(_pack(row)))
+    whole = _trace(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), 8, _pack(row))
     assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
 
 
