@@ -21,8 +21,8 @@ from pathlib import Path
 from infsample_rl.command_line import run_command
 from infsample_rl.config_loading import load_config
 from infsample_rl.convert import openrlhf, trl, trl_files, verl
-from infsample_rl.convert.conversion import SECRET, Conversion, Given
-from infsample_rl.convert.shell import Word, is_unresolved
+from infsample_rl.convert.conversion import SECRET, Conversion
+from infsample_rl.convert.shell import Word
 from infsample_rl.convert.written import experiment_yaml
 
 PEERS = ("trl", "verl", "openrlhf")
@@ -41,28 +41,10 @@ def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
 def _convert(peer: str, path: Path, words: list[Word], environment: dict[str, str]) -> Conversion:
     if peer == "trl":
         given, trainer = trl_files.read(path, environment)
-        given |= trl_files.read_words(words, "argument")
-        given, unresolved = _resolved(given)
-        conversion = trl.convert(given, trainer=trainer)
-    elif peer == "verl":
-        given, unresolved = _resolved(verl.read(path, words, environment))
-        conversion = verl.convert(given)
-    else:
-        given, unresolved = _resolved(openrlhf.read(path, words, environment))
-        conversion = openrlhf.convert(given)
-    conversion.unknown += unresolved
-    return conversion
-
-
-def _resolved(given: dict[str, Given]) -> tuple[dict[str, Given], list[str]]:
-    """What has a value, and lines on what only a shell could resolve."""
-    unclear = {name: entry for name, entry in given.items() if any(is_unresolved(item) for item in _leaves(entry.value))}
-    lines = [f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name" for name, entry in unclear.items()]
-    return {name: entry for name, entry in given.items() if name not in unclear}, lines
-
-
-def _leaves(value: object) -> list[object]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+        return trl.convert(given | trl_files.read_words(words, "argument"), trainer=trainer)
+    if peer == "verl":
+        return verl.convert(verl.read(path, words, environment))
+    return openrlhf.convert(openrlhf.read(path, words, environment))
 
 
 def check_experiment(text: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config_loading import SECTIONS
+from infsample_rl.convert.shell import is_unresolved
 
 SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  # names of settings whose values are keys
 
@@ -58,10 +59,12 @@ class Row:
 
 
 class Conversion:
-    """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out."""
+    """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out or only a shell could resolve."""
 
     def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any], version: str) -> None:
-        self.given, self.defaults, self.version = dict(given), defaults, version
+        self.unresolved = {name: entry for name, entry in given.items() if any(is_unresolved(item) for item in as_list(entry.value))}
+        self.given = {name: entry for name, entry in given.items() if name not in self.unresolved}
+        self.defaults, self.version = defaults, version
         self.settings: dict[str, Setting] = {}
         self.no_equivalent: list[str] = []
         self.differs: list[str] = []
@@ -82,9 +85,9 @@ class Conversion:
         return self.given[name].value if name in self.given else self.defaults.get(name)
 
     def set(self, ours: str, value: Any, *theirs: str, why: str = "") -> None:
-        """Set one of ours, made of `theirs`. Left out where nothing of theirs is given and our default is the same."""
+        """Set one of ours, made of `theirs`. Left out where nothing of theirs is in the file and our default is the same."""
         self._read.update(theirs)
-        if not any(name in self.given for name in theirs) and not why and value == default_of(ours):
+        if not any(name in self.given or name in self.unresolved for name in theirs) and not why and value == default_of(ours):
             return
         self._shown.update(theirs)
         origin = ", ".join(self._spelled(name) for name in theirs)
@@ -132,12 +135,17 @@ class Conversion:
                 self.unknown.append(self._spelled(name))
             else:
                 self.without_effect.append(f"{self._spelled(name)}: {why}")
+        for name, entry in self.unresolved.items():
+            self.unknown.append(f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name")
 
     def _spelled(self, name: str) -> str:
         if name in self.given:
             value = "(not shown)" if SECRET.search(name) else short(self.given[name].value)
             return f"{name}={value}, {self.given[name].place}"
-        return f"{name}={short(self.defaults.get(name))}, the default of {self.version}"
+        default = short(self.defaults.get(name))
+        if name in self.unresolved:
+            return f"{name} is given, {self.unresolved[name].place}, and could not be resolved; {default} is the default of {self.version}"
+        return f"{name}={default}, the default of {self.version}"
 
 
 def default_of(ours: str) -> Any:

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=")
 _REDIRECTION = re.compile(r"(?:\d+|&)?(?:>>|>\||>|<<<|<)[ \t]*&?[ \t]*")  # 2>&1, > FILE, &>> FILE
 _QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')  # the only quoted expansion that gives several words
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv, ast.Mod: operator.mod}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_BRACED = re.compile(r"\$\{(?:(\w+)(\[[@*]\])?(?::?([-=?+]))?)?")  # ${NAME or ${NAME[@] or ${NAME:-, before the word that } ends
 _UNRESOLVED = re.compile(r"\$[({A-Za-z_@*#0-9]|`")
 
 
@@ -121,16 +129,18 @@ def _array(reader: _Reader) -> list[str]:
     return values
 
 
-def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True) -> list[Word]:
-    """One word of the source; an unquoted variable may be several words of the command, or none."""
+def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True, in_quotes: bool = False) -> list[Word]:
+    """One word of the source; an unquoted variable may be several words of the command, or none. `in_quotes`: the word of "${NAME:-it's}"."""
     line, parts, current, quoted = reader.line, [], "", False
     text = reader.text
     while reader.at < len(text) and text[reader.at] not in ends:
         character = text[reader.at]
-        if character == "\\":
+        if character == "$" and text[reader.at + 1 : reader.at + 2] in ("'", '"'):  # $'...' and $"..."
+            reader.at += 1
+        elif character == "\\":
             current += text[reader.at + 1 : reader.at + 2].replace("\n", "")
             reader.at += 2
-        elif character == "'":
+        elif character == "'" and not in_quotes:
             end = text.find("'", reader.at + 1)
             end = len(text) if end < 0 else end
             current, quoted, reader.at = current + text[reader.at + 1 : end], True, end + 1
@@ -140,7 +150,7 @@ def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True) -
         elif character == '"':
             current, quoted = current + _double_quoted(reader), True
         elif character in "$`":
-            value = _expansion(reader)
+            value = _expansion(reader, in_quotes=in_quotes)
             whole = value if isinstance(value, list) else [value]
             pieces = [piece for item in whole for piece in (item.split() if splits and not is_unresolved(item) else [item])]
             if pieces:
@@ -163,7 +173,7 @@ def _double_quoted(reader: _Reader) -> str:
             found += text[reader.at + 1].replace("\n", "")
             reader.at += 2
         elif text[reader.at] in "$`":
-            value = _expansion(reader)
+            value = _expansion(reader, in_quotes=True)
             found += " ".join(value) if isinstance(value, list) else value
         else:
             found += text[reader.at]
@@ -172,7 +182,7 @@ def _double_quoted(reader: _Reader) -> str:
     return found
 
 
-def _expansion(reader: _Reader) -> str | list[str]:
+def _expansion(reader: _Reader, *, in_quotes: bool) -> str | list[str]:
     """What a $ or a backquote stands for; itself where only a shell could say."""
     text, start = reader.text, reader.at
     if text.startswith("$((", start):
@@ -181,20 +191,35 @@ def _expansion(reader: _Reader) -> str | list[str]:
     if text.startswith("$(", start) or text[start] == "`":
         reader.at = _closing(text, start)
         return _path_command(text[start + 2 : reader.at - 1], reader.variables) or text[start : reader.at]
-    found = re.compile(r"\$\{([A-Za-z_]\w*)(\[[@*]\])?(?::?([-=?+])([^}]*))?\}|\$([A-Za-z_]\w*)|\$(0)|\$[@*#1-9]").match(text, start)
+    if braced := _BRACED.match(text, start):
+        return _parameter(reader, braced, in_quotes=in_quotes)
+    found = re.compile(r"\$([A-Za-z_]\w*|0)|\$[@*#1-9]").match(text, start)
+    reader.at = start + 1 if found is None else found.end()
     if found is None:
-        reader.at = start + 1
         return text[start]
-    reader.at = found.end()
-    name = found[1] or found[5] or found[6]
-    if name is None:  # "$@": the script's own arguments, which come after it
-        return []
+    # "$@": the script's own arguments, which come after it
+    return [] if found[1] is None else _first(reader.variables.get(found[1], found[0]))
+
+
+def _parameter(reader: _Reader, braced: re.Match[str], *, in_quotes: bool) -> str | list[str]:
+    """What ${NAME}, ${NAME[@]}, ${NAME:-default} or ${NAME:+other} stands for; itself where only a shell could say."""
+    name, has_index, operation = braced.groups()
+    reader.at = braced.end()
+    other = " ".join(word.text for word in _word(reader, ends="}", splits=False, in_quotes=in_quotes))
+    reader.at += 1
     value = reader.variables.get(name)
-    if found[3] and not value:
-        value = _inner(found[4], reader.variables)
-    if value is None:
-        return found[0]
-    return value if isinstance(value, str) or found[2] else value[0] if value else ""
+    if operation == "+":
+        return other if value else ""
+    if operation in ("-", "=") and not value:
+        return other
+    if value is None or (other and not operation):  # ${NAME:?message} of an unset one, ${NAME%suffix}
+        return reader.text[braced.start() : reader.at]
+    return value if has_index else _first(value)
+
+
+def _first(value: str | list[str]) -> str:
+    """What an array's name alone stands for."""
+    return value if isinstance(value, str) else value[0] if value else ""
 
 
 def _path_command(text: str, variables: dict[str, str | list[str]]) -> str:
@@ -219,7 +244,7 @@ def _path_command(text: str, variables: dict[str, str | list[str]]) -> str:
 
 
 def _inner(text: str, variables: dict[str, str | list[str]]) -> str:
-    """The default of ${NAME:-default}, which may hold variables itself."""
+    """A text with its variables resolved."""
     return "".join(word.text for word in _word(_Reader(text, variables), splits=False, ends=""))
 
 
@@ -237,11 +262,14 @@ def _closing(text: str, start: int) -> int:
 
 
 def _arithmetic(text: str, variables: dict[str, str | list[str]]) -> str:
-    """The value of whole numbers, names, + - * / % and brackets; "" for anything else."""
+    """The value of whole numbers, names, + - * / % ** and brackets; "" for anything else."""
 
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+            left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Pow) and not 0 <= left.bit_length() * right <= 128:  # a fraction, or far beyond a shell's 64 bits
+                raise ValueError(text)
+            return _OPERATORS[type(node.op)](left, right)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
         if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -251,7 +279,7 @@ def _arithmetic(text: str, variables: dict[str, str | list[str]]) -> str:
         raise ValueError(text)
 
     try:
-        return str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip(), mode="eval").body))
+        return str(value(ast.parse(_inner(text, variables).strip(), mode="eval").body))
     except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
         return ""
 

@@ -65,6 +65,12 @@ def test_a_script_keeps_units_and_objective(convert):
     assert (config.rollout.top_k, config.run.epochs, config.logging.wandb) == (0, 2.0, "disabled")
 
 
+def test_a_value_that_is_given_but_unknown_is_not_said_to_be_left_to_the_default(convert):
+    text = convert("verl", "sums.sh", SCRIPT.replace("data.train_batch_size=96", "data.train_batch_size=$(nproc)")).text
+    (line,) = [line for line in text.splitlines() if "prompts_per_step:" in line]
+    assert "data.train_batch_size is given, line " in line and "could not be resolved; 1024 is the default of verl" in line
+
+
 def test_nothing_of_a_script_is_dropped_and_what_only_a_shell_knows_is_said(convert):
     found = convert("verl", "sums.sh", SCRIPT)
     command = SCRIPT.partition("python3 -m verl.trainer.main_ppo")[2]
