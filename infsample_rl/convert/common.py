@@ -16,7 +16,8 @@ LOGGED = "what is printed or logged"
 def need(conversion: Conversion, ours: str, how: str) -> None:
     """ValueError when a setting that has no default was not found."""
     if ours not in conversion.settings:
-        raise ValueError(f"nothing in the file says what {ours} is to be; {how} behind the file's name")
+        unclear = f" (could not be resolved: {', '.join(conversion.unresolved)})" if conversion.unresolved else ""
+        raise ValueError(f"nothing in the file says what {ours} is to be{unclear}; {how} behind the file's name")
 
 
 def set_row_lengths(conversion: Conversion, prompt_tokens: int, new_tokens: int, *theirs: str, row_tokens: int | None = None) -> None:

@@ -56,6 +56,8 @@ def test_nothing_of_a_script_is_dropped_and_keys_are_never_shown(convert):
     assert [flag for flag in flags if f"{flag}=" not in found.text] == []
     assert "no.such.flag=3" in found.under("Unknown, not converted")
     assert "abcdef0123456789" not in found.text
+    found = convert("openrlhf", "train.sh", SCRIPT.replace("--rollout.batch_size 64", "--rollout.batch_size $NOWHERE"))
+    assert "# rollout.batch_size is given, line 19, and could not be resolved;" in found.text
 
 
 def test_flags_of_older_versions_are_the_same_settings(convert):

@@ -172,6 +172,8 @@ def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(
     assert (config.model.path, config.rollout.group_size, config.cluster.learner_ranks) == ("Qwen/Qwen3-1.7B", 8, 4)
     assert (config.run.dir.endswith("out/Qwen3-1.7B"), config.learner.lora_targets) == (True, ["q_proj", "v_proj"])
     assert config.objective.loss == "gspo"
+    unclear = convert("trl", "run.sh", COMMAND.replace("${G:-8}", "$NOWHERE")).text
+    assert "group_size: 8  # num_generations is given, line 6, and could not be resolved; 8 is the default of" in unclear
 
 
 @pytest.mark.parametrize(

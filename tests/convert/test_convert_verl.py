@@ -87,6 +87,11 @@ def test_arguments_behind_the_file_override_it(convert):
     assert (config.run.name, config.data.prompts_per_step, config.objective.mini_batches) == ("mine", 64, 2)
 
 
+def test_a_missing_setting_names_what_could_not_be_resolved(refused):
+    said = refused("verl", "sums.sh", script_of(**{"actor_rollout_ref.model.path": "$NOWHERE"}))
+    assert "what model.path is to be (could not be resolved: actor_rollout_ref.model.path); add actor_rollout_ref.model.path=NAME" in said
+
+
 MINIMAL = {
     "algorithm.adv_estimator": "grpo",
     "data.train_files": "a.parquet",
