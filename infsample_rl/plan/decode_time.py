@@ -14,6 +14,8 @@ from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.simulator import simulate_prompts
 
+MOST_SAMPLES = 65_536  # of one worker: 10,000 take some 25 s to simulate, and the list of all lengths must fit in memory
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTime:
@@ -30,10 +32,15 @@ class DecodeTime:
         return self.running_steps * self.step_seconds
 
 
-def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
-    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens."""
+def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime | None:
+    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens.
+
+    None for a worker of more than MOST_SAMPLES samples a step.
+    """
     rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
     prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
+    if prompts * rollout.group_size > MOST_SAMPLES:
+        return None
     groups = _groups(config, prompts, lengths)
     pages = pool_pages(config, model, device.usable_bytes - size * model.num_parameters)
     found = simulate_prompts(

@@ -43,7 +43,7 @@ class RunPlan:
     parameters: int
     roles: list[RolePlan]
     traffic: list[Traffic]
-    decode: DecodeTime | None
+    decode: DecodeTime | None  # None: more samples than are simulated
     host_bytes: int  # of all processes that compute on the CPU
     host_room: int
 

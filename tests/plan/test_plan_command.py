@@ -158,6 +158,14 @@ def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]  # a run folder
 
 
+def test_more_samples_than_are_simulated_leave_the_decoding_time_out_and_say_so(capsys):
+    huge = "rollout.group_size=1000000000000"
+    assert main([huge]) == 0
+    assert "decoding: left out, a rollout worker has more than 65,536 samples in a step" in capsys.readouterr().out
+    status, plan = plan_json(capsys, huge)
+    assert status == 0 and plan["decode"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
