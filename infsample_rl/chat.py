@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -26,7 +25,7 @@ from infsample_rl.merge import load_policy_folder
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.rollout.engine import SamplingEngine
-from infsample_rl.run_settings import load_run_config, quoted, run_of
+from infsample_rl.run_settings import checkpoint_folder, load_run_config, quoted, run_of
 
 HELP = "/reset forgets what was said, /temperature T changes it, Ctrl-C ends an answer, Ctrl-D the talk"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to until all of its bytes are there
@@ -95,9 +94,9 @@ class Chat:
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
     """The run's settings with what a talk needs. ValueError in one line."""
     check_temperature("temperature", options.temperature)
-    folder = Path(checkpoint).expanduser()
-    run_dir = run_of(folder) if folder.is_dir() else None
-    ours = [f"model.path={quoted(str(folder.absolute()) if folder.is_dir() else checkpoint)}", "model.tokenizer_path=null"]
+    folder = checkpoint_folder(checkpoint)
+    run_dir = None if folder is None else run_of(folder)
+    ours = [f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}", "model.tokenizer_path=null"]
     ours += ["rollout.group_size=1", "rollout.micro_group_size=null", "rollout.slots=1", "rollout.prompts_at_once=1"]
     ours += ["rollout.schedule=token_budget", "rollout.predictor=none", "rollout.prefix_tokens=null", "objective.advantage=mean_only"]
     ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]  # one response needs its own length, whatever the run had

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import signal
 import sys
 import types
 import typing
@@ -50,31 +51,32 @@ def parse_with_settings(arguments: list[str], options: type[Options]) -> tuple[O
 
 
 def run_command(command: Callable[[list[str]], int], arguments: list[str] | None, *, usage: str) -> int:
-    """Run a command with its arguments, those of this process if None. Returns the exit code: what `command` returns, 2 when it
-    raises ValueError (an input is wrong), 1 for OSError and RuntimeError (it failed), each said in one line on stderr. -h prints `usage`."""
+    """Run a command with its arguments, those of this process if None; -h prints `usage`. Returns the exit code: what `command` returns,
+    2 when it raises ValueError (an input is wrong), 1 for OSError, RuntimeError and MemoryError (it failed), each said in one line on
+    stderr, 130 when Ctrl-C ends it and, without a word, 141 when nobody reads its output any more (`| head`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(usage)
         return 0
     try:
-        return command(arguments)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = command(arguments)
+        sys.stdout.flush()  # here, where a reader that is gone is noticed, not while Python ends
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        print(f"error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
 
 
-def parse_or_exit(options: type[Options], command: str) -> Options:
-    """The options of this process's arguments; a wrong one ends it with one line on stderr and status 2, -h with the command's help."""
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
-        print((sys.modules["__main__"].__doc__ or command).strip(), end="\n\n")
-        print("\n".join(f"  {name:<20} {meaning} ({default})" for name, default, meaning in describe(options)))
-        raise SystemExit(0)
-    try:
-        return parse(arguments, options)
-    except ValueError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+def run_with_options(command: Callable[[Options], int], options: type[Options], *, usage: str) -> int:
+    """run_command() of a command whose arguments, those of this process, are `options` alone: -h prints these too."""
+    lines = [f"  {name:<20} {meaning} ({default})" for name, default, meaning in describe(options)]
+    return run_command(lambda arguments: command(parse(arguments, options)), None, usage="\n".join([usage.strip(), "", *lines]))
 
 
 def describe(options: type[Any]) -> list[tuple[str, str, str]]:

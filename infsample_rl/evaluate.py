@@ -30,14 +30,13 @@ from infsample_rl.bench.report import print_table
 from infsample_rl.command_line import option, parse_with_settings, run_command
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.data.prompts import build_eval_prompts
-from infsample_rl.keeping import checkpoints
 from infsample_rl.merge import load_policy_folder
 from infsample_rl.model.loading import context_of, load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.pass_at_k import Estimate, mean_over_problems, pass_at_k
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine import SamplingEngine
-from infsample_rl.run_settings import load_run_config, quoted, run_of
+from infsample_rl.run_settings import checkpoint_folder, load_run_config, quoted, run_of
 from infsample_rl.types import Completion, Prompt, RewardResult
 
 
@@ -77,12 +76,13 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
 
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
     """The run's settings, made fit for sampling alone. ValueError in one line."""
-    folder = Path(checkpoint).expanduser()
-    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-        kept = ", ".join(str(path) for path in checkpoints(folder)) or "it has none"
-        raise ValueError(f"CHECKPOINT={checkpoint} is a run folder; give a checkpoint of it: {kept}")
-    run_dir = run_of(folder) if folder.is_dir() else None
-    model = str(folder.absolute()) if folder.is_dir() else checkpoint
+    folder = checkpoint_folder(checkpoint)
+    run_dir = None if folder is None else run_of(folder)
+    model = checkpoint if folder is None else str(folder.absolute())
+    names = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
+        lies = "is a hub name" if folder is None else "lies in no run folder"
+        raise ValueError(f"CHECKPOINT={checkpoint} {lies}: nothing says what to evaluate it on; give data.source=FILE and a reward, as reward=math")
     ours = [f"model.path={quoted(model)}", "model.tokenizer_path=null", f"rollout.group_size={options.samples}", "rollout.micro_group_size=null"]
     ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
     ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
@@ -90,7 +90,6 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     if config.rollout.group_size != options.samples:
         wrong, right = config.rollout.group_size, options.samples
         raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
-    names = {override.partition("=")[0].lstrip("+") for override in overrides}
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)

@@ -1,16 +1,17 @@
-"""Adapters into weights: python -m infsample_rl.merge CHECKPOINT OUT [--trust-remote-code]
+"""Adapters into weights: python -m infsample_rl.merge CHECKPOINT OUT [trust_remote_code=true]
 
-CHECKPOINT  checkpoints/step_N of a run with learner.lora_rank > 0, or another peft folder of plain LoRA on linear layers
-OUT         a new folder: the merged model, bitwise the weights that sampled, with its tokenizer; from_pretrained takes it
+CHECKPOINT         checkpoints/step_N of a run with learner.lora_rank > 0, or another peft folder of plain LoRA on linear layers
+OUT                a new folder: the merged model, bitwise the weights that sampled, with its tokenizer; from_pretrained takes it
+trust_remote_code  whether code that comes with the base model is run (false)
 
-Exit codes: 0 done; 2 an input is wrong.
+Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,13 +19,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from infsample_rl.command_line import option, parse, run_command
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
+from infsample_rl.run_settings import checkpoint_folder
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
 VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
 OWN_BASES = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(kw_only=True)
+class MergeOptions:
+    """What is neither folder."""
+
+    trust_remote_code: bool = option(False, "run code that comes with the base model")
 
 
 def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
@@ -55,7 +65,10 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
         used.append(f"init_lora_weights={settings['init_lora_weights']}")
     if settings["peft_type"] != "LORA" or settings.get("bias", "none") != "none" or used:
         raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
-    tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
+    try:
+        tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} cannot be read: {error}") from None
     dtype = next(iter(tensors.values())).dtype
     base = ModelConfig(path=settings["base_model_name_or_path"], dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
     lm = load_model(base)
@@ -71,22 +84,21 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     return lm
 
 
-def main() -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m infsample_rl.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("out", metavar="OUT")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the base model")
-    options = parser.parse_args()
-    try:
-        if not options.out:
-            raise ValueError("OUT is empty: give a new or an empty folder")
-        merge_checkpoint(options.checkpoint, Path(options.out), trust_remote_code=options.trust_remote_code)
-    except (ValueError, OSError, SafetensorError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    print(json.dumps({"merged": options.out}))
+def _run(arguments: list[str]) -> int:
+    if len(arguments) < 2 or "=" in arguments[0]:
+        raise ValueError("give a checkpoint and a new folder: python -m infsample_rl.merge CHECKPOINT OUT")
+    checkpoint, out = arguments[:2]
+    options = parse(arguments[2:], MergeOptions)
+    if not out:
+        raise ValueError("OUT is empty: give a new or an empty folder")
+    merge_checkpoint(checkpoint_folder(checkpoint) or Path(checkpoint), Path(out), trust_remote_code=options.trust_remote_code)
+    print(json.dumps({"merged": out}))
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
 
 
 if __name__ == "__main__":

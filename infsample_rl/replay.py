@@ -28,7 +28,7 @@ from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.recording import RecordedStep, read_recording
 from infsample_rl.reference.worker import ReferenceWorker
-from infsample_rl.run_settings import load_run_config
+from infsample_rl.run_settings import is_run_folder, load_run_config
 from infsample_rl.step_metrics import Metrics, update_metrics
 from infsample_rl.types import Completion, ReferenceResult, SampleSpec, TrainingSample
 
@@ -123,9 +123,11 @@ def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:
 
 
 def _run(arguments: list[str]) -> int:
-    if not arguments or "=" in arguments[0] or not (Path(arguments[0]) / "config.yaml").is_file():
+    if not arguments or "=" in arguments[0]:
         raise ValueError("give a run folder first: python -m infsample_rl.replay RUN step=K")
-    run_dir = Path(arguments[0]).absolute()
+    run_dir = Path(arguments[0]).expanduser().absolute()
+    if not is_run_folder(run_dir):
+        raise ValueError(f"RUN={arguments[0]} {'is no run folder: it has no config.yaml' if run_dir.is_dir() else 'is no folder'}")
     options, overrides = parse_with_settings(arguments[1:], ReplayOptions)
     if options.step == 0:
         raise ValueError("give the step: python -m infsample_rl.replay RUN step=K")

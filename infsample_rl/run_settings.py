@@ -1,12 +1,41 @@
-"""The settings a checkpoint was trained with: RUN/config.yaml composed again with changes on top, checked like any other."""
+"""The checkpoint a command is given, and the settings it was trained with: RUN/config.yaml composed again with changes on top."""
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
 from infsample_rl.config import Config
 from infsample_rl.config_loading import load_config
+from infsample_rl.keeping import checkpoints
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def checkpoint_folder(checkpoint: str) -> Path | None:
+    """The folder CHECKPOINT is, or None for a hub name. ValueError, with the checkpoints there are, for a run folder and for no folder."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_file():
+        raise ValueError(f"CHECKPOINT={checkpoint} is a file; give the folder it is in")
+    if is_run_folder(folder):
+        raise ValueError(f"CHECKPOINT={checkpoint} is a run folder; give a checkpoint of it: {_kept(folder)}")
+    if folder.is_dir():
+        return folder
+    if folder.parent.name == "checkpoints":
+        raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder; the run has kept: {_kept(folder.parent.parent)}")
+    if not HUB_NAME.fullmatch(checkpoint):
+        raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder, and a hub name is owner/name")
+    return None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has begun in it."""
+    return (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
+
+
+def _kept(run_dir: Path) -> str:
+    return ", ".join(map(str, checkpoints(run_dir))) or "none"
 
 
 def run_of(checkpoint: Path) -> Path | None:

@@ -18,7 +18,7 @@ from typing import Any
 from infsample_rl.bench import report
 from infsample_rl.bench.schedule_records import measure
 from infsample_rl.bench.schedule_workload import MEMORY_BOUND, SimulateOptions, Workload, load, names_of
-from infsample_rl.command_line import check_writable, parse_or_exit
+from infsample_rl.command_line import check_writable, run_with_options
 
 COLUMNS = {
     "name": "schedule",
@@ -38,31 +38,26 @@ FORMATS = {"seconds_per_prompt": ".1f", "of_bound": ".2f", "of_infinite": ".3f",
 
 def main() -> int:
     """Simulate and report; 2 for files or settings that cannot be used."""
-    options = parse_or_exit(SimulateOptions, "simulate")
-    return run("simulate", options, [options.prompts_at_once])
+    return run_with_options(lambda options: run(options, [options.prompts_at_once]), SimulateOptions, usage=__doc__)
 
 
-def run(command: str, options: SimulateOptions, at_once: Sequence[int]) -> int:
+def run(options: SimulateOptions, at_once: Sequence[int]) -> int:
     """Every measurement for every file and number of resident prompts, printed, and drawn where a folder is given."""
     found: list[dict[str, Any]] = []
-    try:
-        paths = list(dict.fromkeys(Path(name) for name in options.lengths))
-        workloads = [load(path, options, name) for path, name in zip(paths, names_of(paths), strict=True)]
-        if options.out is not None:
-            check_writable(Path(options.out), f"out={options.out}")
-        for workload in workloads:
-            for prompts in at_once:
-                here = []
-                for record in measure(workload, options, prompts):
-                    here.append(record)
-                    if options.json:
-                        report.print_json(record)
-                found += here
-                if not options.json:
-                    _print_table(workload, options, here, prompts)
-    except ValueError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
+    paths = list(dict.fromkeys(Path(name) for name in options.lengths))
+    workloads = [load(path, options, name) for path, name in zip(paths, names_of(paths), strict=True)]
+    if options.out is not None:
+        check_writable(Path(options.out), f"out={options.out}")
+    for workload in workloads:
+        for prompts in at_once:
+            here = []
+            for record in measure(workload, options, prompts):
+                here.append(record)
+                if options.json:
+                    report.print_json(record)
+            found += here
+            if not options.json:
+                _print_table(workload, options, here, prompts)
     if options.out is not None:
         from infsample_rl.bench.schedule_figures import draw
 

@@ -140,7 +140,7 @@ def _text(text: str) -> str:
 def _arguments(path: Path, module: str) -> list[str]:
     """The table of a command's key=value arguments, of the dataclass that its main parses them into."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-    place = {"parse_or_exit": 0, "parse_with_settings": 1}  # of the dataclass among the call's arguments
+    place = {"run_with_options": 1, "parse_with_settings": 1}  # of the dataclass among the call's arguments
     parsed = [call.args[place[call.func.id]] for call in calls if isinstance(call.func, ast.Name) and call.func.id in place]
     if not parsed:
         return []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from infsample_rl.command_line import option, parse, parse_or_exit, parse_with_settings, run_command
+from infsample_rl.command_line import option, parse, parse_with_settings, run_command, run_with_options
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ def test_settings_of_a_run_are_left_for_hydra():
         parse_with_settings(["coutn", "run.steps=4"], Few)
 
 
-@pytest.mark.parametrize(("error", "status"), [(ValueError, 2), (UnicodeError, 2), (RuntimeError, 1), (FileNotFoundError, 1)])
+@pytest.mark.parametrize(("error", "status"), [(ValueError, 2), (UnicodeError, 2), (RuntimeError, 1), (FileNotFoundError, 1), (MemoryError, 1)])
 def test_a_failure_is_one_line_and_its_exit_code(error, status, capsys):
     def fail(arguments: list[str]) -> int:
         raise error("what went\n  wrong")
@@ -69,7 +69,22 @@ def test_help_is_asked_for_anywhere_and_runs_nothing(capsys, monkeypatch):
     assert capsys.readouterr().out == "how\n"
     assert run_command(lambda arguments: len(arguments), ["a", "b"], usage="how") == 2
     monkeypatch.setattr(sys, "argv", ["few", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        parse_or_exit(Few, "few")
-    assert ended.value.code == 0
-    assert "  rivals.python        a path (none)\n" in capsys.readouterr().out + "\n"
+    assert run_with_options(lambda options: 7, Few, usage="few\n") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("few\n\n") and "  rivals.python        a path (none)\n" in shown
+
+
+def test_options_are_parsed_before_a_command_begins(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["few", "count=3"])
+    assert run_with_options(lambda options: options.count, Few, usage="few") == 3
+    monkeypatch.setattr(sys, "argv", ["few", "count=0"])
+    assert run_with_options(lambda options: 7, Few, usage="few") == 2
+    assert capsys.readouterr().err.startswith("error: count=0: must be >= 1")
+
+
+def test_ctrl_c_is_one_line(capsys):
+    def interrupt(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    assert run_command(interrupt, [], usage="how") == 130
+    assert capsys.readouterr().err == "interrupted\n"

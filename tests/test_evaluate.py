@@ -73,7 +73,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
     assert evaluate.main([arguments[0], arguments[2]]) == 2
-    assert "data.source is empty" in capsys.readouterr().err
+    assert "lies in no run folder: nothing says what to evaluate it on; give data.source=" in capsys.readouterr().err
 
 
 def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_path):

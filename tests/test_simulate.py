@@ -169,13 +169,16 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, lengths_file, tmp_p
     bad = tmp_path / "bad.jsonl"
     bad.write_text(lengths_file.read_text().splitlines()[0] + '\n{"dataset": \n')
     monkeypatch.setattr(sys, "argv", ["simulate", *(argument.format(good=lengths_file, bad=bad) for argument in arguments)])
-    try:
-        status = main()
-    except SystemExit as error:
-        status = error.code
+    assert main() == 2
     captured = capsys.readouterr()
-    assert status == 2 and said in captured.err
-    assert captured.err.count("\n") == 1 and captured.err.startswith("simulate: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(lengths_file):
+    command = f"{sys.executable} -m infsample_rl.simulate lengths={lengths_file} slots=2 | head -1"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_no_model_code_is_imported():

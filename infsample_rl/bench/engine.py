@@ -20,7 +20,7 @@ from infsample_rl.bench.rival_settings import Measurement, rival_measurements
 from infsample_rl.bench.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from infsample_rl.bench.vllm_process import measure_vllm
 from infsample_rl.bench.workload import Workload
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
@@ -58,14 +58,14 @@ class EngineOptions(Workload):
 def main() -> int:
     """Run all measurements; 1 when one failed or token counts differ although ends are ignored."""
     end_with_terminate()
-    options = parse_or_exit(EngineOptions, "bench.engine")
+    return run_with_options(run, EngineOptions, usage=__doc__)
+
+
+def run(options: EngineOptions) -> int:
+    """As main(). RuntimeError when the model cannot be had."""
     with tempfile.TemporaryDirectory() as scratch:
         workload = asdict(options) | {"config_folder": scratch}
-        try:
-            facts = measure_here("facts", workload, {"config_folder": scratch}, timeout_s=options.timeout_s)
-        except RuntimeError as error:
-            print(f"bench.engine: {error}", file=sys.stderr)
-            return 1
+        facts = measure_here("facts", workload, {"config_folder": scratch}, timeout_s=options.timeout_s)
         found, failed = _measure_all(options, workload, facts)
     if not options.json:
         report.print_table(found, report.ENGINE_COLUMNS)

@@ -34,7 +34,7 @@ from infsample_rl.bench.group_size_moments import (
 )
 from infsample_rl.bench.group_size_sampling import sampling_records
 from infsample_rl.bench.schedule_workload import names_of
-from infsample_rl.command_line import check_writable, option, parse_or_exit
+from infsample_rl.command_line import check_writable, option, run_with_options
 from infsample_rl.rollout.length_prediction.accuracy import Interval, bootstrap
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 
@@ -180,18 +180,18 @@ def _at(found: GradientMoments, groups: float, prompts: int) -> dict[str, float]
 
 def main() -> int:
     """Measure and report; 2 for files or settings that cannot be used."""
-    options = parse_or_exit(GroupSizeOptions, "bench.group_size")
-    try:
-        records = run(options)
-    except ValueError as error:
-        print(f"bench.group_size: {error}", file=sys.stderr)
-        return 2
+    return run_with_options(run, GroupSizeOptions, usage=__doc__)
+
+
+def run(options: GroupSizeOptions) -> int:
+    """As main()."""
+    records = measure(options)
     if options.out is not None:
         print(f"figure: {draw(records, Path(options.out))}", file=sys.stderr)
     return 0
 
 
-def run(options: GroupSizeOptions) -> list[dict[str, Any]]:
+def measure(options: GroupSizeOptions) -> list[dict[str, Any]]:
     """Every record, printed as it comes."""
     if options.out is not None:
         check_writable(Path(options.out), f"out={options.out}")

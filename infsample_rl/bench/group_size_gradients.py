@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from infsample_rl.command_line import check_writable, option, parse_or_exit
+from infsample_rl.command_line import check_writable, option, run_with_options
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
@@ -157,13 +157,13 @@ def _write(path: Path, rows: dict[str, list], sketches: Tensor, whole: list[Tens
 
 def main() -> int:
     """Measure; 2 for files or settings that cannot be used."""
-    options = parse_or_exit(GradientOptions, "bench.group_size_gradients")
-    try:
-        check_writable(Path(options.out).resolve().parent, f"out={options.out}")
-        measure(options)
-    except ValueError as error:
-        print(f"bench.group_size_gradients: {error}", file=sys.stderr)
-        return 2
+    return run_with_options(run, GradientOptions, usage=__doc__)
+
+
+def run(options: GradientOptions) -> int:
+    """As main()."""
+    check_writable(Path(options.out).resolve().parent, f"out={options.out}")
+    measure(options)
     return 0
 
 

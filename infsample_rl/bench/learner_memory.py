@@ -17,7 +17,7 @@ from typing import Any
 from infsample_rl.bench import report
 from infsample_rl.bench.process import end_with_terminate, measure
 from infsample_rl.bench.workload import ModelOptions
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.config import LearnerConfig
 
 # glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses would be counted.
@@ -55,7 +55,11 @@ class LearnerMemoryOptions(ModelOptions):
 def main() -> int:
     """Measure all points; 1 when one of ours failed."""
     end_with_terminate()
-    options = parse_or_exit(LearnerMemoryOptions, "bench.learner_memory")
+    return run_with_options(run, LearnerMemoryOptions, usage=__doc__)
+
+
+def run(options: LearnerMemoryOptions) -> int:
+    """As main()."""
     found: list[dict[str, Any]] = []
     failed = False
     for name, group_size in points(options):

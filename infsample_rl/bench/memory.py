@@ -16,7 +16,7 @@ from typing import Any
 from infsample_rl.bench import report
 from infsample_rl.bench.process import end_with_terminate, measure_here
 from infsample_rl.bench.workload import Workload
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
 
 # Infinite Sampling, abstract and memory figure: Qwen3-1.7B, G = 32, 1,024 new tokens, all at once and one slot; GB of 1e9 bytes.
@@ -41,15 +41,15 @@ class MemoryOptions(Workload):
 def main() -> int:
     """Measure all points; 1 when one failed."""
     end_with_terminate()
-    options = parse_or_exit(MemoryOptions, "bench.memory")
+    return run_with_options(run, MemoryOptions, usage=__doc__)
+
+
+def run(options: MemoryOptions) -> int:
+    """As main(). RuntimeError when the model cannot be had."""
     workload = asdict(options) | {"prompts": 1}
     found: list[dict[str, Any]] = []
     failed = False
-    try:
-        facts = measure_here("facts", workload, {}, timeout_s=options.timeout_s)
-    except RuntimeError as error:
-        print(f"bench.memory: {error}", file=sys.stderr)
-        return 1
+    facts = measure_here("facts", workload, {}, timeout_s=options.timeout_s)
     for settings in points(options):
         print(f"bench.memory: {settings} ...", file=sys.stderr, flush=True)
         try:

@@ -44,7 +44,7 @@ from infsample_rl.bench.predictor_report import draw_predictor, print_tables
 from infsample_rl.bench.predictor_steps import Memory, compare, cost
 from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.bench.workload import TINY_POLICY
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.config import ModelConfig
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
@@ -89,22 +89,22 @@ class PredictorOptions:
 
 def main() -> int:
     """Measure every recording; 2 for bad input, said in one line."""
-    options = parse_or_exit(PredictorOptions, "bench.predictor")
-    try:
-        _check(options)
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        records = []
-        for index, file in enumerate(options.recordings):
-            with contextlib.redirect_stdout(sys.stderr):  # of training, and of what libraries print when they are imported
-                found = measure(Path(file), index, options)
-            records += found
-            if options.json:
-                for record in found:
-                    report.print_json(record)
-    except ValueError as error:
-        print(f"bench.predictor: {error}", file=sys.stderr)
-        return 2
+    return run_with_options(run, PredictorOptions, usage=__doc__)
+
+
+def run(options: PredictorOptions) -> int:
+    """As main()."""
+    _check(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    records = []
+    for index, file in enumerate(options.recordings):
+        with contextlib.redirect_stdout(sys.stderr):  # of training, and of what libraries print when they are imported
+            found = measure(Path(file), index, options)
+        records += found
+        if options.json:
+            for record in found:
+                report.print_json(record)
     if not options.json:
         print_tables(records)
         print(f"g = {options.slots}, c0 = {options.c0 * 1e3:.1f} ms, c1 = {options.c1 * 1e3:.2f} ms")

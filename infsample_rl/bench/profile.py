@@ -16,7 +16,7 @@ import torch
 
 from infsample_rl.bench.models import load, make_prompts
 from infsample_rl.bench.workload import ModelOptions
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine import SamplingEngine
@@ -41,7 +41,11 @@ class ProfileOptions(ModelOptions):
 
 def main() -> int:
     """Profile, and print what was found."""
-    options = parse_or_exit(ProfileOptions, "infsample_rl.bench.profile")
+    return run_with_options(run, ProfileOptions, usage=__doc__)
+
+
+def run(options: ProfileOptions) -> int:
+    """As main()."""
     torch.set_num_threads(options.threads)
     found = profile_steps(options)
     if options.json:

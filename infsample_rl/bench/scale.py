@@ -15,7 +15,7 @@ from typing import Any
 
 from infsample_rl.bench import report
 from infsample_rl.bench.process import end_with_terminate, measure
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 
 COLUMNS = {
     "workers": "workers",
@@ -48,7 +48,11 @@ class ScaleOptions:
 def main() -> int:
     """Measure all points; 1 when one failed."""
     end_with_terminate()
-    options = parse_or_exit(ScaleOptions, "bench.scale")
+    return run_with_options(run, ScaleOptions, usage=__doc__)
+
+
+def run(options: ScaleOptions) -> int:
+    """As main()."""
     found: list[dict[str, Any]] = []
     for workers in options.workers:
         print(f"bench.scale: {workers} workers ...", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from infsample_rl.bench.schedule_workload import LENGTHS, SimulateOptions
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.simulate import run
 
 
@@ -30,8 +30,7 @@ class ScheduleOptions(SimulateOptions):
 
 def main() -> int:
     """Run both parts; 2 for files or settings that cannot be used."""
-    options = parse_or_exit(ScheduleOptions, "bench.schedule")
-    return run("bench.schedule", options, sorted({1, options.prompts_at_once}))
+    return run_with_options(lambda options: run(options, sorted({1, options.prompts_at_once})), ScheduleOptions, usage=__doc__)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 from infsample_rl.bench.paper_figures import ABLATION, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
 from infsample_rl.bench.schedule_workload import LENGTHS, MOST_SIGMA, names_of, noisy
-from infsample_rl.command_line import check_writable, option, parse_or_exit
+from infsample_rl.command_line import check_writable, option, run_with_options
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound
 from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts
@@ -60,18 +60,17 @@ class Group:
 
 def main() -> int:
     """Write all tables."""
-    options = parse_or_exit(TableOptions, "bench.tables")
+    return run_with_options(write_tables, TableOptions, usage=__doc__)
+
+
+def write_tables(options: TableOptions) -> int:
+    """As main()."""
     files = list(dict.fromkeys(Path(name) for name in options.recordings)) or sorted(LENGTHS.glob("*.jsonl*"))
-    try:
-        if options.out is not None:
-            _check_out(Path(options.out))
-        rows = [row for file, name in zip(files, names_of(files), strict=True) for row in rows_of(file, options, name)]
-    except ValueError as error:
-        print(f"bench.tables: {error}", file=sys.stderr)
-        return 2
+    if options.out is not None:
+        _check_out(Path(options.out))
+    rows = [row for file, name in zip(files, names_of(files), strict=True) for row in rows_of(file, options, name)]
     if not rows:
-        print(f"bench.tables: no recorded lengths in {LENGTHS}: give recordings=[FILE,...]", file=sys.stderr)
-        return 2
+        raise ValueError(f"there are no recorded lengths in {LENGTHS}: give recordings=[FILE,...]")
     if options.json:
         for row in rows:
             print(json.dumps(row))

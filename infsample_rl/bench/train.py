@@ -20,7 +20,7 @@ from infsample_rl.bench import report, train_report
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import TUNE_SAMPLES, Tried, best_settings, try_settings, tune_prompts
 from infsample_rl.bench.train_workload import Run, Spec, TrainingOptions, allocator_of, find_facts, measure_run, our_settings, run_spec, shown
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 
 # Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32, torch's default.
 PEAK_FLOPS = {
@@ -53,13 +53,13 @@ class TrainOptions(TrainingOptions):
 def main() -> int:
     """Measure both sides at every G; 1 when a measurement failed or token counts differ."""
     end_with_terminate()
-    options = parse_or_exit(TrainOptions, "bench.train")
-    try:
-        count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
-        facts = find_facts(options, {"what": "sweep", "count": count})
-    except RuntimeError as error:
-        print(f"bench.train: {error}", file=sys.stderr)
-        return 1
+    return run_with_options(run, TrainOptions, usage=__doc__)
+
+
+def run(options: TrainOptions) -> int:
+    """As main(). RuntimeError when the model cannot be had."""
+    count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
+    facts = find_facts(options, {"what": "sweep", "count": count})
     found, failed = measure_all(options, facts)
     if not options.json:
         train_report.print_training(found)

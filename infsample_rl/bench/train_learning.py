@@ -21,7 +21,7 @@ from infsample_rl.bench import report, train_report
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import best_settings, try_settings, tune_prompts
 from infsample_rl.bench.train_workload import Run, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 
 ARITHMETIC = {  # configs/data/arithmetic.yaml
     "source": "reasoning_gym:products",
@@ -45,15 +45,15 @@ class LearningOptions(TrainingOptions):
 def main() -> int:
     """Run both sides; 1 when one failed."""
     end_with_terminate()
-    options = parse_or_exit(LearningOptions, "bench.train_learning")
+    return run_with_options(run, LearningOptions, usage=__doc__)
+
+
+def run(options: LearningOptions) -> int:
+    """As main(). RuntimeError when the model cannot be had."""
     found: list[dict[str, Any]] = []
     failed = False
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            runs = learning_runs(options, str(Path(scratch) / "columns.json"))
-        except RuntimeError as error:
-            print(f"bench.train_learning: {error}", file=sys.stderr)
-            return 1
+        runs = learning_runs(options, str(Path(scratch) / "columns.json"))
         for run in runs:
             print(f"bench.train_learning: {run.name}, {options.steps} steps, {shown(run.settings)} ...", file=sys.stderr, flush=True)
             try:

@@ -297,7 +297,7 @@ def test_the_recorded_policy_gives_what_the_docs_say():
     data, name = ROOT / "tests" / "data", "smollm2_135m_gsm8k_T0.8"
     files = [str(data / "group_size" / f"{name}_n32.jsonl.gz"), str(data / "lengths" / f"{name}_n8.jsonl")]
     gradients = str(data / "group_size" / f"{name}_n32.npz")
-    records = group_size.run(GroupSizeOptions(recordings=files, gradients=gradients, group_sizes=[8, 32], simulated=2))
+    records = group_size.measure(GroupSizeOptions(recordings=files, gradients=gradients, group_sizes=[8, 32], simulated=2))
     shares = [round(record["signal_share"]["value"], 3) for record in records if record["what"] == "signal"]
     assert shares == [0.056, 0.118, 0.102, 0.08, 0.184]  # n32 at 8 and 32, n8 at 8, fitted at 8 and 32
     gradients_of = {(r["recording"], r["advantage"], r["group_size"]): r for r in records if r["what"] == "gradient"}
@@ -319,7 +319,7 @@ def test_rewards_beside_0_and_1_are_refused(recorded, tmp_path, change, message)
     line = json.loads(recorded.read_text().splitlines()[0])
     (tmp_path / "bad.jsonl").write_text(json.dumps(line | change) + "\n")
     with pytest.raises(ValueError, match=message):
-        group_size.run(GroupSizeOptions(recordings=[str(tmp_path / "bad.jsonl")]))
+        group_size.measure(GroupSizeOptions(recordings=[str(tmp_path / "bad.jsonl")]))
 
 
 def test_gradients_of_other_recordings_are_refused(gram):

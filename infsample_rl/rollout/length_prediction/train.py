@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.rollout.length_prediction.accuracy import Accuracy, prompt_accuracy, summarize
 from infsample_rl.rollout.length_prediction.bert import MAX_LOG_LENGTH, check_window, encode, load_encoder, log_lengths, window_of
 from infsample_rl.rollout.length_prediction.training_data import TextGroup, read_groups, split_groups
@@ -71,12 +71,12 @@ class Epoch:
 
 def main() -> int:
     """The command; 2 for bad input, said in one line."""
-    options = parse_or_exit(TrainOptions, "length_prediction.train")
-    try:
-        train(options)
-    except ValueError as error:
-        print(f"length_prediction.train: {error}", file=sys.stderr)
-        return 2
+    return run_with_options(run, TrainOptions, usage=__doc__)
+
+
+def run(options: TrainOptions) -> int:
+    """As main()."""
+    train(options)
     return 0
 
 
