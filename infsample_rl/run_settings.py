@@ -20,7 +20,7 @@ def checkpoint_folder(checkpoint: str) -> Path | None:
         raise ValueError(f"CHECKPOINT={checkpoint} is a file; give the folder it is in")
     if is_run_folder(folder):
         raise ValueError(f"CHECKPOINT={checkpoint} is a run folder; give a checkpoint of it: {_kept(folder)}")
-    if folder.is_dir():
+    if folder.is_dir() and checkpoint:
         return folder
     if folder.parent.name == "checkpoints":
         raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder; the run has kept: {_kept(folder.parent.parent)}")

@@ -21,7 +21,7 @@ from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_tr
 from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.logging_outputs.trackers import check_trackers
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
-from infsample_rl.model.loading import context_of, load_model_config, load_tokenizer, stop_ids_of
+from infsample_rl.model.loading import context_of, last_hidden_size, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
@@ -94,7 +94,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
     config.check_warmup(total_steps)
     step, warnings, expected_lengths = 0, damages, None
-    probe = RunProbe(architecture.hidden_size, max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
+    probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
     if checkpoint is not None:
         state = keeping.read_state(checkpoint)
         step, expected_lengths = state["step"], state.get("expected_lengths")

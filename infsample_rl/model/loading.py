@@ -50,6 +50,11 @@ def context_of(architecture: PretrainedConfig) -> int | None:
     return rope.get("original_max_position_embeddings") or getattr(architecture, "original_max_position_embeddings", None) or context
 
 
+def last_hidden_size(architecture: PretrainedConfig) -> int:
+    """Width of the last hidden state, which the head takes: some of OPT project it to that of the embedding."""
+    return getattr(architecture, "word_embed_proj_dim", None) or architecture.hidden_size
+
+
 def load_model(
     model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:

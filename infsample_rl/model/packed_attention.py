@@ -124,6 +124,11 @@ def _build_block_mask(segments: list[Segment], num_tokens: int, device: torch.de
     return create_block_mask(packed_mask_function(segments, num_tokens, device), None, None, num_tokens, num_tokens, device=device)
 
 
+def takes_flex_attention(head_size: int, dtype: torch.dtype) -> bool:
+    """Whether FlexAttention's CUDA kernels do: they want a head size that is a power of two, and no float64."""
+    return head_size in (16, 32, 64, 128, 256) and dtype != torch.float64
+
+
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)  # rows differ in length
@@ -149,8 +154,7 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows")
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
         raise RuntimeError(f"packed attention of {type(module).__name__} takes no mask and no sliding window")
-    # FlexAttention's CUDA kernels want a head dimension that is a power of two and no float64.
-    if cuts.block_mask is not None and query.shape[-1] in (16, 32, 64, 128, 256) and query.dtype != torch.float64:
+    if cuts.block_mask is not None and takes_flex_attention(query.shape[-1], query.dtype):
         output = _compiled_flex_attention()(query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
     return folded_attention(query, key, value, scaling, cuts), None

@@ -14,7 +14,7 @@ from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.simulator import simulate_prompts
 
-MOST_SAMPLES = 65_536  # of one worker: 10,000 take some 25 s to simulate, and the list of all lengths must fit in memory
+MOST_SIMULATED = 2048  # samples of one worker: seconds; the time of all, in whose middle as many decode at once, grows with their square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,8 @@ class DecodeTime:
     """Of one rollout worker's part of a step. `step_seconds`: roofline, weights and KV read once, or the arithmetic where that is slower."""
 
     lengths: str  # where they are from
+    samples: int
+    simulated_samples: int  # the steps are theirs, multiplied where they are fewer
     running_steps: int
     mean_rows: float
     step_seconds: float
@@ -32,16 +34,13 @@ class DecodeTime:
         return self.running_steps * self.step_seconds
 
 
-def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime | None:
-    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens.
-
-    None for a worker of more than MOST_SAMPLES samples a step.
-    """
+def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
+    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens."""
     rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
     prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
-    if prompts * rollout.group_size > MOST_SAMPLES:
-        return None
-    groups = _groups(config, prompts, lengths)
+    size_simulated = min(rollout.group_size, MOST_SIMULATED)
+    groups = _groups(config, min(prompts, MOST_SIMULATED // size_simulated), size_simulated, lengths)
+    simulated = size_simulated * len(groups)
     pages = pool_pages(config, model, device.usable_bytes - size * model.num_parameters)
     found = simulate_prompts(
         groups,
@@ -62,15 +61,17 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
     seconds = max(read / device.bandwidth, 2 * model.parameters_read * rows / device.flops)
     return DecodeTime(
         lengths="every response as long as it may be" if lengths is None else lengths.name,
-        running_steps=found.running_steps,
+        samples=prompts * rollout.group_size,
+        simulated_samples=simulated,
+        running_steps=round(found.running_steps * prompts * rollout.group_size / simulated),
         mean_rows=rows,
         step_seconds=seconds,
     )
 
 
-def _groups(config: Config, prompts: int, lengths: Path | None) -> list[list[int]]:
-    """Lengths of `prompts` groups; recorded ones are taken in turn, also the samples of a prompt that has fewer than G."""
-    size, cap = config.rollout.group_size, config.rollout.max_new_tokens
+def _groups(config: Config, prompts: int, size: int, lengths: Path | None) -> list[list[int]]:
+    """Lengths of `prompts` groups of `size`; recorded ones are taken in turn, also the samples of a prompt that has fewer."""
+    cap = config.rollout.max_new_tokens
     if lengths is None:
         return [[cap] * size] * prompts
     recorded = [recording.lengths for recording in read_recordings(lengths)]

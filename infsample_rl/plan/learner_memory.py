@@ -13,6 +13,7 @@ import torch
 
 from infsample_rl.config import Config
 from infsample_rl.learner.deepspeed_backend import BUCKET_ELEMENTS
+from infsample_rl.model.packed_attention import takes_flex_attention
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowGroups, RowSettings, fullest_moment
 from infsample_rl.weight_sync.manifest import BUCKET_BYTES
@@ -115,7 +116,7 @@ def _row(config: Config, model: ModelOutline) -> Lines:
         dtype=dtype,
         learner=config.learner,
         masters=dtype != torch.float32 and config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp",
-        flex_attention=config.cluster.learner_gpus > 0,
+        flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
     )
     return fullest_moment(settings, learner_row(config))

@@ -11,6 +11,7 @@ import torch
 
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
+from infsample_rl.model.packed_attention import takes_flex_attention
 from infsample_rl.placement import worker_groups
 from infsample_rl.plan.devices import Device, gpu_of, host
 from infsample_rl.plan.learner_memory import learner_lines, row_groups
@@ -81,7 +82,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
         dtype=dtype,
         learner=config.learner,
         masters=False,
-        flex_attention=config.cluster.reference_gpus > 0,
+        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         with_gradient=False,
     )

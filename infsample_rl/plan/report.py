@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from infsample_rl.plan.decode_time import MOST_SAMPLES
 from infsample_rl.plan.run_plan import RolePlan, RunPlan
 
 
@@ -56,11 +55,10 @@ def _time_lines(plan: RunPlan) -> list[str]:
         for traffic in plan.traffic
     ]
     decode = plan.decode
-    if decode is None:
-        lines.append(f"decoding: left out, a rollout worker has more than {MOST_SAMPLES:,} samples in a step")
-    else:
-        lines.append(
-            f"decoding: {decode.running_steps:,} running steps ({decode.lengths}), {decode.mean_rows:.1f} rows on average, each at least "
-            f"{1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
-        )
+    is_all = decode.simulated_samples == decode.samples
+    lengths = decode.lengths if is_all else f"{decode.lengths}; from {decode.simulated_samples:,} of {decode.samples:,} samples"
+    lines.append(
+        f"decoding: {decode.running_steps:,} running steps ({lengths}), {decode.mean_rows:.1f} rows on average, each at least "
+        f"{1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
+    )
     return lines

@@ -43,7 +43,7 @@ class RunPlan:
     parameters: int
     roles: list[RolePlan]
     traffic: list[Traffic]
-    decode: DecodeTime | None  # None: more samples than are simulated
+    decode: DecodeTime
     host_bytes: int  # of all processes that compute on the CPU
     host_room: int
 
@@ -61,7 +61,7 @@ class RunPlan:
             for role in self.roles
         ]
         traffic = [dataclasses.asdict(each) for each in self.traffic]
-        decode = None if self.decode is None else dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
+        decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
         found = {"model": self.model, "dtype": self.dtype, "parameters": self.parameters, "fits": self.fits}
         return found | {"processes": processes, "traffic": traffic, "decode": decode}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.model.loading import last_hidden_size
 from infsample_rl.rollout.fused_decoder import FusedDecoder
 from infsample_rl.rollout.row_batch import RowBatch
 from infsample_rl.rollout.sampler import DrawnTensors, Sampler
@@ -102,7 +103,8 @@ class DecodeGraphs:
         self._host = [torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
-        self.hidden = torch.zeros(batch.max_rows, runner.model.config.hidden_size, dtype=runner.dtype, device=device)  # last states of the last step
+        hidden_size = last_hidden_size(runner.model.config)
+        self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)  # last states of the last step
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._is_compiled = compiled
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows

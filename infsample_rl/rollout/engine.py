@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config_fields import check_temperature
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES, RolloutConfig
+from infsample_rl.model.loading import last_hidden_size
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
 from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
@@ -77,7 +78,7 @@ class SamplingEngine:
         self._predictor = self._load_predictor()
         self.watch: ProbeWatch | None = None
         if rollout_config.probes and not deterministic:
-            self.watch = ProbeWatch(model.config.hidden_size, rollout_config, shared=shared_probe)
+            self.watch = ProbeWatch(last_hidden_size(model.config), rollout_config, shared=shared_probe)
         self._loop: DecodeLoop | None = None  # of the last stream
         self._streaming = False
         self._asked_back: deque[Future[dict[int, list[int]]]] = deque()

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout import engine as engine_module
@@ -221,3 +221,14 @@ def test_a_stream_closed_early_teaches_what_had_ended(countdown, tokenizer):
     report = engine.learn()
     assert report.statistics.counts.sum() >= 0 and report.steps_without == 0
     assert [len(group) for group in engine.generate(PROMPTS, seed=3)] == [24] * 2
+
+
+def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_takes(tokenizer):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 32}
+    torch.manual_seed(0)
+    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()  # as OPT-350M
+    engine = make_engine(model, tokenizer, **(BUDGET | {"kv_budget_tokens": 1024}))
+    prompts = [[5, 9, 7], [7, 4, 4]]
+    for step in range(3):
+        engine.generate(prompts, seed=3, step=step)
+    assert engine.watch.probe.hidden_size == 32 and engine.watch.probe.fitted is not None
