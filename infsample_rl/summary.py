@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import warnings
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -141,7 +142,9 @@ def draw_curves(records: list[dict[str, Any]], path: Path, *, title: str) -> Non
     for axes in (top, bottom):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a run's name in letters that no font here has: boxes
+        figure.savefig(path)
 
 
 def draw_line(axes: Any, steps: list[dict[str, Any]], name: str, label: str, colour: str) -> None:

@@ -125,3 +125,11 @@ def test_the_printed_command_samples_from_the_checkpoint(tmp_path: Path) -> None
     done = subprocess.run(line[21:], shell=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("one 'two' \"one\"")
+
+
+def test_a_name_in_letters_that_the_font_lacks_is_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    write_lines(tmp_path / "metrics.jsonl", twelve_steps())
+    settings = config()
+    settings.run.name = "\u8bad\u7ec3 1"
+    write_summary(settings, tmp_path, checkpoint=None, seconds=1.0)
+    assert (tmp_path / "reward_curve.png").is_file() and [str(each.message) for each in recwarn if "Glyph" in str(each.message)] == []

@@ -73,6 +73,8 @@ def read_run(path: Path, label: str | None = None) -> RunFolder:
         warnings=_read_warnings(path / WARNINGS),
         notes=notes,
     )
+    if run.plan and not isinstance(run.plan.get("processes"), list):
+        notes.append(f"{PLAN} names no processes")
     if not run.metrics and (path / METRICS).exists():
         notes.append(f"{METRICS} holds no step yet")
     return run
@@ -139,7 +141,10 @@ def _read_object(path: Path, notes: list[str], *, needed: bool = True) -> Record
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read ({type(error).__name__})")
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} holds no object")
+        return {}
+    return found
 
 
 def _read_warnings(path: Path) -> list[str]:

@@ -68,6 +68,8 @@ def traced_steps(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
             drawn.append(found)
         if sum(len(other["bars"]) for other in drawn) >= MOST_BARS:
             break
+    if not drawn and events:
+        notes.append(f"{TRACE} holds no whole step")
     return {"names": list(names), "steps": drawn[::-1]} if drawn else None
 
 

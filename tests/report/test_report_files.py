@@ -44,6 +44,20 @@ def test_a_file_that_holds_something_else_is_no_traceback(recorded_run, name, co
     notes_of(recorded_run)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("plan.json", '{"total_steps": 3, "processes": {}}', "plan.json names no processes"),
+        ("plan.json", "[1, 2]", "plan.json holds no object"),
+        ("versions.json", '"2.0"', "versions.json holds no object"),
+        ("trace.json", '[{"ph": "M"}]', "trace.json holds no whole step"),
+    ],
+)
+def test_json_of_another_shape_is_said(recorded_run, name, content, said):
+    (recorded_run / name).write_text(content)
+    assert notes_of(recorded_run) == [said]
+
+
 def test_a_half_written_last_line_is_left_out_and_said(recorded_run, page_in):
     for name in ("metrics.jsonl", "completions.jsonl", "samples.jsonl"):
         with (recorded_run / name).open("a") as file:
