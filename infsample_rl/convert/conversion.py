@@ -62,7 +62,7 @@ class Conversion:
     """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out or only a shell could resolve."""
 
     def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any], version: str) -> None:
-        self.unresolved = {name: entry for name, entry in given.items() if any(is_unresolved(item) for item in as_list(entry.value))}
+        self.unresolved = {name: entry for name, entry in given.items() if is_unresolved(entry.value)}
         self.given = {name: entry for name, entry in given.items() if name not in self.unresolved}
         self.defaults, self.version = defaults, version
         self.settings: dict[str, Setting] = {}

@@ -61,9 +61,11 @@ def read_commands(text: str, environment: Mapping[str, str], *, keep: Callable[[
     return found, reader.has_branches
 
 
-def is_unresolved(text: object) -> bool:
-    """Whether a value holds something that only a shell could resolve."""
-    return isinstance(text, str) and _UNRESOLVED.search(text) is not None
+def is_unresolved(value: object) -> bool:
+    """Whether a text, or one in a list or a dict, holds something that only a shell could resolve."""
+    if isinstance(value, (list, dict)):
+        return any(map(is_unresolved, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and _UNRESOLVED.search(value) is not None
 
 
 def _statement(reader: _Reader) -> list[Word]:
@@ -202,7 +204,7 @@ def _expansion(reader: _Reader, *, in_quotes: bool) -> str | list[str]:
 
 
 def _parameter(reader: _Reader, braced: re.Match[str], *, in_quotes: bool) -> str | list[str]:
-    """What ${NAME}, ${NAME[@]}, ${NAME:-default} or ${NAME:+other} stands for; itself where only a shell could say."""
+    """What ${NAME}, ${NAME[@]}, ${NAME:-default}, ${NAME:=default} or ${NAME:+other} stands for; itself where only a shell could say."""
     name, has_index, operation = braced.groups()
     reader.at = braced.end()
     other = " ".join(word.text for word in _word(reader, ends="}", splits=False, in_quotes=in_quotes))
@@ -211,6 +213,8 @@ def _parameter(reader: _Reader, braced: re.Match[str], *, in_quotes: bool) -> st
     if operation == "+":
         return other if value else ""
     if operation in ("-", "=") and not value:
+        if operation == "=":
+            reader.variables[name] = other
         return other
     if value is None or (other and not operation):  # ${NAME:?message} of an unset one, ${NAME%suffix}
         return reader.text[braced.start() : reader.at]

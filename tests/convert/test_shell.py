@@ -24,6 +24,7 @@ def words_of(text, **environment):
         ('run ${HOME%/me} ${HOME/ /_} ${1} ${N:-a\\}b} ${N:-"}"}', ["run", "${HOME%/me}", "${HOME/ /_}", "${1}", "a}b", "}"]),
         ("run \"${A:-it's}\" \"${B:-['$HOME/a']}\"", ["run", "it's", "['/home/me/a']"]),
         ("A=(x y)\nrun ${B:-${A[@]}} ${C:?set C} ${D:-$(date)}", ["run", "x", "y", "${C:?set C}", "$(date)"]),
+        (": ${A:=x} ${B=y}\nrun $A $B ${A:=z}", ["run", "x", "y", "x"]),
         ("run $'/a b' $\"c\" $((2 ** 3 * 16))", ["run", "/a b", "c", "128"]),
         ("run $((9 ** 9 ** 9)) $((2 ** -1)) $((${N:-2} * 4))", ["run", "$((9 ** 9 ** 9))", "$((2 ** -1))", "8"]),
         ("N=$((2 * (3 + 4)))\nrun $N $((N / 2))", ["run", "14", "7"]),
@@ -47,6 +48,7 @@ def test_words_of_a_command(text, words):
 
 def test_what_only_a_shell_could_know_is_told_apart():
     assert [is_unresolved(text) for text in ("$(hostname)", "${X}", "`date`", "a$", "5$", "plain")] == [True, True, True, False, False, False]
+    assert is_unresolved({"a": ["b", "$C"]}) and not is_unresolved({"a": ["b", 1]})
 
 
 @pytest.mark.parametrize(
