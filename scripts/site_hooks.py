@@ -7,7 +7,8 @@ from typing import Any
 
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?:infsample_rl|tests|configs|scripts|launch|README|SECURITY|CONTRIBUTING)[^)]*\)")
 ELSEWHERE = re.compile(r'<script src="?https://unpkg\.com/iframe-worker/shim"?></script>')  # the one script that the theme takes from outside
-LIST_OR_TABLE = re.compile(r"\s*([-*] |\d+\. |\|)")
+LIST_OR_TABLE = re.compile(r"\s*([-*] |\d+\. |\|.*\|\s*$)")
+FOLDER_LINK = re.compile(r'href="(\.\.?)"')  # the logo's: a folder that is opened as a file is a listing
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -26,7 +27,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The search of a page that is opened as a file runs by a script of ours, docs/site_search.js."""
+    """On a page that is opened as a file the search runs by a script of ours, docs/site_search.js, and the logo leads to a page."""
+    output = FOLDER_LINK.sub(r'href="\1/index.html"', output)
     return ELSEWHERE.sub(f'<script src="{"../" * page.url.count("/")}site_search.js"></script>', output)
 
 

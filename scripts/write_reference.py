@@ -113,10 +113,12 @@ def commands_page() -> str:
     found = [path for path in sorted(PACKAGE.rglob("*.py")) if _is_command(path)]
     found.sort(key=lambda path: (path.parent.name == "bench", path.name != "main.py", path.as_posix()))
     for path in found:
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        parts += [f"## {module}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or ""), *_arguments(path, module)]
+        module = _module(path)
+        parts += [f"## {module}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or ""), *_arguments(path)]
     for path in sorted((ROOT / "scripts").glob("*.py")):
-        parts += [f"## scripts/{path.name}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or "")]
+        usage = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if f"python scripts/{path.name}" in usage:
+            parts += [f"## scripts/{path.name}\n", _text(usage)]
     for name in LAUNCHERS:
         comment = [line for line in (ROOT / "launch" / name).read_text().split("set -euo")[0].splitlines()[1:] if not line.startswith("#SBATCH")]
         parts += [f"## launch/{name}\n", _text("\n".join(line.removeprefix("#").removeprefix(" ") for line in comment).strip())]
@@ -129,21 +131,26 @@ def _is_command(path: Path) -> bool:
     mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     if mains and (mains[0].returns is None or ast.unparse(mains[0].returns) != "int"):
         return False
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return f"python -m {module}" in (ast.get_docstring(tree) or "") and 'if __name__ == "__main__"' in path.read_text()
+    return f"python -m {_module(path)}" in (ast.get_docstring(tree) or "") and 'if __name__ == "__main__"' in path.read_text()
+
+
+def _module(path: Path) -> str:
+    """What python -m takes."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
 
 
 def _text(text: str) -> str:
     return f"```text\n{text}\n```\n"
 
 
-def _arguments(path: Path, module: str) -> list[str]:
+def _arguments(path: Path) -> list[str]:
     """The table of a command's key=value arguments, of the dataclass that its main parses them into."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     place = {"run_with_options": 1, "parse_with_settings": 1}  # of the dataclass among the call's arguments
     parsed = [call.args[place[call.func.id]] for call in calls if isinstance(call.func, ast.Name) and call.func.id in place]
     if not parsed:
         return []
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     options: Any = getattr(importlib.import_module(module), ast.unparse(parsed[0]))
     rows = [(f"`{name}`", default.replace(f"{ROOT}/", ""), meaning) for name, default, meaning in describe(options)]
     return [table(("argument", "default", "meaning"), rows)]
