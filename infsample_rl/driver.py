@@ -347,10 +347,11 @@ class Driver:
         if self.probe is None:
             return {}
         metrics = {"predictor/used": float(self.probe.published().is_used)}
-        switched = self.probe.enter(self.cluster.probe_reports())
+        reports, started = self.cluster.probe_reports(), time.time()
+        switched = self.probe.enter(reports)
         if switched:
             self.log.note(f"after step {self.step}: {switched}")
-        return metrics | {"predictor/steps_saved": self.probe.steps_saved}
+        return metrics | {"predictor/steps_saved": self.probe.steps_saved, "predictor/fit_seconds": time.time() - started}
 
     def _start_rollout(self, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
         """`batch`: number of the step that these samples will train, which their noise is made from."""

@@ -62,11 +62,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(config) -> int:  # type: ignore[no-untyped-def]
     """Check the inputs, then run; every failure is one line and an exit code."""
+    import torch
+
     from infsample_rl.async_driver import AsyncDriver
     from infsample_rl.driver import Driver
     from infsample_rl.out_of_memory import explain
     from infsample_rl.startup import prepare
 
+    torch.set_num_threads(1)  # the driver computes little, and threads that spin would wait for cores that its workers need
     try:
         driver = AsyncDriver if config.run.max_staleness > 0 else Driver
         driver(config, prepare(config)).run()

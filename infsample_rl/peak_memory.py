@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
+
+
+def _find_purge() -> Callable[[], None] | None:
+    """jemalloc's call that returns the free pages of all arenas; None where another allocator is loaded."""
+    mallctl = getattr(ctypes.CDLL(None), "mallctl", None)
+    return None if mallctl is None else lambda: mallctl(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # MALLCTL_ARENAS_ALL
+
+
+PURGE = _find_purge()
 
 
 class PeakMemory:
@@ -57,6 +68,12 @@ def process_memory(device_type: str) -> PeakMemory:
     """The one PeakMemory of this process, of what it allocates itself, made at the first call: what a worker holds before it loads a model is
     its idle footprint: interpreter, libraries, tokenizer."""
     return PeakMemory(torch.device(device_type), with_mapped=False)
+
+
+def return_freed_memory() -> None:
+    """Give what tensors have left in jemalloc, where it is loaded, back to the system: pieces of one row's sizes serve the next one's ill."""
+    if PURGE is not None:
+        PURGE()
 
 
 def mapped_weights_bytes() -> int:

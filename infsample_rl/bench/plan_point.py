@@ -12,7 +12,9 @@ import copy
 import ctypes
 import dataclasses
 import gc
+import itertools
 import json
+import mmap
 import os
 import sys
 import tempfile
@@ -35,8 +37,8 @@ from infsample_rl.plan.processes import plan_role
 from infsample_rl.reference.worker import ReferenceWorker
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, SampleSpec, TrainingSample
-from infsample_rl.weight_sync.buckets import stream_buckets
-from infsample_rl.weight_sync.manifest import plan_weights, shapes_of
+from infsample_rl.weight_sync.buckets import fill_buckets
+from infsample_rl.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
 
 # Random tokens are far from what any policy samples, and no check of that may stop the measurement.
 ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
@@ -118,7 +120,9 @@ def sample(config: Config) -> int:
     worker = RolloutWorker(config, 0)
     parameters = dict(worker.model.named_parameters())
     manifest = plan_weights(shapes_of(parameters.items()), 0)
-    worker.load_weights(manifest, stream_buckets(((name, parameter.detach()) for name, parameter in parameters.items()), manifest))
+    store = torch.frombuffer(mmap.mmap(-1, min(BUCKET_BYTES, manifest.num_bytes)), dtype=torch.uint8)  # shared memory, as Ray's
+    buckets = fill_buckets(((name, parameter.detach()) for name, parameter in parameters.items()), manifest, itertools.repeat(store))
+    worker.load_weights(manifest, (bucket.numpy() for bucket in buckets))
     generator, size = np.random.default_rng(0), config.rollout.group_size
     for place in range(config.rollout.prompts_at_once):
         ids = generator.integers(0, len(worker.engine.tokenizer), config.data.max_prompt_tokens).astype(np.int32)

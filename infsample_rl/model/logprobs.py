@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
+from infsample_rl.peak_memory import return_freed_memory
 
 
 def token_logprobs(
@@ -140,6 +141,7 @@ class PackedPolicy(nn.Module):
         hidden = self.lm.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, use_cache=False, cuts=row.cuts
         ).last_hidden_state[0]
+        return_freed_memory()  # logits are larger than anything that the layers have left
         return token_logprobs(
             hidden[row.predictor_index],
             self.lm.get_output_embeddings().weight,

@@ -91,7 +91,7 @@ def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
 
 
 def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
-    """What lies beside weights and pool at the fullest moment: a step's tensors, and a prefill or a bucket of weights."""
+    """What lies beside weights and pool at the fullest moment: a step's tensors and a prefill, and buckets that a link receives into."""
     rows = most_rows(config, model, device)
     on_gpu = config.cluster.rollout_gpus > 0
     if on_gpu:
@@ -100,14 +100,9 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     else:
         lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
         lines["logits and drawing"] = _drawing(config, model, min(rows, max(8, LOGITS_AT_A_TIME // model.vocab)))
-    transient = {"prefill of a prompt": _prefill(config, model)}
-    transport = choose_transport(config.cluster)
-    if transport in ("broadcast", "cuda_ipc"):
-        lines["weight buckets"] = 2 * BUCKET_BYTES
-    elif transport == "object_store":
-        transient["weight bucket and its copy"] = 2 * min(BUCKET_BYTES, _item(config) * model.num_parameters)
-    largest = max(transient, key=transient.__getitem__)
-    return lines | {largest: transient[largest]}
+    if choose_transport(config.cluster) in ("broadcast", "cuda_ipc"):
+        lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
+    return lines | {"prefill of a prompt": _prefill(config, model)}
 
 
 def _tables(config: Config, rows: int) -> int:

@@ -79,7 +79,7 @@ PREDICTOR = (
         note="above 0 for long enough: predictions are used",
     ),
     Curve("Predictions in use", "1: yes", {"predictor/used": "in the step"}),
-    Curve("Time spent on predicting", "s", {"predictor/seconds": "a step, slowest worker"}),
+    Curve("Time spent on predicting", "s", {"predictor/seconds": "a step, slowest worker", "predictor/fit_seconds": "the driver's fit after it"}),
 )
 
 

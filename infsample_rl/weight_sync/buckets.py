@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -82,5 +83,11 @@ def load_buckets(
     problem = misfit(model, manifest, version)
     if problem is not None:
         raise RuntimeError(problem)
-    # Arrays of an object store are read-only, which torch does not take: one bucket at a time is copied.
-    unpack_buckets(model, manifest, (torch.from_numpy(np.array(bucket)) for bucket in buckets), bucket_bytes)
+    unpack_buckets(model, manifest, map(_as_tensor, buckets), bucket_bytes)
+
+
+def _as_tensor(bucket: np.ndarray) -> Tensor:
+    """The same memory as a tensor, only to be read: arrays of an object store are read-only, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(bucket)
