@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.command_line import option, parse_or_exit
+from infsample_rl.command_line import option, run_with_options
 from infsample_rl.logging_outputs.wandb_tracker import has_wandb_key
 from infsample_rl.metric_names import GROUPS, METRICS
 
@@ -69,18 +69,20 @@ def _title(name: str) -> str:
 
 def main() -> int:
     """Build the view, and save or print it."""
-    options = parse_or_exit(DashboardOptions, "wandb_dashboard")
+    return run_with_options(build, DashboardOptions, usage=__doc__)
+
+
+def build(options: DashboardOptions) -> int:
+    """As main()."""
     try:
         workspace = build_workspace(options)
     except ImportError as error:
-        print(f"wandb_dashboard: {error.name} is not installed: pip install infsample_rl[wandb-workspaces]", file=sys.stderr)
-        return 2
+        raise ValueError(f"{error.name} is not installed: pip install infsample_rl[wandb-workspaces]") from None
     if options.json:
         print(json.dumps(workspace._spec, indent=1))
         return 0
     if not has_wandb_key():
-        print("wandb_dashboard: saving needs a key: set WANDB_API_KEY, run `wandb login`, or print the view with json=true", file=sys.stderr)
-        return 2
+        raise ValueError("saving needs a key: set WANDB_API_KEY, run `wandb login`, or print the view with json=true")
     return save(workspace)
 
 
