@@ -46,6 +46,10 @@ def parse(arguments: list[str], options: type[Options]) -> Options:
 def parse_with_settings(arguments: list[str], options: type[Options]) -> tuple[Options, list[str]]:
     """The options among `key=value` arguments, and the others, settings of a run for Hydra. ValueError as parse()."""
     names = {field.metadata["key"] or field.name for field in dataclasses.fields(options)}
+    for key in (argument.partition("=")[0] for argument in arguments if "=" in argument):
+        nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
+        if nearest and key not in names and "." not in key:
+            raise ValueError(f"{key} is no argument; did you mean {nearest[0]}=...? arguments: {', '.join(sorted(names))}, and settings of a run")
     own = [argument for argument in arguments if argument.partition("=")[0] in names or "=" not in argument]
     return parse(own, options), [argument for argument in arguments if argument not in own]
 

@@ -90,6 +90,8 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     if config.rollout.group_size != options.samples:
         wrong, right = config.rollout.group_size, options.samples
         raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
+    if "run.eval_samples" in names:
+        raise ValueError("run.eval_samples is of the evaluations during a run; give samples= here")
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)

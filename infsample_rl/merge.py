@@ -69,19 +69,36 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
         tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} cannot be read: {error}") from None
+    if not tensors:
+        raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} holds no adapters")
     dtype = next(iter(tensors.values())).dtype
     base = ModelConfig(path=settings["base_model_name_or_path"], dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
     lm = load_model(base)
     scale = settings["lora_alpha"] / settings["r"]
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         layer = name.removesuffix(".lora_A.weight")
-        weight = lm.get_submodule(layer.removeprefix(PEFT_PREFIX)).weight
+        weight = _weight_of(lm, layer.removeprefix(PEFT_PREFIX))
+        a, b = tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight", None)
+        if weight is None or b is None or (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
+            wrong = "has no such layer" if weight is None else "does not fit it" if b is not None else "has no lora_B for it"
+            raise ValueError(f"CHECKPOINT={checkpoint} adapts {layer}, but {'the base model' if weight is None else 'the adapter'} {wrong}")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ValueError(f"CHECKPOINT={checkpoint}: the adapter of {layer} is not finite")
         if weight is lm.get_input_embeddings().weight:
             raise ValueError(f"CHECKPOINT={checkpoint} adapts {layer}, whose weight is the embedding too: merge it with peft itself")
-        weight.copy_(merge_weight(weight, tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight"), scale))
+        weight.copy_(merge_weight(weight, a, b, scale))
     if tensors:
         raise ValueError(f"CHECKPOINT={checkpoint} holds {next(iter(tensors))}, which is no adapter of a linear layer: merge it with peft itself")
     return lm
+
+
+def _weight_of(lm: PreTrainedModel, layer: str) -> torch.Tensor | None:
+    """The matrix of a layer; None where the model has no such layer, or it has no matrix."""
+    try:
+        weight = getattr(lm.get_submodule(layer), "weight", None)
+    except AttributeError:
+        return None
+    return weight if weight is not None and weight.dim() == 2 else None
 
 
 def _run(arguments: list[str]) -> int:

@@ -122,7 +122,7 @@ class Patience:
         if time.monotonic() - self._said < POLL_S:
             return False
         self._said = time.monotonic()
-        self._note(f"waiting for {what}: nothing has moved for {self.idle_s:.0f} s")
+        self._note(f"still waiting for {what} ({self.idle_s:.0f} s)")
         return True
 
 

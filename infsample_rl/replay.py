@@ -48,7 +48,16 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
     ours += ["learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
+    without_effect = [override for override in overrides if _is_recorded(override.partition("=")[0])]
+    if without_effect:
+        raise ValueError(f"{without_effect[0]} would change nothing: samples, rewards and advantages are the recorded ones")
     return load_run_config(run_dir, [*ours, *overrides])
+
+
+def _is_recorded(name: str) -> bool:
+    """Whether a setting made what is recorded, and is not read by the update too."""
+    section, _, key = name.lstrip("+~").partition(".")
+    return section in ("data", "reward", "logging") or (section == "rollout" and key not in ("temperature", "max_new_tokens"))
 
 
 def start_of(run_dir: Path, step: int) -> Path | None:

@@ -6,6 +6,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from infsample_rl.config import Config
 from infsample_rl.config_loading import load_config
 from infsample_rl.keeping import checkpoints
@@ -48,7 +50,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
     """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot be."""
-    kept = "" if run_dir is None else (run_dir / "config.yaml").read_text().replace("${", "\\${")
+    kept = "" if run_dir is None else _read(run_dir / "config.yaml").replace("${", "\\${")
     with tempfile.TemporaryDirectory() as folder:
         experiment = Path(folder) / "experiment" / "run.yaml"
         experiment.parent.mkdir()
@@ -56,6 +58,17 @@ def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
         return load_config(["+experiment=run", *overrides], folder)
 
 
+def _read(path: Path) -> str:
+    """A YAML file's text. ValueError, with its name, for what is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return text
+
+
 def quoted(text: str) -> str:
-    """A value as Hydra takes it, whatever is in it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    """A value as Hydra takes it, whatever is in it: a backslash means itself but before a quote, the end or an interpolation."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"

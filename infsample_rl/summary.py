@@ -15,12 +15,16 @@ from infsample_rl.logging_outputs.records import read_records
 from infsample_rl.logging_outputs.screen import duration
 
 FILES = {  # what a run folder may hold, in the order it is listed
+    "report.html": "all of it on one page, for a browser: open it first",
     "config.yaml": "every setting of this run",
     "metrics.jsonl": "one JSON object a step",
     "warnings.jsonl": "what was noticed, with the step",
     "completions.jsonl": "samples with their rewards",
     "samples.jsonl": "who decoded when, of a few prompts a step",
-    "report.html": "all of it on one page, for a browser",
+    "lengths.jsonl": "lengths of all samples, as simulate takes them",
+    "trace.json": "who did what when, for ui.perfetto.dev",
+    "plan.json": "memory that was planned",
+    "versions.json": "of Python, packages and machine",
     "reward_curve.png": "reward, held-out accuracy and response length over the steps",
     "run.log": "what was printed, with times",
     "checkpoints": "to resume from, and to load with transformers",

@@ -87,15 +87,14 @@ def build(options: DashboardOptions) -> int:
 
 
 def save(workspace: Any) -> int:
-    """Save the view and print its address; 1 where W&B refuses it."""
+    """Save the view and print its address; 0. RuntimeError where W&B refuses it."""
     import wandb
 
     try:
         workspace.entity = workspace.entity or wandb.Api().default_entity
         workspace.save()
     except Exception as error:  # the client's, the server's or the network's: whatever it is, the view is not saved
-        print("wandb_dashboard: not saved: " + " ".join(str(error).split())[:300], file=sys.stderr)
-        return 1
+        raise RuntimeError("not saved: " + " ".join(str(error).split())[:300]) from None
     print(workspace.url)
     return 0
 

@@ -59,6 +59,12 @@ def test_a_failure_is_one_line_and_its_exit_code(error, status, capsys):
     assert capsys.readouterr().err == "error: what went wrong\n"
 
 
+def test_a_misspelt_argument_is_not_taken_for_a_setting():
+    with pytest.raises(ValueError, match="cuont is no argument; did you mean count=...?"):
+        parse_with_settings(["cuont=3"], Few)
+    assert parse_with_settings(["data.count=3", "model=x"], Few) == (Few(), ["data.count=3", "model=x"])
+
+
 def test_what_is_no_failure_of_a_user_is_raised():
     with pytest.raises(KeyError):
         run_command(lambda arguments: {}["x"], [], usage="how")

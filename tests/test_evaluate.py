@@ -60,7 +60,8 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
     for wrong, message in (
         (["samples=0"], "must be >= 1"),
         (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
-        (["smaples=2"], "is not a setting"),
+        (["run.eval_samples=2"], "give samples= here"),
+        (["smaples=2"], "did you mean samples=...?"),
         (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
         ([f"out={tmp_path}"], "is a folder; give a file"),
         ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),

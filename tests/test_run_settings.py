@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from infsample_rl import chat, evaluate, merge, replay
-from infsample_rl.run_settings import checkpoint_folder
+from infsample_rl.config_loading import load_config
+from infsample_rl.run_settings import checkpoint_folder, load_run_config, quoted
 
 
 @pytest.fixture
@@ -56,3 +57,20 @@ def test_every_command_says_which_checkpoints_there_are(command, run, tmp_path, 
 def test_replay_says_what_is_wrong_with_a_run(run, refused):
     assert f"RUN={run}/zzz is no folder" in refused(replay.main, f"{run}/zzz", "step=1")
     assert f"RUN={run}/checkpoints is no run folder: it has no config.yaml" in refused(replay.main, f"{run}/checkpoints", "step=1")
+
+
+@pytest.mark.parametrize("text", ["a ${y} b", "it's", "a\\b", "\\${y}", "x\\\\", "a\\", "\\'", "a=b,c [1] {2: 3}", "", "a\nb", "\\\\${a}'\\"])
+def test_a_quoted_text_reaches_a_setting_as_it_is(text):
+    assert load_config([f"data.system_prompt={quoted(text)}"]).data.system_prompt == text
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff\xfe", b"a: 1\n b: 2"])
+def test_a_damaged_config_is_named(run, content):
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match="run/config.yaml cannot be read"):
+        load_run_config(run, [])
+
+
+def test_replay_refuses_what_is_recorded(run):
+    with pytest.raises(ValueError, match="rollout.group_size=9 would change nothing"):
+        replay.replay_config(run, ["learner.lr=1e-3", "rollout.group_size=9"])

@@ -47,7 +47,7 @@ class LiveView:
         self._warnings: deque[str] = deque(maxlen=WARNINGS_SHOWN)
         self._source: Callable[[], ClusterNow] | None = None
         self._now: ClusterNow | None = None
-        self._asked_at = 0.0
+        self._asked_at, self._asked_in = 0.0, ""
 
     def watch(self, source: Callable[[], ClusterNow] | None) -> None:
         """Where what is in flight is asked for, at most every ASK_S; it must not wait. None: nothing decodes any more."""
@@ -87,8 +87,9 @@ class LiveView:
         return shown
 
     def _ask(self) -> None:
-        if self._source is not None and time.monotonic() - self._asked_at >= ASK_S:
-            self._asked_at = time.monotonic()
+        phase = current()[0]
+        if self._source is not None and (time.monotonic() - self._asked_at >= ASK_S or phase != self._asked_in):
+            self._asked_at, self._asked_in = time.monotonic(), phase
             self._now = self._source()
 
     def _header(self, width: int, time_left: str) -> Text:
@@ -111,7 +112,8 @@ class LiveView:
 
     def _doing(self, width: int) -> Text:
         phase, since = current()
-        said = DOING.get(phase, phase)
+        is_sampled = phase == "sample" and self._now is not None and not self._now.owed
+        said = "finishing the step's rewards and rows" if is_sampled else DOING.get(phase, phase)
         parts = [f"{said} {max(0.0, time.time() - since):.0f} s"]
         if self._now is not None:
             if self._now.owed and phase == "sample":

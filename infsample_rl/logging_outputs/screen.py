@@ -128,7 +128,8 @@ class Screen:
         if self._rate is None or self._step >= self._total:
             return ""
         since = time.monotonic() - self._marks[-1][1]
-        return f"{duration(max(0.0, self._rate * (self._total - self._step) - since))} left"
+        left = self._rate * (self._total - self._step) - since
+        return f"{duration(left)} left" if left >= 1 else ""  # a step that takes longer than those before has no end to tell
 
     def _print(self, text: str, style: str = "") -> None:
         # What the output's encoding lacks is escaped: a prompt in Greek must not end a run whose terminal is ASCII.

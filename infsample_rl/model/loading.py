@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,9 +27,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The policy's tokenizer; ValueError in one line when it cannot be had."""
     path = model.tokenizer_path or model.path
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(path))
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(path))
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes of a folder without a tokenizer's files
+            raise ValueError("it has no tokens but special ones")
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.tokenizer_path" if model.tokenizer_path else "model.path", path, "tokenizer", error)) from None
+    return tokenizer
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
@@ -67,7 +71,7 @@ def load_model(
         # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here too.
         local = {"local_files_only": cached_only(source)}
         module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
     return module.to(device).eval()
 

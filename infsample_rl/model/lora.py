@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
+NEEDED = ("peft_type", "r", "lora_alpha", "base_model_name_or_path")  # of adapter_config.json
 ALL_LINEAR = "all-linear"
 PEFT_PREFIX = "base_model.model."  # of a model's names in ADAPTER_WEIGHTS
 # A parameter of an adapted layer as peft names it, behind the layer's name -> what it is.
@@ -190,6 +191,15 @@ def save_adapter_folder(
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any] | None:
-    """What adapter_config.json of a checkpoint says; None when it is no checkpoint of adapters."""
+    """What adapter_config.json of a checkpoint says; None when it is no checkpoint of adapters. ValueError when it does not describe any."""
     path = folder / ADAPTER_CONFIG
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    missing = [name for name in NEEDED if not isinstance(settings, dict) or name not in settings]
+    if missing:
+        raise ValueError(f"{path} does not describe adapters: it has no {', '.join(missing)}")
+    return settings

@@ -81,12 +81,17 @@ def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator
         ranks *= 2
         together = {"cluster__rollout_workers": ranks} if config.cluster.colocate else {}
         yield {"cluster__learner_ranks": ranks} | together
+        if learner.backend == "deepspeed" and learner.zero_stage < 3:
+            yield {"cluster__learner_ranks": ranks, "learner__zero_stage": 3} | together
     if learner.optimizer == "adamw" and learner.backend == "fsdp" and not learner.offload_optimizer:
         yield {"learner__optimizer": "adamw_8bit"}
     if config.cluster.learner_gpus > 0 and not learner.offload_optimizer:
         yield {"learner__offload_optimizer": True, "learner__optimizer": "adamw"}
     if learner.lora_rank == 0:
         yield {"learner__lora_rank": 16}
+        tokens = largest_row(with_settings(config, **full, learner__lora_rank=16), model, device)
+        if tokens is not None and tokens < learner.max_tokens_per_micro_batch:
+            yield full | {"learner__lora_rank": 16, "learner__max_tokens_per_micro_batch": tokens}
 
 
 def _is_valid(config: Config, changes: dict[str, Any]) -> bool:

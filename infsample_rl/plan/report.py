@@ -20,13 +20,19 @@ def print_plan(plan: RunPlan, console: Console) -> None:
         console.print(_table(role))
         console.print(_verdict(role), soft_wrap=True)
     if len(plan.roles) > 1 and plan.host_bytes > 0:
-        console.print(f"host memory of all processes together: {gigabytes(plan.host_bytes)} of {gigabytes(plan.host_room)} free here")
+        verdict = "" if plan.host_bytes <= plan.host_room else ": DOES NOT FIT"
+        together = f"host memory of all processes together: {gigabytes(plan.host_bytes)} of {gigabytes(plan.host_room)} free here{verdict}"
+        console.print(together, soft_wrap=True)
     for line in _time_lines(plan):
         console.print(line, soft_wrap=True)
     for role in plan.roles:
         if not role.fits:
-            advice = " ".join(role.advice) or "a GPU with more memory: no setting that is known does it"
+            advice = " ".join(role.advice) or f"a {'GPU' if role.process.gpus else 'machine'} with more memory: no setting that is known does it"
             console.print(f"change first for the {role.process.role}: {advice}", style="bold", soft_wrap=True)
+    if plan.host_bytes > plan.host_room and all(role.fits for role in plan.roles):
+        most = max(plan.roles, key=lambda role: role.process.count * role.process.sum_bytes if role.process.gpus == 0 else 0).process
+        advice = f"fewer or smaller of the {most.count} x {most.role}, which take {gigabytes(most.count * most.sum_bytes)}, or more machines"
+        console.print(f"change first for the processes together: {advice}", style="bold", soft_wrap=True)
 
 
 def _table(role: RolePlan) -> Table:

@@ -62,7 +62,8 @@ class RunPlan:
         ]
         traffic = [dataclasses.asdict(each) for each in self.traffic]
         decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
-        found = {"model": self.model, "dtype": self.dtype, "parameters": self.parameters, "fits": self.fits}
+        found: dict[str, Any] = {"model": self.model, "dtype": self.dtype, "parameters": self.parameters, "fits": self.fits}
+        found |= {"host_bytes": self.host_bytes, "host_room": self.host_room}
         return found | {"processes": processes, "traffic": traffic, "decode": decode}
 
 

@@ -65,7 +65,9 @@ def headline(run: RunFolder) -> list[list[str]]:
             cards.append([title, form.format(last), before])
     seconds = series(steps, "timing/step")[1]
     if seconds:
-        cards.append(["a step", f"{ends(seconds)[1]:,.1f} s", f"{duration(sum(seconds))} of steps in all"])
+        _, last, n = ends(seconds)
+        mean = f"mean of the last {n} steps; " if n > 1 else ""
+        cards.append(["a step", f"{last:,.1f} s", f"{mean}{duration(sum(seconds))} of steps in all"])
     return cards
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from infsample_rl.report.completions import choose_completions
 from infsample_rl.report.curves import LEARNING, POLICY, PREDICTOR, SPEED, charts, component_curves, other_metrics
 from infsample_rl.report.facts import description, figure_rows, headline, setting_differences, settings_rows, state, version_rows
-from infsample_rl.report.memory import memory_charts, plan_table
+from infsample_rl.report.memory import memory_charts, plan_note, plan_table
 from infsample_rl.report.run_folder import RunFolder
 from infsample_rl.report.step_phases import phase_chart, traced_steps
 from infsample_rl.report.timelines import choose_timelines
@@ -56,6 +56,7 @@ def _detail(run: RunFolder) -> Page:
         "headline": headline(run),
         "settings": settings_rows(run),
         "plan": plan_table(run),
+        "plan_note": plan_note(run),
         "phases": phase_chart(run),
         "trace": _guarded("trace.json", notes, lambda: traced_steps(run.path, notes)),
         "timelines": _guarded("samples.jsonl", notes, lambda: choose_timelines(run.path, notes)),

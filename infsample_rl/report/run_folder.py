@@ -87,9 +87,9 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
         with path.open("rb") as file:
             for line in file:
                 record = parse_record(line)
-                is_last = record is None
-                damaged += is_last
-                whole += not is_last
+                is_last = record is None and not line.endswith(b"\n")
+                damaged += record is None
+                whole += record is not None
                 if record is not None:
                     yield place, record
                 place += len(line)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -232,6 +235,32 @@ def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)
     path.write_text(json.dumps(settings | {"use_dora": True}))
     assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
+
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.clear(), "adapter_model.safetensors holds no adapters"),
+        (lambda tensors: tensors.pop(f"{LAYER}.lora_B.weight"), f"adapts {LAYER}, but the adapter has no lora_B for it"),
+        (lambda tensors: tensors.update({f"{LAYER}x.lora_A.weight": torch.zeros(4, 4)}), f"adapts {LAYER}x, but the base model has no such layer"),
+        (lambda tensors: tensors.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 3)}), f"adapts {LAYER}, but the adapter does not fit it"),
+        (lambda tensors: tensors[f"{LAYER}.lora_B.weight"].fill_(math.nan), f"the adapter of {LAYER} is not finite"),
+    ],
+)
+def test_damaged_adapters_are_named(saved, tmp_path, refused, change, said):
+    checkpoint = shutil.copytree(saved[1], tmp_path / "damaged")
+    tensors = {name: tensor.clone() for name, tensor in load_file(checkpoint / "adapter_model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, checkpoint / "adapter_model.safetensors")
+    assert said in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
+    (checkpoint / "adapter_model.safetensors").write_bytes(b"junk")
+    assert "adapter_model.safetensors cannot be read" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
+    for content, wrong in (("{", "cannot be read"), ("[]", "does not describe adapters"), ("{}", "it has no peft_type, r, lora_alpha")):
+        (checkpoint / "adapter_config.json").write_text(content)
+        assert wrong in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

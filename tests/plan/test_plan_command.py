@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import Qwen3Config
 
 from infsample_rl.config_cluster import DEVICE_TYPES
@@ -18,6 +19,7 @@ from infsample_rl.plan.learner_memory import row_groups
 from infsample_rl.plan.limits import largest_pool, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import device_of, plan_role
+from infsample_rl.rollout.kv_cache import free_bytes
 
 
 @pytest.fixture(scope="session")
@@ -156,6 +158,17 @@ def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
     shutil.copy(recorded, tmp_path / "lengths.jsonl")
     assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]  # a run folder
+
+
+def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
+    """30 pools of 2 GB in some tens of GB."""
+    settings = [f"cluster.rollout_workers={100 * int(free_bytes(torch.device('cpu')) / 1e11 + 1)}", "rollout.kv_budget_bytes=2GB"]
+    assert main(settings) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("DOES NOT FIT") == 1 and "free here: DOES NOT FIT" in printed
+    assert "change first for the processes together: fewer or smaller of the" in printed
+    status, plan = plan_json(capsys, *settings)
+    assert status == 1 and plan["host_bytes"] > plan["host_room"] and all(process["fits"] for process in plan["processes"])
 
 
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):

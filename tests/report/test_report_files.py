@@ -71,6 +71,12 @@ def test_a_half_written_last_line_is_left_out_and_said(recorded_run, page_in):
     assert page["learning"][0]["lines"][0]["x"] == [1, 2, 3] and len(page["completions"]["rows"]) == 12
 
 
+def test_a_whole_line_that_is_no_record_is_not_called_half_written(recorded_run):
+    with (recorded_run / "metrics.jsonl").open("a") as file:
+        file.write("[1, 2]\n")
+    assert notes_of(recorded_run) == ["metrics.jsonl: 1 line could not be read (4 could)"]
+
+
 def test_files_of_a_run_that_has_just_begun_make_a_page(recorded_run):
     for name in ("metrics.jsonl", "completions.jsonl", "samples.jsonl"):
         (recorded_run / name).write_text("")

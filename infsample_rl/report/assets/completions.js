@@ -31,12 +31,14 @@ function completionList(found) {
     const texts = textsOf(item);
     return texts !== null && (texts.response.toLowerCase().includes(shown.words) || texts.prompt.toLowerCase().includes(shown.words));
   };
+  const withText = items.filter((item) => item.text >= 0).length;
+  const noneMatches = withText < items.length ? `none of the ${text(withText)} whose text is here matches` : 'none matches';
   const update = () => {
     const matching = items.filter(matches);
     if (ORDERS[shown.order][1]) matching.sort(ORDERS[shown.order][1]);
     shown.first = clamp(shown.first, 0, Math.max(0, Math.floor((matching.length - 1) / PER_PAGE) * PER_PAGE));
     const last = Math.min(matching.length, shown.first + PER_PAGE);
-    count.textContent = matching.length ? `${text(shown.first + 1)} to ${text(last)} of ${text(matching.length)}` : 'none matches';
+    count.textContent = matching.length ? `${text(shown.first + 1)} to ${text(last)} of ${text(matching.length)}` : noneMatches;
     back.disabled = shown.first === 0;
     on.disabled = last >= matching.length;
     list.replaceChildren(...matching.slice(shown.first, last).map((item) => completion(item, textsOf(item))));
