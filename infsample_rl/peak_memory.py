@@ -25,7 +25,7 @@ class PeakMemory:
 
     CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped files and shared memory,
     as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store; but not weights, which lie in
-    the mapped file as long as nothing changes them. CUDA: max_memory_allocated, without context and kernels.
+    the mapped file as long as nothing changes them, and count whole, whether or not every row of an embedding has been read. CUDA: max_memory_allocated, without context and kernels.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
@@ -77,14 +77,14 @@ def return_freed_memory() -> None:
 
 
 def mapped_weights_bytes() -> int:
-    """Resident bytes of mapped safetensors files; pages that were written to since are not among them, they are the process's own."""
+    """Bytes of mapped safetensors files; pages that were written to since are not among them, they are the process's own."""
     total, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split(maxsplit=1)
         if not name.endswith(":"):  # a mapping's first line: its addresses, ..., and its file
             is_weights = line.endswith(".safetensors")
-        elif is_weights and name in ("Rss:", "Anonymous:"):
-            total += int(values[0].split()[0]) * 1024 * (1 if name == "Rss:" else -1)
+        elif is_weights and name in ("Size:", "Anonymous:"):
+            total += int(values[0].split()[0]) * 1024 * (1 if name == "Size:" else -1)
     return total
 
 

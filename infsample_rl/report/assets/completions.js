@@ -31,7 +31,6 @@ function completionList(found) {
     const texts = textsOf(item);
     return texts !== null && (texts.response.toLowerCase().includes(shown.words) || texts.prompt.toLowerCase().includes(shown.words));
   };
-  const withText = items.filter((item) => item.text >= 0).length;
   const noneMatches = withText < items.length ? `none of the ${text(withText)} whose text is here matches` : 'none matches';
   const update = () => {
     const matching = items.filter(matches);
