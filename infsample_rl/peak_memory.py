@@ -25,7 +25,8 @@ class PeakMemory:
 
     CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped files and shared memory,
     as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store; but not weights, which lie in
-    the mapped file as long as nothing changes them, and count whole, whether or not every row of an embedding has been read. CUDA: max_memory_allocated, without context and kernels.
+    the mapped file as long as nothing changes them, and count whole, whether or not every row of an embedding has been read. CUDA:
+    max_memory_allocated, without context and kernels.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:

@@ -110,6 +110,7 @@ class LearnerWorker:
             self.backend.load_training_states(saved)
             saved.restore_random_state(self.rank)
             self.num_updates = saved.num_updates
+        self.memory.reset()  # pages of the files that were read, which the system takes back when it wants to
         return {
             "backend": type(self.backend).__name__,
             "device": str(self.device),

@@ -23,6 +23,7 @@ class ReferenceWorker:
         self.max_tokens = config.reference.max_tokens_per_micro_batch
         self.memory = process_memory(self.device.type)
         self.policy = load_frozen_policy(config, self.device)
+        self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
 
     @phase("reference")
     @torch.inference_mode()
