@@ -101,6 +101,8 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
     if learner.lora_rank > 0 and settings.with_gradient:
         add_adapters(lm, learner, seed=0, path="")
         lm.to("meta")
+        for parameter in lm.parameters():  # adapters too are run in it
+            parameter.data = parameter.data.to(settings.dtype)
     policy = PackedPolicy(lm, valid_vocab=model.valid_vocab, chunk_tokens=learner.logprob_chunk_tokens, head_fp32=settings.head_fp32)
     if settings.flex_attention:
         lm.set_attn_implementation(FLEX_ATTENTION)

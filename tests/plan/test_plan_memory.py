@@ -58,6 +58,8 @@ def test_adapters_take_the_place_of_gradients_and_moments():
     count = sum(model.adapter_sizes(config))
     assert lines["gradients"] == 4 * count and lines["optimizer's moments"] == 8 * count
     assert lines["weights"] == whole["weights"] + 4 * count
+    half = plan_role(with_settings(config, model__dtype="bfloat16"), model, "learner").lines
+    assert 0.45 < half["activations"] / lines["activations"] < 0.6, "adapters run in 16 bits too, on copies of nothing"
 
 
 @pytest.mark.parametrize(("every", "granularity"), [(0, "full"), (1, "full"), (3, "full"), (1, "selective"), (3, "selective")])
