@@ -36,8 +36,9 @@ def check_bounds(section: str, config: Any) -> None:
         if value is None:
             continue
         if bound["choices"] and value not in bound["choices"]:
-            nearest = difflib.get_close_matches(str(value), bound["choices"], n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            kinds = [choice for choice in bound["choices"] if choice.startswith(f"{str(value).lower()}-")]  # a100: two of them
+            nearest = kinds or difflib.get_close_matches(str(value).lower(), bound["choices"], n=1)
+            hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
             raise ValueError(f"{name} must be one of {', '.join(bound['choices'])}, got {value!r}{hint}")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue

@@ -67,6 +67,7 @@ WRONG = [
     (["learner.lr=0"], "learner.lr must be > 0, got 0"),
     (["learner.lr=nan"], "learner.lr must be finite, got nan"),
     (["rollout.schedule=arival"], "did you mean arrival?"),
+    (["cluster.device_type=A100"], "did you mean a100-40gb or a100-80gb?"),
     (["+experiment=kk_tny"], "did you mean experiment=kk_tiny?"),
     (["rollout=papr"], "did you mean rollout=paper?"),
     (["model.path="], "model.path is empty"),

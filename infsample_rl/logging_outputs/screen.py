@@ -59,7 +59,7 @@ class Screen:
             return
         table = Table(title=Text(printable(title), style="bold"), title_justify="left", show_header=False)
         for name, value in rows:
-            table.add_row(Text(name, style="cyan"), Text(value))
+            table.add_row(Text(name, style="cyan"), Text(value, overflow="fold"))
         self._console.print(table)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,8 @@ def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path
 
     names = target_names(lm, learner.lora_targets)
     settings = LoraConfig(task_type="CAUSAL_LM", r=learner.lora_rank, lora_alpha=learner.lora_alpha, target_modules=names, lora_dropout=0.0)
-    with torch.random.fork_rng(devices=[]):  # adapters are drawn on the CPU
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # adapters are drawn on the CPU
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
         torch.manual_seed(seed)
         adapted = get_peft_model(lm, settings)
     settings.base_model_name_or_path = path

@@ -119,7 +119,9 @@ function pathTable(step, names) {
     el(
       'p',
       { class: 'legend' },
-      used.map((name) => el('span', {}, el('i', { class: `mark ${phaseColour(name)}` }), name)),
+      [...new Set(used.map(phaseColour))].map((shade) =>
+        el('span', {}, el('i', { class: `mark ${shade}` }), used.filter((name) => phaseColour(name) === shade).join(', ')),
+      ),
       el(
         'span',
         {},
