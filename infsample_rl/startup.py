@@ -100,6 +100,8 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         step, expected_lengths = state["step"], state.get("expected_lengths")
         if step > total_steps:
             raise ValueError(f"{checkpoint} is after step {step}, this run has {total_steps}: raise run.steps or run.epochs, or give another run.dir")
+        if step == total_steps:
+            warnings.append(f"run.dir={run_dir} has all of its {total_steps} steps: nothing is left to train; raise run.steps or run.epochs to go on")
         prompts.restore(state["data"])
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []

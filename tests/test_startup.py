@@ -67,6 +67,13 @@ def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_pa
     assert begin(tmp_path / "two", "rollout.schedule=arrival").probe is None
 
 
+def test_a_finished_run_says_that_nothing_is_left_to_train(tmp_path):
+    data = begin(tmp_path).prompts.state()
+    write_checkpoint(tmp_path, {"step": 3, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
+    said = f"run.dir={tmp_path} has all of its 3 steps: nothing is left to train; raise run.steps or run.epochs to go on"
+    assert said in begin(tmp_path, "run.steps=3").warnings and said not in begin(tmp_path, "run.steps=4").warnings
+
+
 def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path):
     data = begin(tmp_path).prompts.state()
     first = load_config([f"run.dir={tmp_path}", "learner.lr=1e-3"])
