@@ -299,6 +299,13 @@ class Config:
         return self.run.max_staleness == 0 and not self.mismatch_is_rounding
 
     @property
+    def long_rows(self) -> int:
+        """Rows into which the learner cuts a group above learner.max_tokens_per_micro_batch: one for each rank whose rows run free of the
+        others, of as many passes as it takes, its prompt computed once. 0: rows of one pass, so that ranks keep step."""
+        free = self.learner.backend == "fsdp" and (self.cluster.learner_ranks == 1 or self.learner.grad_sync == "last_row")
+        return self.cluster.learner_ranks if free else 0
+
+    @property
     def timeline_prompts(self) -> range:
         """Places in a step's batch of the prompts that logging.timeline_prompts_per_step asks for, spread evenly."""
         prompts, wanted = self.data.prompts_per_step, self.logging.timeline_prompts_per_step

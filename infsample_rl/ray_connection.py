@@ -19,6 +19,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.config import Config
 from infsample_rl.interruption import Interruption, Terminated
+from infsample_rl.peak_memory import FEW_COMPILED_PRODUCTS
 from infsample_rl.placement import local_cpus
 from infsample_rl.secret_env import without_secrets
 
@@ -97,16 +98,18 @@ def worker_environment(config: Config) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path}
 
 
-def allocator_environment(role: str, gpus: float) -> dict[str, str]:
+def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> dict[str, str]:
     """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where another library is preloaded.
 
     glibc keeps much of what a learner row frees, so that its peak grows from step to step; jemalloc gives it back in the same time. Without
     `oversize_threshold:0` it would return every tensor of 8 MB and more at once, and each would be faulted in again (docs/plan.md). MKL
-    keeps the buffers of its products, 10 to 45 MB a thread, unless it is told not to, which costs no time beside jemalloc.
+    keeps the buffers of its products, 10 to 45 MB a thread, unless it is told not to, which costs no time beside jemalloc. Who runs rows keeps
+    few compiled products; not who `samples`, whose row counts come back.
     """
     if role not in TENSOR_ROLES or gpus > 0 or JEMALLOC_SO is None or "LD_PRELOAD" in os.environ:
         return {}
-    return {"LD_PRELOAD": JEMALLOC_SO, "MALLOC_CONF": "oversize_threshold:0", "MKL_DISABLE_FAST_MM": "1"}
+    found = {"LD_PRELOAD": JEMALLOC_SO, "MALLOC_CONF": "oversize_threshold:0", "MKL_DISABLE_FAST_MM": "1"}
+    return found if samples or role == "rollout" else found | FEW_COMPILED_PRODUCTS
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:

@@ -66,7 +66,7 @@ class RaySession:
         """Options of the actor of worker `index` of a role: what it takes, and the bundle it takes it from."""
         group, (reservation, bundle) = self._groups[role], self._bundles[role, index]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
-        environment = {"env_vars": allocator_environment(role, group.gpus)}
+        environment = {"env_vars": allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)}
         return {"num_cpus": group.cpus, "num_gpus": group.gpus, "scheduling_strategy": strategy, "runtime_env": environment}
 
     def add(self, role: str, index: int) -> bool:

@@ -115,7 +115,7 @@ def _rows(groups: list[Group], recorded: RecordedStep, references: list[Referenc
     """Packed learner rows of some groups."""
     samples = _by_group(recorded)
     prompts = {group.prompt.prompt_index: group.prompt.token_ids for group in recorded.groups}
-    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()})
+    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()}, long_rows=config.long_rows)
     rows: list[list[SampleSpec]] = [row for group in groups for row in planner.add_group(trainable_specs(group, config))]
     for row in rows + planner.flush():
         yield assemble(row, prompts, samples, references)

@@ -35,7 +35,7 @@ class Waves:
         self._micro_group_of: dict[tuple[int, int], int] = {}
 
     def _new_planner(self) -> RowPlanner:
-        return RowPlanner(self._config.learner.max_tokens_per_micro_batch, self._lengths)
+        return RowPlanner(self._config.learner.max_tokens_per_micro_batch, self._lengths, long_rows=self._config.long_rows)
 
     def add(self, group: Group) -> None:
         """Take a complete group; full waves go out."""

@@ -37,7 +37,7 @@ def config(**changes):
         rollout=RolloutConfig(group_size=4, slots=2, max_new_tokens=24, micro_group_size=1, predictor="none"),
         objective=ObjectiveConfig(kl="none"),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
-        learner=LearnerConfig(lr=1e-2, max_tokens_per_micro_batch=64),
+        learner=LearnerConfig(lr=1e-2, max_tokens_per_micro_batch=1024),
         cluster=ClusterConfig(colocate=True),
     )
     return replace(made, **changes)
@@ -95,7 +95,7 @@ def test_engine_and_learner_are_two_modules_over_the_same_weights():
 
 @pytest.mark.parametrize("checkpointing", [0, 1])
 def test_training_between_decode_steps_changes_neither_samples_nor_gradient(checkpointing):
-    made = config(learner=LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=64, activation_checkpointing=checkpointing))
+    made = config(learner=LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=1024, activation_checkpointing=checkpointing))
     apart, together = worker(made), worker(made)
     for turn in range(2):  # the second with weights that the first has changed
         first, one, _ = step(apart, overlap=False)

@@ -121,6 +121,9 @@ def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_lib
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     given = {role: allocator_environment(role, 0.0).get("LD_PRELOAD") for role in ("rollout", "reference", "learner", "reward")}
     assert given == {"rollout": JEMALLOC_SO, "reference": JEMALLOC_SO, "learner": JEMALLOC_SO, "reward": None}
+    few = {role: "ONEDNN_PRIMITIVE_CACHE_CAPACITY" in allocator_environment(role, 0.0) for role in ("rollout", "reference", "learner")}
+    assert few == {"rollout": False, "reference": True, "learner": True}
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in allocator_environment("learner", 0.0, samples=True), "decoding meets its row counts again"
     assert allocator_environment("learner", 0.5) == {}, "its tensors are on a GPU"
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
     assert allocator_environment("learner", 0.0) == {}

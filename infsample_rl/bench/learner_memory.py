@@ -25,7 +25,7 @@ ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "655
 COLUMNS = {
     "name": "name",
     "group_size": "G",
-    "rows": "rows",
+    "passes": "passes",
     "tokens": "tokens",
     "peak_memory_bytes": "peak MB",
     "state_bytes": "weights, gradients, optimizer MB",

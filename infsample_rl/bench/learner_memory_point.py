@@ -18,13 +18,13 @@ from infsample_rl.bench import models
 from infsample_rl.bench.workload import ModelOptions
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss
-from infsample_rl.learner.row_plan import RowPlanner
+from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.packing import TrainingRow, pack_samples
+from infsample_rl.model.packing import TrainingRow, pack_prompt, pack_samples
 from infsample_rl.peak_memory import PeakMemory
-from infsample_rl.types import LossTotals, SampleSpec, TrainingSample
+from infsample_rl.types import LossTotals, TrainingSample
 
 OBJECTIVE = ObjectiveConfig(kl="none")
 LEARNER_SETTINGS = (
@@ -46,15 +46,15 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     policy = PackedPolicy(lm, valid_vocab=len(tokenizer), chunk_tokens=learner.logprob_chunk_tokens) if spec["name"] == "ours" else PaddedPolicy(lm)
     backend = UnshardedBackend(policy, learner, dtype=getattr(torch, options.dtype))
     samples = make_samples(models.make_prompts(options, tokenizer, 1)[0], spec["group_size"], spec["max_new_tokens"], len(tokenizer), options.seed)
-    rows = plan(samples, learner.max_tokens_per_micro_batch) if spec["name"] == "ours" else [samples]
+    passes = split_passes(samples, learner.max_tokens_per_micro_batch) if spec["name"] == "ours" else [samples]
     update(backend, [samples[:1]], device)  # AdamW makes its moments in its first step
     memory.reset()
     started = time.perf_counter()
-    update(backend, rows, device)
+    update(backend, passes, device)
     seconds = time.perf_counter() - started
     return {
         "seconds": seconds,
-        "rows": len(rows),
+        "passes": len(passes),
         "tokens": sum(len(sample.response_ids) for sample in samples),
         "peak_memory_bytes": memory.peak_bytes(),
         "reserved_memory_bytes": memory.reserved_bytes(),
@@ -83,13 +83,6 @@ def make_samples(prompt: list[int], group_size: int, max_new_tokens: int, vocab_
     ]
 
 
-def plan(samples: list[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """The samples in packed rows, as a run would cut them."""
-    planner = RowPlanner(max_tokens, {0: len(samples[0].prompt_ids)})
-    specs = [SampleSpec(prompt_index=0, sample_index=one.sample_index, length=len(one.response_ids), advantage=one.advantage) for one in samples]
-    return [[samples[spec.sample_index] for spec in row] for row in planner.add_group(specs) + planner.flush()]
-
-
 class PaddedPolicy(nn.Module):
     """The rival: every sample with its prompt in one padded batch, through transformers' own SDPA attention, with all logits."""
 
@@ -110,14 +103,20 @@ class PaddedPolicy(nn.Module):
         return logprobs, torch.zeros_like(logprobs)
 
 
-def update(backend: UnshardedBackend, rows: list[list[TrainingSample]], device: torch.device) -> None:
-    """Forward and backward of every row, one AdamW step, waited for."""
-    samples = [sample for row in rows for sample in row]
+def update(backend: UnshardedBackend, passes: list[list[TrainingSample]], device: torch.device) -> None:
+    """Forward and backward of every pass over one group, as LearnerWorker.accumulate has them, one AdamW step, waited for."""
+    samples = [sample for part in passes for sample in part]
     totals = LossTotals(num_sequences=len(samples), num_tokens=sum(len(sample.response_ids) for sample in samples), length_normalizer=1)
-    for samples in rows:
-        row = pack_samples(samples, device)
-        logprobs, _ = backend.forward(samples if isinstance(backend.policy, PaddedPolicy) else row.row, 1.0)
+    prompt = None
+    if len(passes) > 1:
+        prompt = pack_prompt(samples[0].prompt_ids, device)
+        backend.forward(prompt, 1.0)
+    for part in passes:
+        row = pack_samples(part, device, prompt and prompt.cuts.shared)
+        logprobs, _ = backend.forward(part if isinstance(backend.policy, PaddedPolicy) else row.row, 1.0)
         _loss(logprobs, row, totals).backward()
+    if prompt is not None:
+        prompt.cuts.shared.gradient_carrier().backward()
     backend.update(factor=1.0, max_norm=1.0, lr=1e-6)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -31,7 +31,7 @@ from infsample_rl.config_loading import load_config
 from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.peak_memory import PeakMemory, process_memory
+from infsample_rl.peak_memory import FEW_COMPILED_PRODUCTS, PeakMemory, process_memory
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
 from infsample_rl.reference.worker import ReferenceWorker
@@ -93,7 +93,8 @@ def train(config: Config) -> int:
 def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
     """The rows of one step, cut as in a run."""
     generator, prompts, size = np.random.default_rng(0), range(config.data.prompts_per_step), config.rollout.group_size
-    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, dict.fromkeys(prompts, config.data.max_prompt_tokens))
+    lengths = dict.fromkeys(prompts, config.data.max_prompt_tokens)
+    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, lengths, long_rows=config.long_rows)
     rows: list[list[SampleSpec]] = []
     for prompt in prompts:
         rows += planner.add_group(
@@ -162,7 +163,8 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         print(f"bench.plan_point: the first argument must be one of {', '.join(PARTS)}", file=sys.stderr)
         return 2
-    missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
+    wanted = ENVIRONMENT | ({} if sys.argv[1] == "rollout" else FEW_COMPILED_PRODUCTS)
+    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     if missing:
         os.execve(sys.executable, [sys.executable, "-m", "infsample_rl.bench.plan_point", *sys.argv[1:]], os.environ | missing)
     try:

@@ -82,7 +82,8 @@ class OneProcess:
         clock, group_size = Phases(self.worker.learner.device), self.config.rollout.group_size
         count = self.config.data.prompts_per_step
         prompts = dict(enumerate(self.prompts[number * count : (number + 1) * count]))
-        planner = RowPlanner(self.config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()})
+        prompt_lengths = {index: len(ids) for index, ids in prompts.items()}
+        planner = RowPlanner(self.config.learner.max_tokens_per_micro_batch, prompt_lengths, long_rows=self.config.long_rows)
         work = [RolloutWork(prompt_index=index, prompt_ids=ids, sample_indices=list(range(group_size))) for index, ids in prompts.items()]
         stream = self.worker.rollout.stream(work, step=number)
         groups: dict[int, list[Completion]] = {index: [] for index in prompts}

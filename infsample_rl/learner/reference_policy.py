@@ -36,22 +36,22 @@ class ReferencePolicy:
 
     def __init__(self, forward: Forward, temperature: float) -> None:
         self._forward, self._temperature = forward, temperature
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[tuple[int, int], Tensor] = {}
         self._is_updated = False  # whether the step has had its first update
 
     @torch.no_grad()
-    def logprobs(self, row: PackedRow, row_id: int | None) -> Tensor:
-        """[R] float32 for the row's response tokens; `row_id` as in LearnerWorker.accumulate. A row of weight zero gets any numbers."""
+    def logprobs(self, row: PackedRow, pass_id: tuple[int, int] | None) -> Tensor:
+        """[R] float32 for the response tokens of a pass; `pass_id`: its row's row_id and its number. A row of weight zero gets any numbers."""
         if not self._is_updated:
             logprobs = self._forward(row, self._temperature)[0]
-            if row_id is not None:
-                self._kept[row_id] = logprobs
+            if pass_id is not None:
+                self._kept[pass_id] = logprobs
             return logprobs
-        if row_id is None:
+        if pass_id is None:
             return torch.zeros_like(row.labels, dtype=torch.float32)
-        if row_id not in self._kept:
-            raise RuntimeError(f"row {row_id} has no reference log-probabilities: it was not seen before the step's first update")
-        return self._kept[row_id]
+        if pass_id not in self._kept:
+            raise RuntimeError(f"row {pass_id[0]} has no reference log-probabilities: it was not seen before the step's first update")
+        return self._kept[pass_id]
 
     def end_update(self, *, is_last: bool) -> None:
         """The optimizer has stepped; `is_last` of the step: what was kept is dropped."""

@@ -1,8 +1,8 @@
-"""Which samples share a learner row. Pure Python on ints; the same order of groups gives the same rows.
+"""Which samples share a learner row, and which of a row one pass. Pure Python on ints; the same order of groups gives the same rows.
 
-A row is a list of samples in order; neighbours of one prompt form a segment, which holds the prompt once. Invariants:
-each sample is in exactly one row; no row is above the token budget; a prompt is repeated only when its group does not fit
-in one row.
+A row is a list of samples in order; neighbours of one prompt form a segment, which holds the prompt once. A pass is what is run forward
+and backward at a time: a row, or, of a row of one prompt, the prompt and some of its responses. Invariants: each sample is in exactly one
+row; no pass is above the token budget; a prompt is computed more than once only when its group does not fit in one row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ class RowPlanner:
     group 1 of length [4] needs 2 + 4 = 6 more, so the row of 7 is returned as full and group 1 opens the next.
     """
 
-    def __init__(self, max_tokens: int, prompt_lengths: Mapping[int, int]) -> None:
+    def __init__(self, max_tokens: int, prompt_lengths: Mapping[int, int], *, long_rows: int = 0) -> None:
+        """`max_tokens`: of a pass. Rows are one pass each; with `long_rows` a group above it becomes so many rows of several passes."""
         self.max_tokens = max_tokens
         self.prompt_lengths = prompt_lengths
+        self.long_rows = long_rows
         self._row: list[SampleSpec] = []
         self._tokens = 0
 
     def add_group(self, specs: list[SampleSpec]) -> list[list[SampleSpec]]:
         """Place the samples of one prompt and return the rows that are full; ValueError for a sample that fits in no row."""
         full: list[list[SampleSpec]] = []
+        if self.long_rows and row_tokens(specs, self.prompt_lengths) > self.max_tokens:
+            self._check_fits(max(specs, key=lambda spec: spec.length))
+            return self.flush() + _even_parts(specs, self.long_rows)
         # A group that does not fit behind the open row starts a new one: the prompt is then computed once, not twice.
         if specs and self._tokens + sum(spec.length for spec in specs) + self.prompt_lengths[specs[0].prompt_index] > self.max_tokens:
             full += self.flush()
@@ -41,11 +46,7 @@ class RowPlanner:
             if self._tokens + cost > self.max_tokens:
                 full += self.flush()
                 cost = self._cost(spec)
-            if cost > self.max_tokens:
-                raise ValueError(
-                    f"learner.max_tokens_per_micro_batch must be >= {cost} for sample {spec.sample_index} of prompt {spec.prompt_index} "
-                    f"({spec.length} response tokens and its prompt), got {self.max_tokens}"
-                )
+            self._check_fits(spec)
             self._tokens += cost
             self._row.append(spec)
         return full
@@ -56,9 +57,48 @@ class RowPlanner:
         self._row, self._tokens = [], 0
         return rows
 
+    def _check_fits(self, spec: SampleSpec) -> None:
+        alone = spec.length + self.prompt_lengths[spec.prompt_index]
+        if alone > self.max_tokens:
+            raise ValueError(
+                f"learner.max_tokens_per_micro_batch must be >= {alone} for sample {spec.sample_index} of prompt {spec.prompt_index} "
+                f"({spec.length} response tokens and its prompt), got {self.max_tokens}"
+            )
+
     def _cost(self, spec: SampleSpec) -> int:
         shares_prompt = bool(self._row) and self._row[-1].prompt_index == spec.prompt_index
         return spec.length + (0 if shares_prompt else self.prompt_lengths[spec.prompt_index])
+
+
+def _even_parts(specs: list[SampleSpec], count: int) -> list[list[SampleSpec]]:
+    """At most `count` runs of neighbours, of nearly the same number of tokens."""
+    parts: list[list[SampleSpec]] = [[] for _ in range(count)]
+    share, before = sum(spec.length for spec in specs) / count, 0
+    for spec in specs:
+        parts[int((before + spec.length / 2) / share)].append(spec)
+        before += spec.length
+    return [part for part in parts if part]
+
+
+def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
+    """A row in passes of at most `max_tokens`, prompts included: [row] where it fits, else runs of its samples, which have one prompt."""
+    prompts, previous = [], None
+    for sample in row:
+        prompts += [] if sample.prompt_index == previous else [len(sample.prompt_ids)]
+        previous = sample.prompt_index
+    if sum(prompts) + sum(len(sample.response_ids) for sample in row) <= max_tokens:
+        return [row]
+    if len(prompts) > 1:
+        raise ValueError(f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only a row of one prompt can take several passes")
+    passes: list[list[TrainingSample]] = [[]]
+    tokens = prompts[0]
+    for sample in row:
+        length = len(sample.response_ids)
+        if passes[-1] and tokens + length > max_tokens:
+            passes, tokens = [*passes, []], prompts[0]
+        passes[-1].append(sample)
+        tokens += length
+    return passes
 
 
 def row_tokens(row: list[SampleSpec], prompt_lengths: Mapping[int, int]) -> int:

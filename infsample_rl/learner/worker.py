@@ -26,18 +26,21 @@ from infsample_rl.learner.loss import loss_denominator, policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.learner.publishing import WeightPublisher
 from infsample_rl.learner.reference_policy import build_reference
+from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.update_sums import UpdateSums
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
-from infsample_rl.model.packing import PackedRow, TrainingRow, pack_row, pack_samples
+from infsample_rl.model.packing import PackedRow, TrainingRow, pack_prompt, pack_row, pack_samples
+from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.peak_memory import process_memory
 from infsample_rl.phases import phase
 from infsample_rl.rendezvous import host_store, open_store
 from infsample_rl.types import LossTotals, TrainingSample
 
 SCALED_TOKENS = 4096
+PassId = tuple[int, int]  # a row's row_id, and the number of the pass in it
 
 
 class LearnerWorker:
@@ -55,7 +58,7 @@ class LearnerWorker:
         self.num_rows = self.num_row_tokens = 0  # trained since the start
         self.provisional: LossTotals | None = None
         self.sums = UpdateSums()
-        self.old_logprobs: dict[int, Tensor] = {}  # of this step's rows, by row_id, where there are several updates
+        self.old_logprobs: dict[PassId, Tensor] = {}  # of this step's rows, where there are several updates
         self._loss_scale = loss_scale(config)
 
     def host_store(self) -> int:
@@ -144,7 +147,7 @@ class LearnerWorker:
         return FsdpBackend(self.policy, learner, device=self.device, dtype=dtype, world_size=self.world_size)
 
     def accumulate(self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None) -> dict[str, int]:
-        """Forward and backward of one row. None: a row of weight zero, so that this rank's collectives match.
+        """Forward and backward of one row, in the passes it takes. None: a row of weight zero, so that this rank's collectives match.
 
         `totals` may be provisional but must stay the same until step(), which is given the real ones. `row_id`: the row's number in the
         step, where there are several updates: its log-probabilities are kept for the passes that follow. RuntimeError for a non-finite
@@ -161,10 +164,25 @@ class LearnerWorker:
             with phase("backward"):
                 self.backend.backward(logprobs.sum() * 0.0)
             return {"samples": 0, "row_tokens": 0}
-        row = pack_samples(samples, self.device)
-        reference = row.reference_logprobs if self.reference is None else self._reference_logprobs(row.row, row_id)
+        passes, tokens = self._split(samples), 0
+        shared = self._run_prompt(samples) if len(passes) > 1 else None
+        for number, part in enumerate(passes):
+            tokens += self._accumulate_pass(part, shared, totals, None if row_id is None else (row_id, number))
+        if shared is not None:
+            tokens += shared.num_tokens
+            with phase("backward"):
+                self.backend.backward(shared.gradient_carrier())
+        self.num_rows, self.num_row_tokens = self.num_rows + 1, self.num_row_tokens + tokens
+        return {"samples": len(samples), "row_tokens": tokens}
+
+    def _accumulate_pass(self, samples: list[TrainingSample], shared: SharedPrompt | None, totals: LossTotals, pass_id: PassId | None) -> int:
+        """Forward and backward of a row, or of some responses of one whose prompt has been run. Returns its tokens."""
+        row = pack_samples(samples, self.device, shared)
+        reference = row.reference_logprobs
+        if self.reference is not None:
+            reference = self._reference_logprobs(row.row if shared is None else pack_samples(samples, self.device).row, pass_id)
         logprobs, entropy = self._forward(row.row)
-        old = self._old_logprobs(row_id, logprobs)
+        old = self._old_logprobs(pass_id, logprobs)
         loss, metrics = policy_loss(
             logprobs,
             old,
@@ -183,33 +201,43 @@ class LearnerWorker:
             self._check_row(samples, row, loss.item(), logprobs.detach(), old)
         if math.isfinite(loss.item()):
             self.sums.add_row(loss.item(), metrics, totals.num_tokens, old, row.engine_logprobs, entropy)
-        tokens = row.row.input_ids.shape[1]
-        self.num_rows, self.num_row_tokens = self.num_rows + 1, self.num_row_tokens + tokens
-        return {"samples": len(samples), "row_tokens": tokens}
+        return row.row.input_ids.shape[1]
 
     @torch.no_grad()
     def remember(self, samples: list[TrainingSample] | None, row_id: int) -> None:
         """Keep a row's log-probabilities under the weights of now, before the step's first update changes them. None: as in accumulate."""
-        row = pack_samples(samples, self.device).row if samples else _dummy_row(self.device)
-        logprobs = self._forward(row)[0]
-        self._reference_logprobs(row, row_id if samples else None)
-        if samples:
-            self.old_logprobs[row_id] = logprobs
+        if not samples:
+            dummy = _dummy_row(self.device)
+            self._forward(dummy)
+            self._reference_logprobs(dummy, None)
+            return
+        for number, part in enumerate(self._split(samples)):
+            row = pack_samples(part, self.device).row
+            self.old_logprobs[row_id, number] = self._forward(row)[0]
+            self._reference_logprobs(row, (row_id, number))
+
+    def _split(self, samples: list[TrainingSample]) -> list[list[TrainingSample]]:
+        return split_passes(samples, self.config.learner.max_tokens_per_micro_batch)
+
+    def _run_prompt(self, samples: list[TrainingSample]) -> SharedPrompt:
+        row = pack_prompt(samples[0].prompt_ids, self.device)
+        self._forward(row)
+        return row.cuts.shared
 
     @phase("forward")
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         return self.backend.forward(row, self.config.rollout.temperature)
 
-    def _reference_logprobs(self, row: PackedRow, row_id: int | None) -> Tensor | None:
+    def _reference_logprobs(self, row: PackedRow, pass_id: PassId | None) -> Tensor | None:
         if self.reference is None:
             return None
         with phase("reference"):
-            return self.reference.logprobs(row, row_id)
+            return self.reference.logprobs(row, pass_id)
 
-    def _old_logprobs(self, row_id: int | None, logprobs: Tensor) -> Tensor:
-        if row_id is None:
+    def _old_logprobs(self, pass_id: PassId | None, logprobs: Tensor) -> Tensor:
+        if pass_id is None:
             return logprobs.detach()
-        return self.old_logprobs.setdefault(row_id, logprobs.detach())
+        return self.old_logprobs.setdefault(pass_id, logprobs.detach())
 
     def _check_row(self, samples: list[TrainingSample], row: TrainingRow, loss: float, logprobs: Tensor, old: Tensor) -> None:
         """RuntimeError for a loss that is not finite, or tokens whose policy is not the engine's, named."""

@@ -137,10 +137,20 @@ class PackedPolicy(nn.Module):
         return [module for module in self.lm.modules() if type(module).__name__ in (self.lm._no_split_modules or ())]
 
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [R], entropies [R]) of the row's response tokens, float32."""
+        """(log-probabilities [R], entropies [R]) of the row's response tokens, float32.
+
+        Of a prompt alone, R = 0: its shared prompt is filled, and what is returned of it is its last hidden state, twice.
+        """
+        shared = row.cuts.shared
         hidden = self.lm.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, use_cache=False, cuts=row.cuts
         ).last_hidden_state[0]
+        if row.cuts.reads_shared:
+            hidden = torch.cat([shared.last_hidden[None], hidden])
+        elif shared is not None:
+            last = hidden[-1]
+            shared.end(last)
+            return last, last
         return_freed_memory()  # logits are larger than anything that the layers have left
         return token_logprobs(
             hidden[row.predictor_index],

@@ -1,5 +1,8 @@
 """Attention over a packed row `[prompt | response 1 | ... | response n]`: a response sees its prompt and itself.
 
+The prompt is in the row, or, where a group takes several passes, in a SharedPrompt of an earlier one: the row is then
+`[response 1 | ... | response n]`.
+
 Registered with transformers' AttentionInterface as "infsample_packed"; the model call takes the row's RowCuts as the
 keyword `cuts`, so no model code is changed. On CPU (and as the fallback) it runs SDPA over folds of responses of similar
 length, never over a T x T mask; on CUDA FlexAttention with a block mask.
@@ -22,6 +25,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from infsample_rl.model.shared_prompt import SharedPrompt
+
 PACKED_ATTENTION = "infsample_packed"
 MIN_FILL = 0.8  # responses share a fold when the shortest has this share of the longest's tokens, so padding stays below 20 %
 MAX_KEPT_COPIES = 2.0  # copied keys and values kept for the backward pass, in row lengths; above it the folds are recomputed
@@ -35,17 +40,25 @@ LOGIT_CHANGES = ("final_logit_softcapping", *LOGIT_SCALES)  # models that change
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One prompt and its responses as half-open token spans of a row: Segment(prompt=(0, 3), responses=[(3, 5), (5, 9)])."""
+    """One prompt and its responses as half-open token spans of a row: Segment(prompt=(0, 3), responses=[(3, 5), (5, 9)]).
+
+    Where the prompt is shared it has a span of its own, from 0, and the responses count from 0 too.
+    """
 
     prompt: tuple[int, int]
     responses: list[tuple[int, int]]
+
+    @property
+    def end(self) -> int:
+        """Where the next segment begins."""
+        return (self.responses or [self.prompt])[-1][1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
     """Responses of one segment that attend in one SDPA call."""
 
-    prompt: tuple[int, int]
+    prompt: tuple[int, int]  # in the row, or in the shared prompt
     index: Tensor  # [N, L] row positions; short responses repeat their last position, whose copies are never read
 
     @cached_property
@@ -65,21 +78,34 @@ class RowCuts:
     order: Tensor  # [T] for each row position, its place in the concatenation of all prompt and fold outputs
     recompute: bool  # recompute the folds in the backward pass instead of keeping their copies of the prompt's keys and values
     block_mask: BlockMask | None  # FlexAttention's mask, on CUDA only
+    shared: SharedPrompt | None = None  # what the row fills, if it is a prompt alone, or whose responses it has
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether the prompt is in an earlier pass."""
+        return self.shared is not None and bool(self.segments[0].responses)
 
 
-def build_cuts(segments: list[Segment], device: torch.device | str) -> RowCuts:
-    """Plan the attention of a row whose segments lie one after another."""
-    num_tokens = segments[-1].responses[-1][1]
-    folds = [_build_fold(segment.prompt, spans, device) for segment in segments for spans in _similar_lengths(segment, num_tokens)]
+def build_cuts(segments: list[Segment], device: torch.device | str, shared: SharedPrompt | None = None) -> RowCuts:
+    """Plan the attention of a row whose segments lie one after another; of one segment with a `shared` prompt, that or the responses."""
+    num_tokens, reads_shared = segments[-1].end, shared is not None and bool(segments[-1].responses)
+    visible_tokens = num_tokens + (shared.num_tokens if reads_shared else 0)
+    folds = [_build_fold(segment.prompt, spans, device) for segment in segments for spans in _similar_lengths(segment, visible_tokens)]
     copied = sum(fold.index.numel() + len(fold.index) * (fold.prompt[1] - fold.prompt[0]) for fold in folds)
-    places = [torch.arange(*segment.prompt) for segment in segments] + [fold.index.flatten().cpu() for fold in folds]
-    positions = torch.cat(places)
+    prompts = [] if reads_shared else [torch.arange(*segment.prompt) for segment in segments]
+    positions = torch.cat(prompts + [fold.index.flatten().cpu() for fold in folds])
     order = torch.empty(num_tokens, dtype=torch.long)
     # Reversed: of a response's padding copies the first place, which is the real one, is written last.
     order[positions.flip(0)] = torch.arange(len(positions) - 1, -1, -1)
-    block_mask = _build_block_mask(segments, num_tokens, device) if torch.device(device).type == "cuda" else None
-    recompute = copied > MAX_KEPT_COPIES * num_tokens
-    return RowCuts(num_tokens=num_tokens, segments=segments, folds=folds, order=order.to(device), recompute=recompute, block_mask=block_mask)
+    return RowCuts(
+        num_tokens=num_tokens,
+        segments=segments,
+        folds=folds,
+        order=order.to(device),
+        recompute=copied > MAX_KEPT_COPIES * visible_tokens,
+        block_mask=_build_block_mask(segments, num_tokens, visible_tokens, device) if torch.device(device).type == "cuda" else None,
+        shared=shared,
+    )
 
 
 def _similar_lengths(segment: Segment, num_tokens: int) -> list[list[tuple[int, int]]]:
@@ -103,25 +129,35 @@ def _build_fold(prompt: tuple[int, int], spans: list[tuple[int, int]], device: t
     return Fold(prompt=prompt, index=index.to(device))
 
 
-def packed_mask_function(segments: list[Segment], num_tokens: int, device: torch.device | str) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod of a row: causal, inside the segment, and of responses only the query's own."""
+def packed_mask_function(
+    segments: list[Segment], num_tokens: int, device: torch.device | str, shared_tokens: int = 0
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention's mask_mod of a row: causal, inside the segment, and of responses only the query's own.
+
+    With `shared_tokens` the keys of a shared prompt, which every query sees, come before those of the row.
+    """
     segment_of = torch.empty(num_tokens, dtype=torch.int32)
     response_of = torch.full((num_tokens,), -1, dtype=torch.int32)  # -1: a prompt token
     for number, segment in enumerate(segments):
-        segment_of[segment.prompt[0] : segment.responses[-1][1]] = number
         for response, (start, end) in enumerate(segment.responses):
             response_of[start:end] = response
+        start, end = (0, num_tokens) if shared_tokens else (segment.prompt[0], segment.end)
+        segment_of[start:end] = number
     segment_of, response_of = segment_of.to(device), response_of.to(device)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = (response_of[key] == -1) | (response_of[key] == response_of[query])
         return (key <= query) & (segment_of[key] == segment_of[query]) & own
 
-    return visible
+    def visible_behind_shared(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key < shared_tokens) | visible(batch, head, query, (key - shared_tokens).clamp(min=0))
+
+    return visible_behind_shared if shared_tokens else visible
 
 
-def _build_block_mask(segments: list[Segment], num_tokens: int, device: torch.device | str) -> BlockMask:
-    return create_block_mask(packed_mask_function(segments, num_tokens, device), None, None, num_tokens, num_tokens, device=device)
+def _build_block_mask(segments: list[Segment], num_queries: int, num_keys: int, device: torch.device | str) -> BlockMask:
+    mask = packed_mask_function(segments, num_queries, device, num_keys - num_queries)
+    return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
 
 
 def takes_flex_attention(head_size: int, dtype: torch.dtype) -> bool:
@@ -154,32 +190,53 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows")
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
         raise RuntimeError(f"packed attention of {type(module).__name__} takes no mask and no sliding window")
+    prompt = exchange_prompt(module, key, value, cuts)
     if cuts.block_mask is not None and takes_flex_attention(query.shape[-1], query.dtype):
+        if prompt is not None:
+            key, value = torch.cat([prompt[0], key], 2), torch.cat([prompt[1], value], 2)
         output = _compiled_flex_attention()(query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True)
         return output.transpose(1, 2), None
-    return folded_attention(query, key, value, scaling, cuts), None
+    return folded_attention(query, key, value, scaling, cuts, prompt), None
 
 
-def folded_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, cuts: RowCuts) -> Tensor:
-    """The SDPA form of packed attention on any device: [1, H, T, D], [1, K, T, D] twice -> [1, T, H, D]. Exact, with gradient."""
+def exchange_prompt(module: nn.Module, key: Tensor, value: Tensor, cuts: RowCuts) -> tuple[Tensor, Tensor] | None:
+    """Keys and values [1, K, P, D] of the prompt before a row of responses; those of a prompt alone are kept. None: the row has its prompts."""
+    if cuts.reads_shared:
+        return cuts.shared.keys_and_values(module)
+    if cuts.shared is not None:
+        cuts.shared.keep(module, key, value)
+    return None
+
+
+def folded_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, cuts: RowCuts, prompt: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """The SDPA form of packed attention on any device: [1, H, T, D], [1, K, T, D] twice -> [1, T, H, D]. Exact, with gradient.
+
+    `prompt`: keys and values [1, K, P, D] of a prompt that is not in the row.
+    """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H or K, D]
+    prompts = (key, value) if prompt is None else tuple(tensor[0].transpose(0, 1) for tensor in prompt)
     outputs = []
-    for segment in cuts.segments:
+    for segment in cuts.segments if prompt is None else []:
         span = slice(*segment.prompt)
         q, k, v = (tensor[span].transpose(0, 1)[None] for tensor in (query, key, value))
         output = _fused_attention(q, k, v, scaling, mask=None)  # [1, H, P, D]
         outputs.append(output[0].transpose(0, 1))
     for fold in cuts.folds:
         if cuts.recompute:
-            outputs.append(checkpoint(_attend_fold, query, key, value, scaling, fold, use_reentrant=False, preserve_rng_state=False))
+            outputs.append(checkpoint(_attend_fold, query, key, value, *prompts, scaling, fold, use_reentrant=False, preserve_rng_state=False))
         else:
-            outputs.append(_attend_fold(query, key, value, scaling, fold))
+            outputs.append(_attend_fold(query, key, value, *prompts, scaling, fold))
     return torch.cat(outputs).index_select(0, cuts.order)[None]
 
 
-def _attend_fold(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, fold: Fold) -> Tensor:
+def _attend_fold(
+    query: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, scaling: float | None, fold: Fold
+) -> Tensor:
     q = _gather(query, fold).transpose(1, 2)  # [N, H, L, D]
-    k, v = (_with_prompt(tensor, fold).transpose(1, 2) for tensor in (key, value))  # [N, K, P + L, D]
+    k = _behind_prompt(key, prompt_key, fold).transpose(1, 2)  # [N, K, P + L, D]
+    v = _behind_prompt(value, prompt_value, fold).transpose(1, 2)
     output = _fused_attention(q, k, v, scaling, mask=fold.mask)
     return output.transpose(1, 2).flatten(0, 1)  # [N L, H, D]
 
@@ -197,8 +254,8 @@ def _gather(tensor: Tensor, fold: Fold) -> Tensor:
     return tensor.index_select(0, fold.index.flatten()).view(*fold.index.shape, *tensor.shape[1:])
 
 
-def _with_prompt(tensor: Tensor, fold: Fold) -> Tensor:
-    prompt = tensor[slice(*fold.prompt)].expand(len(fold.index), -1, -1, -1)
+def _behind_prompt(tensor: Tensor, prompts: Tensor, fold: Fold) -> Tensor:
+    prompt = prompts[slice(*fold.prompt)].expand(len(fold.index), -1, -1, -1)
     return torch.cat([prompt, _gather(tensor, fold)], dim=1)
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from infsample_rl.model.packed_attention import RowCuts, Segment, build_cuts
+from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.types import TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRow:
-    """One model call over prompts and their responses.
+    """One model call over prompts and their responses, or over a shared prompt alone, or over some of its responses.
 
     Example, prompt [5, 9, 7] with responses [11, 4] and [6]: input_ids [[5, 9, 7, 11, 4, 6]], position_ids [[0, 1, 2, 3, 4, 3]],
     predictor_index [2, 3, 2], labels [11, 4, 6], sequence_ids [0, 0, 1], cuts of Segment(prompt=(0, 3), responses=[(3, 5), (5, 6)])
@@ -28,7 +29,9 @@ class PackedRow:
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, every response goes on from its prompt
     cuts: RowCuts
-    predictor_index: Tensor  # [R] int64, the position whose hidden state predicts the token: the prompt's last for every first token
+    # [R] int64, the position whose hidden state predicts the token: the prompt's last for every first token. Behind a shared prompt
+    # that one has the number 0 and position i of the row the number i + 1.
+    predictor_index: Tensor
     labels: Tensor  # [R] int64, the response tokens
     sequence_ids: Tensor  # [R] int64, 0..N-1, the response of each token
 
@@ -69,14 +72,51 @@ def pack_row(groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]], device: 
         cuts=build_cuts(segments, device),
         predictor_index=_ids(predictors, device),
         labels=_ids([response for _, responses in groups for response in responses], device),
-        sequence_ids=torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device)),
+        sequence_ids=_sequence_ids(lengths, device),
     )
 
 
-def pack_samples(samples: list[TrainingSample], device: torch.device | str) -> TrainingRow:
-    """Pack training samples in their order; neighbours of one prompt share it. All or none have reference log-probabilities."""
+def pack_prompt(prompt: np.ndarray, device: torch.device | str) -> PackedRow:
+    """A prompt alone, as a row without labels; its cuts.shared is for the rows of its responses."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return PackedRow(
+        input_ids=_ids([prompt], device)[None],
+        position_ids=torch.arange(len(prompt), device=device)[None],
+        cuts=build_cuts([Segment(prompt=(0, len(prompt)), responses=[])], device, SharedPrompt(len(prompt))),
+        predictor_index=nothing,
+        labels=nothing,
+        sequence_ids=nothing,
+    )
+
+
+def pack_responses(shared: SharedPrompt, responses: Sequence[np.ndarray], device: torch.device | str) -> PackedRow:
+    """Responses to one prompt, which has been run. Responses [11, 4] and [6] to 3 prompt tokens: input_ids [[11, 4, 6]], position_ids
+    [[3, 4, 3]], predictor_index [0, 1, 0]."""
+    lengths = [len(response) for response in responses]
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
+    labels = _ids(responses, device)
+    return PackedRow(
+        input_ids=labels[None],
+        position_ids=_ids([np.arange(shared.num_tokens, shared.num_tokens + length) for length in lengths], device)[None],
+        cuts=build_cuts([Segment(prompt=(0, shared.num_tokens), responses=spans)], device, shared),
+        predictor_index=_ids([np.concatenate([[0], np.arange(start + 1, end)]) for start, end in spans], device),
+        labels=labels,
+        sequence_ids=_sequence_ids(lengths, device),
+    )
+
+
+def pack_samples(samples: list[TrainingSample], device: torch.device | str, shared: SharedPrompt | None = None) -> TrainingRow:
+    """Pack training samples in their order; neighbours of one prompt share it. All or none have reference log-probabilities.
+
+    `shared`: the prompt of them all, which has been run.
+    """
     groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
-    row = pack_row([(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups], device)
+    if shared is None:
+        row = pack_row([(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups], device)
+    else:
+        row = pack_responses(shared, [sample.response_ids for sample in samples], device)
     references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
     if len(references) not in (0, len(samples)):
         raise ValueError(f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must")
@@ -88,6 +128,10 @@ def pack_samples(samples: list[TrainingSample], device: torch.device | str) -> T
         engine_logprobs=_floats([sample.engine_logprobs for sample in samples], device),
         reference_logprobs=_floats(references, device) if references else None,
     )
+
+
+def _sequence_ids(lengths: list[int], device: torch.device | str) -> Tensor:
+    return torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
 
 
 def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:

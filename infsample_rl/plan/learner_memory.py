@@ -119,11 +119,13 @@ def _row(config: Config, model: ModelOutline) -> Lines:
         flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
     )
-    return fullest_moment(settings, learner_row(config))
+    whole_group = config.data.max_prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens
+    in_passes = config.long_rows > 0 and whole_group > config.learner.max_tokens_per_micro_batch
+    return fullest_moment(settings, learner_row(config), in_passes=in_passes)
 
 
 def learner_row(config: Config) -> RowGroups:
-    """The fullest row that an update of these settings may have."""
+    """The fullest row, or pass of a longer one, that an update of these settings may have."""
     prompts = -(-config.data.prompts_per_step // config.objective.mini_batches)
     lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     return row_groups(*lengths, config.learner.max_tokens_per_micro_batch, config.rollout.group_size, prompts)

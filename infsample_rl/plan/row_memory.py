@@ -3,8 +3,8 @@
 No weights are loaded and nothing is computed, yet every tensor that the real row allocates is counted when it comes and when it goes. The
 layers of a model are alike, so two shallow models are traced and the rest follows: every count is a straight line in the number of layers.
 
-A row's fullest moment is one of: its forward pass; the head's backward pass, where all activations and a chunk of logits are there; the
-backward pass of a layer; the embedding's gradient at the end.
+A row of several passes is as large as its prompt and one pass behind it. A row's fullest moment is one of: its forward pass; the head's
+backward pass, where all activations and a chunk of logits are there; the backward pass of a layer; the embedding's gradient at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from infsample_rl.learner.unsharded_backend import move_gradient
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import add_adapters
-from infsample_rl.model.packing import PackedRow, pack_row
+from infsample_rl.model.packed_attention import RowCuts, exchange_prompt
+from infsample_rl.model.packing import PackedRow, pack_prompt, pack_responses, pack_row
 from infsample_rl.plan.memory_trace import MemoryTrace
 from infsample_rl.plan.model_outline import ModelOutline, build_outline
 
@@ -50,18 +51,18 @@ class RowSettings:
     with_gradient: bool = True  # false: a reference's row
 
 
-def fullest_moment(settings: RowSettings, groups: RowGroups) -> dict[str, int]:
+def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
     """Bytes by LINES at the fullest moment of a row of these `groups`, beside weights, summed gradients and the optimizer's state.
 
-    Gradients of an earlier row are there already: they are added to, not made. Raises ValueError for a model that cannot be traced.
+    Gradients of an earlier row are there already: they are added to, not made. `in_passes`: the one group is a pass of a longer row.
+    Raises ValueError for a model that cannot be traced.
     """
     every, layers = max(1, settings.learner.activation_checkpointing), settings.model.num_layers
-    row = _pack(groups)
     low = every + layers % every
     if layers <= low + every:
-        found = _trace(settings, layers, row)
+        found = _trace(settings, layers, groups, in_passes)
     else:
-        near, far = _trace(settings, low, row), _trace(settings, low + every, row)
+        near, far = _trace(settings, low, groups, in_passes), _trace(settings, low + every, groups, in_passes)
         found = {moment: _extended(near[moment], far[moment], (layers - low) / every) for moment in near}
     fullest = max(found.values(), key=Counter.total)
     return {name: round(fullest[moment]) for moment, name in LINES.items() if fullest[moment] > 0}
@@ -72,8 +73,7 @@ def _extended(near: Counter[str], far: Counter[str], steps: float) -> Counter[st
 
 
 def _pack(groups: RowGroups) -> PackedRow:
-    ids = [(np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths]) for prompt, lengths in groups]
-    return pack_row(ids, "cpu")
+    return pack_row([(np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths]) for prompt, lengths in groups], "cpu")
 
 
 def _on_meta(row: PackedRow) -> PackedRow:
@@ -82,17 +82,35 @@ def _on_meta(row: PackedRow) -> PackedRow:
     return replace(row, **tensors, cuts=replace(row.cuts, folds=folds, order=row.cuts.order.to("meta")))
 
 
-def _trace(settings: RowSettings, layers: int, row: PackedRow) -> dict[str, Counter[str]]:
+def _trace(settings: RowSettings, layers: int, groups: RowGroups, in_passes: bool) -> dict[str, Counter[str]]:
     """The fullest state of every moment, for a model of so many layers."""
-    policy, row = _build_policy(settings, layers), _on_meta(row)  # a row of its own: the masks that a first layer makes stay in it
+    policy = _build_policy(settings, layers)
     kept = _keep_gradients(settings, policy)
     with MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace, torch.set_grad_enabled(settings.with_gradient):
         _follow(policy, trace)
-        logprobs, _ = policy(row, 1.0)
-        if settings.with_gradient:
-            trace.moment = "head"
-            logprobs.sum().backward()
+        if in_passes:
+            _run_passes(policy, groups, trace)
+        else:
+            _run(policy, _on_meta(_pack(groups)), trace)
     return trace.fullest
+
+
+def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace) -> None:
+    trace.moment = "forward"
+    logprobs, _ = policy(row, 1.0)
+    if logprobs.requires_grad:
+        trace.moment = "head"
+        logprobs.sum().backward()
+
+
+def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace) -> None:
+    ((prompt_tokens, lengths),) = groups
+    prompt = _on_meta(pack_prompt(np.zeros(prompt_tokens, np.int32), "cpu"))
+    policy(prompt, 1.0)
+    for _ in range(2):  # the second finds the gradient that the first has left with the prompt
+        _run(policy, _on_meta(pack_responses(prompt.cuts.shared, [np.zeros(length, np.int32) for length in lengths], "cpu")), trace)
+    trace.moment = "layer"
+    prompt.cuts.shared.gradient_carrier().backward()
 
 
 def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
@@ -163,7 +181,12 @@ class _FlexAttention(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _flex_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: object) -> tuple[Tensor, None]:
+def _flex_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, cuts: RowCuts, **_: object
+) -> tuple[Tensor, None]:
+    prompt = exchange_prompt(module, key, value, cuts)
+    if prompt is not None:
+        key, value = (torch.cat(pair, 2) for pair in zip(prompt, (key, value), strict=True))
     return _FlexAttention.apply(query, key, value).transpose(1, 2), None
 
 

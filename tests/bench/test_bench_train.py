@@ -53,11 +53,11 @@ def test_the_engine_samples_with_the_weights_of_the_last_update(tiny_qwen3):
     assert len({reward for step in steps for reward in step["rewards"]}) == 16
 
 
-def test_short_rows_and_recomputed_activations_train_the_same_policy(tiny_qwen3):
+def test_short_passes_and_recomputed_activations_train_the_same_policy(tiny_qwen3):
     whole = train_ours.main(spec_of(tiny_qwen3))["steps"]
     recompute = {"activation_checkpointing": 1, "recompute_granularity": "selective"}
     split = train_ours.main(spec_of(tiny_qwen3, max_tokens_per_micro_batch=20, **recompute))["steps"]
-    assert split[0]["learner_tokens"] == 4 * 8 + 2 * 3 + 4 * 8 + 4 * 5  # rows of two and of one response
+    assert split[0]["learner_tokens"] == 4 * 8 + 3 + 4 * 8 + 5  # every prompt once, in passes of two and of one response
     assert [step["rewards"] for step in split] == [step["rewards"] for step in whole]
 
 

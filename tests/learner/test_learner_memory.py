@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from infsample_rl.bench.learner_memory_point import main as measure_point
-from infsample_rl.bench.learner_memory_point import make_samples, plan
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
@@ -31,22 +30,13 @@ def test_peak_memory_is_flat_in_the_group_size_and_the_rivals_grows(tiny_qwen3):
     records = bench(tiny_qwen3, "groups=[16,128]", "max_full_batch_group=128", *row)
     assert [(record["name"], record["group_size"]) for record in records] == [("ours", 16), ("ours", 128), ("full batch", 16), ("full batch", 128)]
     small, large, rival_small, rival_large = records
-    assert (small["rows"], large["rows"], rival_large["rows"]) == (2, 14, 1)
+    assert (small["passes"], large["passes"], rival_large["passes"]) == (2, 14, 1)
     assert large["tokens"] == rival_large["tokens"] > 7 * small["tokens"]
     assert large["rest_bytes"] < 1.25 * small["rest_bytes"] + 4e6  # the allocator's noise in a small process
     assert rival_large["rest_bytes"] > 3 * rival_small["rest_bytes"]
     assert rival_large["rest_bytes"] > 3 * large["rest_bytes"]
     weights = small["weight_bytes"]
     assert 4 * weights <= small["state_bytes"] < 4.01 * weights  # float32: weight, gradient, two moments, and AdamW's step counts
-
-
-def test_a_group_is_cut_into_rows_as_in_a_run():
-    samples = make_samples([1, 2, 3], 9, 20, 50, seed=0)
-    lengths = [len(sample.response_ids) for sample in samples]
-    assert lengths == [20, 19, 18, 16, 15, 13, 12, 10, 20]
-    rows = plan(samples, 60)
-    assert [sample.sample_index for row in rows for sample in row] == list(range(9))
-    assert all(3 + sum(len(sample.response_ids) for sample in row) <= 60 for row in rows)
 
 
 def updates(tools, path, learner, dtype, device="cpu"):

@@ -1,11 +1,13 @@
 """The gradient and the update do not depend on rows, ranks, waves, sharding or provisional totals."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
+from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
@@ -22,12 +24,12 @@ def plain(tools, tied_policy, untied_policy):
     return {path: tools.plain_updates(path, OBJECTIVE, LEARNER) for path in (tied_policy, untied_policy)}
 
 
-def ten_updates(tools, path, settings, history, folder):
+def ten_updates(tools, path, settings, history, folder, deal=None):
     """Ten updates on two ranks, other rows on each, then what they have become."""
     learner = replace(LEARNER, **settings)
     calls = []
     for (samples, _, _), counts in zip(history, tools.DEALS, strict=True):
-        calls += tools.waves(tools.deal(samples, counts), PROVISIONAL, lockstep=learner.grad_sync == "every_row")
+        calls += tools.waves((deal or tools.deal)(samples, counts), PROVISIONAL, lockstep=learner.grad_sync == "every_row")
         calls.append(("step", (tools.totals_of(samples),)))
     calls += [("save", (str(folder),)), ("parameters", ()), ("export_weights", (3,))]
     return tools.Scenario(tools.make_config(path, learner=learner, objective=OBJECTIVE, ranks=2), calls)
@@ -47,6 +49,9 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
             granularity = "full" if settings.get("zero_stage") == 3 else "selective"
             recompute = {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
             scenarios[f"{backend}, {name}"] = ten_updates(tools, path, settings | recompute, plain[path][0], folder / backend / name)
+    for name, path in (("tied", tied_policy), ("untied", untied_policy)):
+        settings = {"grad_sync": "last_row", "max_tokens_per_micro_batch": 32, "activation_checkpointing": int(name == "untied")}
+        scenarios[f"passes, {name}"] = ten_updates(tools, path, settings, plain[path][0], folder / "passes" / name, deal_groups)
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     totals = tools.totals_of(bf16)
     calls = [*tools.waves(tools.deal(bf16, (2, 1)), totals), ("step", (totals,)), ("parameters", ()), ("export_weights", (1,))]
@@ -55,6 +60,17 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
     for dtype in ("float32", "float16"):
         scenarios[dtype] = large_update(tools, untied_policy, dtype)
     return tools.run_ranks(folder, scenarios, 2), folder
+
+
+def deal_groups(samples, counts):
+    """A row for each prompt, above 32 tokens all but the first: the groups go round the ranks that are to have rows."""
+    groups = by_prompt(samples)
+    ranks = [rank for rank, count in enumerate(counts) if count]
+    return [[group for number, group in enumerate(groups) if ranks[number % len(ranks)] == rank] for rank in range(len(counts))]
+
+
+def by_prompt(samples):
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
 
 
 def large_update(tools, path, dtype):
@@ -97,6 +113,29 @@ def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(tools,
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
+def test_gradient_of_groups_in_passes_behind_their_prompts_equals_the_plain_one(tools, plain, untied_policy, checkpointing):
+    samples = plain[untied_policy][0][0][0]
+    _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
+    every, granularity = checkpointing
+    settings = {"max_tokens_per_micro_batch": 32, "activation_checkpointing": every, "recompute_granularity": granularity}
+    config = tools.make_config(untied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE)
+    assert any(len(split_passes(group, 32)) > 1 for group in by_prompt(samples))
+    calls = [("accumulate", (group, tools.totals_of(samples))) for group in by_prompt(samples)]
+    *found, gradients = tools.run_here(config, [*calls, ("gradients", ())])
+    tokens = [len(group[0].prompt_ids) + sum(len(sample.response_ids) for sample in group) for group in by_prompt(samples)]
+    assert [row["row_tokens"] for row in found] == tokens  # every prompt once
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_ten_updates_in_passes_on_two_ranks_that_run_free_equal_plain_adamw(two_ranks, plain, tied_policy, untied_policy, name):
+    results = two_ranks[0][0][f"passes, {name}"]
+    same_run(*plain[{"tied": tied_policy, "untied": untied_policy}[name]], results, results[-2])
 
 
 def same_run(history, expected, results, parameters):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from infsample_rl.config import LearnerConfig, ObjectiveConfig
+from infsample_rl.config import LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
 
 LEARNER = LearnerConfig(lr=1e-3, warmup_steps=2, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
@@ -98,6 +99,25 @@ def test_an_update_without_rows_moves_by_momentum_and_one_without_samples_is_ski
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (no_rows["learner/grad_norm"], no_rows["learner/skipped_updates"]) == (0.0, 0.0)
     assert not torch.equal(second["lm_head.weight"], third["lm_head.weight"])  # AdamW's momentum, as for a gradient of exact zeros
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untied_policy, samples, remembered):
+    objective = ObjectiveConfig(kl_coef=0.1, epochs=2)
+    totals, rows = tools.totals_of(samples), [[sample for sample in samples if sample.prompt_index == prompt] for prompt in range(3)]
+    assert [len(split_passes(row, 32)) for row in rows] == [1, 1, 2]
+    calls = [("remember", (row, number)) for number, row in enumerate(rows) if remembered]
+    for is_last in (False, True):
+        calls += [("accumulate", (row, totals, number)) for number, row in enumerate(rows)]
+        calls.append(("step", {"totals": totals, "is_last": is_last}))
+    found = {}
+    for max_tokens in (32, 256):
+        config = tools.make_config(untied_policy, learner=replace(LEARNER, max_tokens_per_micro_batch=max_tokens), objective=objective)
+        config = replace(config, reference=ReferenceConfig(placement="learner"))
+        found[max_tokens] = [result for result in tools.run_here(config, calls) if result and "learner/loss" in result]
+    for passes, whole in zip(found[32], found[256], strict=True):
+        assert tools.figures(passes) == pytest.approx(tools.figures(whole), rel=1e-4, abs=1e-7)
+    assert found[32][1]["learner/kl"] > 0
 
 
 def test_totals_may_not_change_inside_an_update(tools, untied_policy, samples):

@@ -14,8 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from infsample_rl.config import ObjectiveConfig
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.loss import loss_denominator, policy_loss
+from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.packing import pack_samples
+from infsample_rl.model.packing import pack_prompt, pack_samples
 from infsample_rl.types import LossTotals, TrainingSample
 
 VOCAB, TEMPERATURE, NORMALIZER = 24, 0.7, 8
@@ -61,24 +62,41 @@ def totals_of(samples):
     return LossTotals(num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=NORMALIZER)
 
 
-def gradient_of(policy, rows, old, objective, totals):
-    """All gradients, one after another in one vector, accumulated over rows of samples, and the loss."""
+def gradient_of(policy, rows, old, objective, totals, pass_tokens=None):
+    """All gradients, one after another in one vector, accumulated over rows of samples, and the loss.
+
+    `pass_tokens`: rows of one prompt above it are run in passes behind their prompt.
+    """
     policy.zero_grad(set_to_none=True)
     total = 0.0
     for row in rows:
-        packed = pack_samples(row, "cpu")
-        logprobs, entropy = policy(packed.row, TEMPERATURE)
-        loss, _ = policy_loss(
-            *(logprobs, torch.cat([old[sample.prompt_index, sample.sample_index] for sample in row]), packed.advantages, packed.row.sequence_ids),
-            objective=objective,
-            totals=totals,
-            ref_logprobs=packed.reference_logprobs,
-            engine_logprobs=packed.engine_logprobs,
-            entropy=entropy,
-        )
-        loss.backward()
-        total += loss.item()
+        one_prompt = len({sample.prompt_index for sample in row}) == 1
+        passes, prompt = [row], None
+        if pass_tokens is not None and one_prompt:
+            passes = split_passes(row, pass_tokens)
+        if len(passes) > 1:
+            prompt = pack_prompt(row[0].prompt_ids, "cpu")
+            policy(prompt, TEMPERATURE)
+        for part in passes:
+            total += accumulate(policy, part, prompt and prompt.cuts.shared, old, objective, totals)
+        if prompt is not None:
+            prompt.cuts.shared.gradient_carrier().backward()
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), total
+
+
+def accumulate(policy, samples, shared, old, objective, totals):
+    packed = pack_samples(samples, "cpu", shared)
+    logprobs, entropy = policy(packed.row, TEMPERATURE)
+    loss, _ = policy_loss(
+        *(logprobs, torch.cat([old[sample.prompt_index, sample.sample_index] for sample in samples]), packed.advantages, packed.row.sequence_ids),
+        objective=objective,
+        totals=totals,
+        ref_logprobs=packed.reference_logprobs,
+        engine_logprobs=packed.engine_logprobs,
+        entropy=entropy,
+    )
+    loss.backward()
+    return loss.item()
 
 
 REWARDS = st.tuples(*(st.lists(st.sampled_from([0.0, 1.0, 0.5, None]), min_size=size, max_size=size) for size in GROUP_SIZES))
@@ -117,7 +135,8 @@ def test_any_split_of_an_update_gives_the_same_gradient(policy, samples, loss, k
     policy.chunk_tokens = data.draw(st.integers(1, 9))
     counts = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 400)))
     provisional = LossTotals(num_sequences=counts[0], num_tokens=counts[1], length_normalizer=NORMALIZER)
-    gradient, value = gradient_of(policy, rows, old, objective, provisional)
+    pass_tokens = data.draw(st.sampled_from([None, 11, 14, 20]))  # the longest prompt and response have 4 + 7
+    gradient, value = gradient_of(policy, rows, old, objective, provisional, pass_tokens)
     factor = loss_denominator(objective, provisional) / loss_denominator(objective, totals_of(kept))
     assert (gradient * factor - expected).abs().max() < 1e-10
     assert value * factor == pytest.approx(expected_loss, abs=1e-10)

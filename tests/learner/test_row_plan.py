@@ -3,8 +3,8 @@ import random
 import numpy as np
 import pytest
 
-from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens
-from infsample_rl.types import Completion, ReferenceReport, ReferenceResult, SampleSpec
+from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens, split_passes
+from infsample_rl.types import Completion, ReferenceReport, ReferenceResult, SampleSpec, TrainingSample
 
 
 def specs(prompt, lengths, first=0):
@@ -39,6 +39,49 @@ def test_a_long_group_is_split_and_its_prompt_repeated():
 def test_a_sample_too_long_for_any_row_is_refused():
     with pytest.raises(ValueError, match="must be >= 11 for sample 0 of prompt 0 .*got 10"):
         RowPlanner(10, {0: 4}).add_group(specs(0, [7]))
+
+
+def test_a_group_too_long_for_one_pass_is_one_row_for_each_rank_that_runs_free():
+    planner = RowPlanner(10, {0: 4, 1: 2}, long_rows=1)
+    planner.add_group(specs(1, [2]))
+    rows = planner.add_group(specs(0, [3, 3, 3, 3, 3]))  # nothing else shares its row
+    assert names(rows) == [[(1, 0)], [(0, index) for index in range(5)]] and planner.flush() == []
+    two = RowPlanner(10, {0: 4, 1: 2}, long_rows=2)
+    assert names(two.add_group(specs(0, [6, 1, 1, 1, 3]))) == [[(0, 0)], [(0, 1), (0, 2), (0, 3), (0, 4)]]
+    assert names(two.add_group(specs(0, [3, 3]))) == [] and names(two.flush()) == [[(0, 0), (0, 1)]]  # exactly 10: one pass
+    assert names(RowPlanner(10, {0: 4}, long_rows=8).add_group(specs(0, [6, 1]))) == [[(0, 0)], [(0, 1)]]
+    with pytest.raises(ValueError, match="must be >= 11 for sample 1 of prompt 0 .*got 10"):
+        planner.add_group(specs(0, [6, 7]))
+
+
+def test_long_rows_hold_every_sample_once_in_even_parts():
+    generator = random.Random(1)
+    for _ in range(200):
+        lengths = [generator.randint(1, 30) for _ in range(generator.randint(2, 40))]
+        ranks = generator.randint(1, 5)
+        rows = RowPlanner(31, {0: 1}, long_rows=ranks).add_group(specs(0, lengths))
+        if 1 + sum(lengths) <= 31:
+            continue
+        assert [spec.sample_index for row in rows for spec in row] == list(range(len(lengths))) and len(rows) <= ranks
+        assert max(sum(spec.length for spec in row) for row in rows) <= sum(lengths) / ranks + max(lengths)
+
+
+def test_passes_of_a_row():
+    samples = [training_sample(0, 3, length) for length in (4, 3, 1, 6, 2)]
+    assert split_passes(samples, 19) == [samples]
+    assert [[len(sample.response_ids) for sample in part] for part in split_passes(samples, 10)] == [[4, 3], [1, 6], [2]]
+    mixed = [training_sample(0, 3, 2), training_sample(1, 3, 2)]
+    assert split_passes(mixed, 10) == [mixed]
+    with pytest.raises(ValueError, match="a row of 2 prompts is above 9 tokens"):
+        split_passes(mixed, 9)
+
+
+def training_sample(prompt, prompt_tokens, length):
+    empty = np.zeros(length, np.float32)
+    return TrainingSample(
+        **{"prompt_index": prompt, "sample_index": 0, "prompt_ids": np.zeros(prompt_tokens, np.int32)},
+        **{"response_ids": np.zeros(length, np.int32), "advantage": 0.5, "engine_logprobs": empty, "reference_logprobs": None},
+    )
 
 
 def test_row_tokens_counts_each_segment_prompt_once():

@@ -1,15 +1,29 @@
 """Packed rows: the tokens, the attention and the log-probabilities are those of every sample alone."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from infsample_rl.model import packed_attention as attention
+from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packed_attention import LOGIT_CHANGES, changed_logits
-from infsample_rl.model.packing import pack_row, pack_samples
+from infsample_rl.model.packing import pack_prompt, pack_responses, pack_row, pack_samples
+from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.types import TrainingSample
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -19,6 +33,8 @@ def tiny(kind="qwen3"):
     torch.manual_seed(0)
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, initializer_range=0.2, tie_word_embeddings=True)).double()
+    if kind == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=0.2)).double()
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2)).double()
 
 
@@ -95,6 +111,79 @@ def test_packed_forward_and_backward_equal_one_sample_at_a_time(kind, kept_copie
     assert not entropy.requires_grad
     for name, parameter in lm.named_parameters():  # the models' norms round to float32 inside
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("kept_copies", [0.0, 100.0])
+@pytest.mark.parametrize("recomputed", [None, "full", "selective"])
+def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(kind, kept_copies, recomputed, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_KEPT_COPIES", kept_copies)
+    lm = tiny(kind)
+    for prompt_tokens, passes in ((12, [[9, 3, 10], [8], [1, 30]]), (1, [[1], [2, 1]])):
+        groups = random_groups(1, [prompt_tokens], [[length for lengths in passes for length in lengths]])
+        (prompt, responses), ends = groups[0], np.cumsum([len(lengths) for lengths in passes])
+        expected, expected_entropy = alone(lm, groups, 0.7, 60)
+        weights = torch.randn(len(expected), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        lm.zero_grad()
+        (expected * weights).sum().backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+        lm.zero_grad()
+        changed = copy.deepcopy(lm)
+        if recomputed is not None:
+            checkpoint_every(changed, 1, granularity=recomputed)
+        policy = PackedPolicy(changed, valid_vocab=60, chunk_tokens=11)
+        row = pack_prompt(prompt, "cpu")
+        policy(row, 0.7)
+        found = []
+        for end, lengths in zip(ends, passes, strict=True):
+            part = pack_responses(row.cuts.shared, responses[end - len(lengths) : end], "cpu")
+            logprobs, entropy = policy(part, 0.7)
+            done = sum(len(values) for values, _ in found)
+            (logprobs * weights[done : done + len(logprobs)]).sum().backward()
+            found.append((logprobs.detach(), entropy))
+        (3.0 * row.cuts.shared.gradient_carrier()).backward()  # a backend's scale of its losses is in the passes' gradients already
+        torch.testing.assert_close(torch.cat([logprobs for logprobs, _ in found]), expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat([entropy for _, entropy in found]), expected_entropy.detach(), rtol=0, atol=1e-12)
+        for name, parameter in changed.named_parameters():  # the models' norms round to float32 inside
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_in_16_bits_the_gradient_of_a_shared_prompt_is_summed_in_float32():
+    shared = SharedPrompt(1)
+    made = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    key, value = made * 1.0, made * 0.0
+    module = torch.nn.Identity()
+    shared.keep(module, key, value)
+    shared.end(made * 0.0)
+    for number in (256.0, *[1.0] * 256):  # of which bfloat16 would lose every one behind the first
+        (shared.keys_and_values(module)[0] * number).sum().backward()
+    shared.gradient_carrier().backward()
+    assert made.grad.item() == 512.0
+    with pytest.raises(RuntimeError, match="attends twice in one pass"):
+        other = SharedPrompt(1)
+        for _ in range(2):
+            other.keep(module, key, value)
+
+
+def test_attention_behind_a_shared_prompt_equals_a_dense_mask_with_gradients():
+    generator = np.random.default_rng(5)
+    for _ in range(10):
+        shared = SharedPrompt(int(generator.integers(1, 9)))
+        responses = [np.zeros(length, np.int32) for length in generator.integers(1, 15, generator.integers(1, 9))]
+        cuts = pack_responses(shared, responses, "cpu").cuts
+        visible = attention.packed_mask_function(cuts.segments, cuts.num_tokens, "cpu", shared.num_tokens)
+        keys = torch.arange(shared.num_tokens + cuts.num_tokens)
+        dense = visible(torch.tensor(0), torch.tensor(0), torch.arange(cuts.num_tokens)[:, None], keys[None])
+        query = torch.from_numpy(generator.normal(size=(1, 4, cuts.num_tokens, 8))).requires_grad_()
+        key, value = (torch.from_numpy(generator.normal(size=(1, 2, len(keys), 8))).requires_grad_() for _ in range(2))
+        upstream = torch.from_numpy(generator.normal(size=(1, cuts.num_tokens, 4, 8)))
+        (first_k, own_k), (first_v, own_v) = (tensor.split([shared.num_tokens, cuts.num_tokens], 2) for tensor in (key, value))
+        folded = attention.folded_attention(query, own_k, own_v, 0.4, cuts, (first_k, first_v))
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.4, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(folded, expected, rtol=1e-10, atol=1e-12)
+        gradients = (torch.autograd.grad(output, (query, key, value), upstream) for output in (folded, expected))
+        for own, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
 
 
 def test_attention_of_random_rows_equals_a_dense_mask_with_gradients():

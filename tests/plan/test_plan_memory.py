@@ -67,12 +67,23 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
     config, model = settings(f"learner.activation_checkpointing={every}", f"learner.recompute_granularity={granularity}")
     deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
     shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
-    row = [(20, [30] * 6), (20, [10])]
-    extended = fullest_moment(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), row)
-    from infsample_rl.plan.row_memory import _pack, _trace
+    from infsample_rl.plan.row_memory import _trace
 
-    whole = _trace(RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape), 8, _pack(row))
-    assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
+    row, of_deep = [(20, [30] * 6), (20, [10])], RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape)
+    for groups, in_passes in ((row, False), (row[:1], True)):
+        extended = fullest_moment(of_deep, groups, in_passes=in_passes)
+        whole = _trace(of_deep, 8, groups, in_passes)
+        assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
+
+
+def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
+    config, model = settings()
+    prompt, pool = 200, model.num_layers * 2 * model.architecture.num_key_value_heads * model.head_dim * 4
+    of_row = RowSettings(model=model, dtype=torch.float32, learner=config.learner, masters=False, flex_attention=False)
+    whole, passes = (sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True))
+    assert whole < passes < whole + 3 * prompt * pool
+    shorter = sum(fullest_moment(of_row, [(prompt, [50])], in_passes=True).values())
+    assert shorter < 0.8 * passes
 
 
 def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twice():
@@ -116,6 +127,10 @@ KEPT_APART = {
     "qwen3 untied, recomputed selectively": (
         *("qwen3", 6000, (416, 6, 1248, 8, 2, 48, False), "learner"),
         ("learner.max_tokens_per_micro_batch=800", "learner.activation_checkpointing=1", "learner.recompute_granularity=selective"),
+    ),
+    "llama untied, passes": (
+        *("llama", 5000, (416, 6, 1100, 13, 13, 32, False), "learner"),
+        ("learner.max_tokens_per_micro_batch=300", "learner.logprob_chunk_tokens=64"),
     ),
     "qwen2 bf16, chunks": (
         *("qwen2", 9000, (320, 4, 896, 10, 2, 32, False), "learner"),
