@@ -1,13 +1,15 @@
 """A policy on one rank that nothing wraps: an engine in the same process can read the very weights the learner's forward reads.
 
 In float32 the parameters are their own masters. In 16 bits float32 masters lie beside them, in host memory with
-learner.offload_optimizer, and every row's gradients are added to the masters' float32 ones as soon as they are there.
+learner.offload_optimizer, and every row's gradients are added to the masters' float32 ones as soon as they are there. The head adds its
+own, by chunks of logits, so that no second gradient of its size lives through a backward pass.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +39,10 @@ class UnshardedBackend:
                 parameter.register_post_accumulate_grad_hook(lambda given, master=self.masters[name]: move_gradient(given, master))
             for parameter in policy.lm.parameters():
                 parameter.data = parameter.data.to(dtype)
+        head = policy.lm.get_output_embeddings().weight
+        for name, parameter in self.trained.items():
+            if parameter is head and self.masters[name].device == head.device:
+                policy.head_gradient = partial(gradient_sum, self.masters[name])
         self.optimizer = build_optimizer(self.masters.values(), learner)
 
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
@@ -93,8 +99,17 @@ class UnshardedBackend:
         self._publish_masters()
 
 
+def gradient_sum(master: nn.Parameter) -> Tensor:
+    """Where the gradients of all rows are added up."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    return master.grad
+
+
 @torch.no_grad()
 def move_gradient(parameter: Tensor, master: nn.Parameter) -> None:
+    if parameter.grad is None:  # a head that has added its own
+        return
     gradient = parameter.grad.to(master.device, torch.float32)
     parameter.grad = None
     if master.grad is None:

@@ -8,7 +8,7 @@ Shape letters: R tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,14 +32,16 @@ def token_logprobs(
     masked: Tensor | None = None,
     head_fp32: bool = False,
     entropy_gradient: bool = False,
+    weight_gradient: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `labels` [R] and entropies (nats) from hidden [R, E] and head_weight, of which the first `valid_vocab` rows count.
 
     `masked`: ids without probability (`masked_index`); none of `labels` may be one. `head_fp32`: as in `head_logits`.
-    `entropy_gradient`: entropies have a gradient, which an entropy bonus needs.
+    `entropy_gradient`: entropies have a gradient, which an entropy bonus needs. `weight_gradient`: the sum that head_weight's gradient is added
+    to at once; autograd then gets none, and no gradient of one pass lives through its backward.
     At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are computed again there.
     """
-    head = _Head(temperature, chunk_tokens, len(head_weight) if valid_vocab is None else valid_vocab, masked, head_fp32)
+    head = _Head(temperature, chunk_tokens, len(head_weight) if valid_vocab is None else valid_vocab, masked, head_fp32, weight_gradient)
     return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
 
 
@@ -49,6 +51,7 @@ class _Head(NamedTuple):
     valid_vocab: int
     masked: Tensor | None
     fp32: bool
+    weight_gradient: Callable[[], Tensor] | None
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """softmax's argument [R, V], in float32 (float64 stays)."""
@@ -97,7 +100,9 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, entropies, normalizers = ctx.saved_tensors
         head: _Head = ctx.head
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_weight, adds = None, head.weight_gradient is not None
+        if ctx.needs_input_grad[1]:
+            of_weight = head.weight_gradient() if adds else torch.zeros_like(weight)
         rows = None if of_weight is None else of_weight[: head.valid_vocab]
         of_hidden = []
         tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
@@ -107,7 +112,7 @@ class _TokenLogprobs(torch.autograd.Function):
             gradient.mul_(-g[:, None] - h[:, None] * (table + entropy[:, None]) if ctx.entropy_gradient else -g[:, None])
             gradient.scatter_add_(-1, ids[:, None], g[:, None].to(gradient.dtype)).div_(head.temperature)
             of_hidden.append(head_backward(gradient, part, weight[: head.valid_vocab], rows, fp32=head.fp32))
-        return torch.cat(of_hidden), of_weight, None, None, None
+        return torch.cat(of_hidden), None if adds else of_weight, None, None, None
 
 
 class PackedPolicy(nn.Module):
@@ -122,6 +127,7 @@ class PackedPolicy(nn.Module):
         """`bad_token_ids` have no probability; `head_fp32`: logits in float32 whatever the weights' dtype (model.lm_head_fp32)."""
         super().__init__()
         self.entropy_gradient = False  # set where the loss has an entropy bonus
+        self.head_gradient: Callable[[], Tensor] | None = None  # set by a backend that sums the head's gradient itself
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
             raise ValueError(f"{type(lm).__name__} has a head with a bias, which is not supported, neither as policy nor as reference")
         use_packed_attention(lm)
@@ -162,4 +168,5 @@ class PackedPolicy(nn.Module):
             masked=self.masked,
             head_fp32=self.head_fp32,
             entropy_gradient=self.entropy_gradient,
+            weight_gradient=self.head_gradient,
         )

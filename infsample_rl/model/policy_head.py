@@ -61,11 +61,17 @@ class _Float32Head(torch.autograd.Function):
 
 
 def head_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, of_weight: Tensor | None, *, fp32: bool) -> Tensor:
-    """Hidden's gradient [R, E] from that of `head_logits` [R, V], which may be wider than the weight; the weight's is added to `of_weight`."""
+    """Hidden's gradient [R, E] from that of `head_logits` [R, V], which may be wider than the weight; the weight's is added to `of_weight`.
+
+    That may be float32 beside a weight of 16 bits.
+    """
     if not fp32 or weight.dtype in (torch.float32, torch.float64):
         gradient = gradient.to(weight.dtype)
-        if of_weight is not None:
+        if of_weight is not None and of_weight.dtype == weight.dtype:
             of_weight.addmm_(gradient.T, hidden)
+        elif of_weight is not None:
+            for part in _slices(weight):
+                of_weight[part] += gradient[:, part].T @ hidden
         return gradient @ weight
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
     for part in _slices(weight):

@@ -110,14 +110,15 @@ def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
 
 def _row(config: Config, model: ModelOutline) -> Lines:
     """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
-    dtype = getattr(torch, config.model.dtype)
+    dtype, sharded = getattr(torch, config.model.dtype), config.cluster.learner_ranks > 1 or config.learner.backend == "deepspeed"
     settings = RowSettings(
         model=model,
         dtype=dtype,
         learner=config.learner,
-        masters=dtype != torch.float32 and config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp",
+        masters=dtype != torch.float32 and not sharded,
         flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
+        adds_head_gradient=not sharded and not (config.learner.offload_optimizer and config.cluster.learner_gpus > 0),
     )
     whole_group = config.data.max_prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens
     in_passes = config.long_rows > 0 and whole_group > config.learner.max_tokens_per_micro_batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.learner.unsharded_backend import move_gradient
+from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import add_adapters
@@ -49,6 +50,7 @@ class RowSettings:
     flex_attention: bool  # as on CUDA; false: SDPA, as on the CPU
     head_fp32: bool = False
     with_gradient: bool = True  # false: a reference's row
+    adds_head_gradient: bool = False  # to the sum, as UnshardedBackend does, not through autograd
 
 
 def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
@@ -131,17 +133,17 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
 
 def _keep_gradients(settings: RowSettings, policy: PackedPolicy) -> list[Tensor]:
     """Give every trained parameter the gradient of an earlier row; those and the masters, which are not counted here."""
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    if not settings.masters or not settings.with_gradient:
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-        return [parameter.grad for parameter in trained]
     kept = []
-    for parameter in trained:
-        master = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+    for parameter in (parameter for parameter in policy.parameters() if parameter.requires_grad):
+        master = parameter
+        if settings.masters and settings.with_gradient:
+            master = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32))
+            parameter.register_post_accumulate_grad_hook(lambda given, master=master: move_gradient(given, master))
+            kept.append(master)
         master.grad = torch.empty_like(master)
-        parameter.register_post_accumulate_grad_hook(lambda given, master=master: move_gradient(given, master))
-        kept += [master, master.grad]
+        kept.append(master.grad)
+        if parameter is policy.lm.get_output_embeddings().weight and settings.adds_head_gradient:
+            policy.head_gradient = partial(gradient_sum, master)
     return kept
 
 
