@@ -198,6 +198,8 @@ class DecodeLoop:
         self.planner.end_step(ended)
         for group in [group for group in self._prompt_logits if group.is_done]:
             del self._prompt_logits[group]
+        if self.planner.pool.num_free == self.planner.pool.num_pages:
+            self.runner.kv.give_back()
 
     def _append(self, row: int, sample: Sample, drawn: Drawn) -> None:
         if not math.isfinite(drawn.logprobs[row]):

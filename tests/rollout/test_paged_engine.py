@@ -119,6 +119,30 @@ def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule)
     assert len(pools) == 1 and max(peaks) <= pools.pop()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's call is Linux's")
+def test_a_pool_that_nobody_uses_is_given_back_to_the_system_and_comes_again(model, tokenizer):
+    engine = make_engine(model, tokenizer, group_size=400, max_new_tokens=24, page_size=16, slots=400)
+    first = tokens_of(engine.generate([PROMPT], seed=4))
+    pages = engine.runner.kv.store
+    held = resident_kilobytes(pages)
+    assert engine.stats.peak_kv_bytes > 1e6 and held * 1024 < 0.02 * engine.stats.peak_kv_bytes + 8192, "the pages at its ends are shared"
+    assert pages.count_nonzero() * pages.element_size() <= 8192
+    assert tokens_of(engine.generate([PROMPT], seed=4)) == first
+
+
+def resident_kilobytes(tensor):
+    """Of the memory a tensor lies in, as far as it is there: from mincore of its whole pages."""
+    import ctypes
+    import mmap
+
+    size = mmap.PAGESIZE
+    start = tensor.data_ptr() // size * size
+    count = -(-(tensor.data_ptr() + tensor.nbytes - start) // size)
+    there = (ctypes.c_ubyte * count)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(count * size), there) == 0
+    return sum(page & 1 for page in there) * size // 1024
+
+
 def test_a_budget_in_bytes_holds_as_many_pages_as_fit(model, tokenizer):
     engine = make_engine(model, tokenizer, kv_budget_bytes="100KB", page_size=16)
     assert engine.runner.kv.num_pages == 100_000 // (16 * 2 * 2 * 2 * 16 * 4)
