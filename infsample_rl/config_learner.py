@@ -105,7 +105,7 @@ class LearnerConfig:
     beta2: float = setting(0.999, "AdamW beta 2", low=0, high=0.999999)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
     max_grad_norm: float = setting(1.0, "gradient norm is clipped at this", above=0)
-    max_tokens_per_micro_batch: int = setting(16384, "tokens of one packed learner row, over all its responses", low=16)
+    max_tokens_per_micro_batch: int = setting(16384, "tokens of one forward and backward pass: prompts, and the responses packed behind them", low=16)
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", low=1)
     activation_checkpointing: int = setting(0, "recompute activations in the backward pass: 0 of none, 1 of every layer, n of every n-th", low=0)
     recompute_granularity: str = setting(

@@ -3,8 +3,9 @@
 python -m infsample_rl.bench.learner_memory [model=FOLDER] [groups=[8,16,...]] [max_tokens_per_micro_batch=] [json=true] ...
 
 Each point has a process of its own: model, AdamW and its moments are there already when the measured update begins. Ours packs the group
-into rows of max_tokens_per_micro_batch; the rival runs all G responses, padded, at once, with the logits of every position, and has the
-same masters, optimizer and recomputation. On CPU the peak is that of the process, less what its imports take; on CUDA max_memory_allocated.
+into passes of max_tokens_per_micro_batch behind one prompt; the rival runs all G responses, padded, at once, with the logits of every
+position, and has the same masters, optimizer and recomputation. On CPU the peak is that of the process, less what its imports take; on
+CUDA max_memory_allocated.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LearnerMemoryOptions(ModelOptions):
     max_new_tokens: int = option(128, "longest response; they have half of it to all of it", low=2)
     groups: list[int] = option([8, 16, 32, 64, 128, 256], "group sizes G of ours", low=1)
     max_full_batch_group: int = option(64, "largest G of the rival; 0: none", low=0)
-    max_tokens_per_micro_batch: int = option(2048, "tokens of one packed row", low=16)
+    max_tokens_per_micro_batch: int = option(2048, "tokens of one pass", low=16)
     logprob_chunk_tokens: int = option(LearnerConfig().logprob_chunk_tokens, "tokens whose logits exist at a time", low=1)
     activation_checkpointing: int = option(0, "0: of no layer, 1: of every layer, n: of every n-th; of both", low=0)
     recompute_granularity: str = option("full", "of recomputed layers, as in the config; of both", choices=("full", "selective"))

@@ -37,7 +37,7 @@ class TrainingOptions(ModelOptions):
     temperature: float = option(1.0, "temperature of sampling and of the trained policy")
     lr: float = option(1e-5, "AdamW learning rate, constant")
     slots: int = option(32, "KV memory of our engine, in full responses", low=1)
-    max_tokens_per_micro_batch: int = option(2048, "tokens of one packed row of our learner", low=16)
+    max_tokens_per_micro_batch: int = option(2048, "tokens of one pass of our learner", low=16)
     logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
     activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
     recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))

@@ -115,6 +115,25 @@ def test_a_masked_id_gets_no_gradient_and_a_row_of_weight_zero_gives_none():
         assert gradient.abs().sum() == 0
 
 
+@pytest.mark.parametrize("head_fp32", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_adds_its_gradient_itself_gives_autograds_and_in_16_bits_a_closer_one(dtype, head_fp32):
+    hidden, weight = (tensor.requires_grad_() for tensor in random_head(200, vocab=50, size=16, dtype=dtype))
+    labels = torch.randint(0, 48, (200,), generator=torch.Generator().manual_seed(3))
+    settings = {"temperature": 0.7, "chunk_tokens": 2, "valid_vocab": 48, "head_fp32": head_fp32}
+    token_logprobs(hidden, weight, labels, **settings)[0].sum().backward()
+    through_autograd, of_hidden = weight.grad, hidden.grad
+    weight.grad = hidden.grad = None
+    before = torch.full(weight.shape, 0.5)
+    total = before.clone()
+    token_logprobs(hidden, weight, labels, **settings, weight_gradient=lambda: total)[0].sum().backward()
+    assert weight.grad is None and torch.equal(hidden.grad, of_hidden)
+    exact_hidden, exact = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    token_logprobs(exact_hidden, exact, labels, temperature=0.7, chunk_tokens=200, valid_vocab=48)[0].sum().backward()
+    own, other = ((gradient.double() - exact.grad).abs().max().item() for gradient in (total - before, through_autograd))
+    assert (own < 0.3 * other) if dtype == torch.bfloat16 else (own < 1e-4 and other < 1e-4), (own, other)
+
+
 def test_masked_ids_are_sorted_once_each_and_checked():
     assert masked_index([7, 2, 7], 8, "cpu").tolist() == [2, 7]
     assert masked_index([], 8, "cpu") is None

@@ -371,7 +371,7 @@ def test_a_chain_of_processes_longer_than_pythons_stack_is_deep_ends_with_the_po
     chain, folder = tmp_path / "chain.py", tmp_path / "pids"
     chain.write_text(CHAIN)
     folder.mkdir()
-    pool = open_pool("do", memory_limit="64GB")
+    pool = open_pool("do", memory_limit="64GB", timeout_s=300.0)  # 600 interpreters start one after the other
     started = f"subprocess.Popen([sys.executable, '-S', {str(chain)!r}, {str(folder)!r}])"
     assert call(pool, f"{started}\nwhile not os.path.exists({str(folder / 'deep')!r}): time.sleep(0.05)") == (1.0, "")
     pool.close()
