@@ -180,15 +180,15 @@ def test_rows_are_seen_once_a_step_and_those_never_seen_are_an_error():
 
     row = pack_row([(np.array([5], np.int32), [np.array([1, 2], np.int32)])], "cpu")
     reference = ReferencePolicy(forward, 0.7)
-    assert reference.logprobs(row, 0).tolist() == [-1, -1]
-    assert reference.logprobs(row, 1).tolist() == [-2, -2]
+    assert reference.logprobs(row, (0, 0)).tolist() == [-1, -1]
+    assert reference.logprobs(row, (1, 0)).tolist() == [-2, -2]
     reference.end_update(is_last=False)
-    assert reference.logprobs(row, 1).tolist() == [-2, -2] and reference.logprobs(row, 0).tolist() == [-1, -1]
+    assert reference.logprobs(row, (1, 0)).tolist() == [-2, -2] and reference.logprobs(row, (0, 0)).tolist() == [-1, -1]
     assert reference.logprobs(row, None).tolist() == [0, 0]  # a row of weight zero: nobody else computes now
     with pytest.raises(RuntimeError, match="row 2 has no reference log-probabilities"):
-        reference.logprobs(row, 2)
+        reference.logprobs(row, (2, 0))
     reference.end_update(is_last=True)
-    assert reference.logprobs(row, 0).tolist() == [-3, -3] and seen == [0.7] * 3
+    assert reference.logprobs(row, (0, 0)).tolist() == [-3, -3] and seen == [0.7] * 3
 
 
 def check_offload(tools, path, device, samples):
