@@ -7,7 +7,17 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from infsample_rl.config import Config, DataConfig, LearnerConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.config import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    LearnerConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
 from infsample_rl.groups import Group, SampleRecord
 from infsample_rl.types import LossTotals, Prompt, RowWork
 from infsample_rl.waves import Waves
@@ -39,14 +49,17 @@ class Cluster:
         return sent
 
 
-def make(ranks: int, *, overlap: bool = True, grad_sync: str = "every_row", row: int = 16, **objective) -> tuple[Waves, Cluster]:
+def make(
+    ranks: int, *, overlap: bool = True, grad_sync: str = "every_row", row: int = 16, backend: str = "fsdp", **objective
+) -> tuple[Waves, Cluster]:
     cluster = Cluster(ranks)
     config = Config(
         model=ModelConfig(path="x"),
         data=DataConfig(source="x", prompts_per_step=4, max_prompt_tokens=2),
         rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
         objective=ObjectiveConfig(**{"kl": "none", **objective}),
-        learner=LearnerConfig(overlap=overlap, grad_sync=grad_sync, max_tokens_per_micro_batch=row),
+        learner=LearnerConfig(overlap=overlap, grad_sync=grad_sync, max_tokens_per_micro_batch=row, backend=backend),
+        cluster=ClusterConfig(learner_ranks=ranks),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
     )
     return Waves(config, cluster), cluster
@@ -68,6 +81,23 @@ def group(index: int, lengths: tuple[int, int] = (4, 5), *, signal: float = 1.0)
     ]
     prompt = Prompt(prompt_index=index, row=index, messages=[], text="", token_ids=np.array([7, index], np.int32))
     return Group(prompt=prompt, size=2, samples=samples)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("ranks", "settings", "rows"),
+    [
+        (1, {}, [(0, [0, 1, 2, 3])]),
+        (1, {"backend": "deepspeed"}, [(0, [0]), (0, [1]), (0, [2]), (0, [3])]),
+        (2, {"grad_sync": "last_row"}, [(0, [0, 1]), (1, [2, 3])]),
+        (2, {}, [(0, [0]), (1, [1]), (0, [2]), (1, [3])]),
+    ],
+)
+def test_a_group_above_one_pass_is_a_long_row_for_each_rank_that_runs_free_and_else_rows_of_one_pass(overlap, ranks, settings, rows):
+    waves, cluster = make(ranks, overlap=overlap, **settings)
+    waves.add(group(0, (8, 8, 8, 8)))
+    assert list(waves.updates())
+    assert sorted((sent.rank, [index for _, index in sent.samples]) for sent in cluster.take()) == sorted(rows)
 
 
 def test_with_a_reduction_every_row_ranks_get_their_rows_together_and_the_last_has_one_of_weight_zero():

@@ -91,8 +91,10 @@ def pack_prompt(prompt: np.ndarray, device: torch.device | str) -> PackedRow:
 
 def pack_responses(shared: SharedPrompt, responses: Sequence[np.ndarray], device: torch.device | str) -> PackedRow:
     """Responses to one prompt, which has been run. Responses [11, 4] and [6] to 3 prompt tokens: input_ids [[11, 4, 6]], position_ids
-    [[3, 4, 3]], predictor_index [0, 1, 0]."""
+    [[3, 4, 3]], predictor_index [0, 1, 0]. ValueError for an empty response, or none."""
     lengths = [len(response) for response in responses]
+    if not all(lengths) or not lengths:
+        raise ValueError(f"cannot pack responses of {lengths} tokens behind a prompt of {shared.num_tokens}: none may be empty")
     ends = np.cumsum(lengths)
     starts = ends - lengths
     spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]

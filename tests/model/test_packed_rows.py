@@ -159,6 +159,9 @@ def test_in_16_bits_the_gradient_of_a_shared_prompt_is_summed_in_float32():
         (shared.keys_and_values(module)[0] * number).sum().backward()
     shared.gradient_carrier().backward()
     assert made.grad.item() == 512.0
+    for responses in ([], [np.array([1]), np.array([], np.int32)]):
+        with pytest.raises(ValueError, match="none may be empty"):
+            pack_responses(shared, responses, "cpu")
     with pytest.raises(RuntimeError, match="attends twice in one pass"):
         other = SharedPrompt(1)
         for _ in range(2):
