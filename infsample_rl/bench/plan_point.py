@@ -163,7 +163,7 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
         print(f"bench.plan_point: the first argument must be one of {', '.join(PARTS)}", file=sys.stderr)
         return 2
-    wanted = ENVIRONMENT | ({} if sys.argv[1] == "rollout" else FEW_COMPILED_PRODUCTS)
+    wanted = ENVIRONMENT | {"MKL_DISABLE_FAST_MM": "1"} | ({} if sys.argv[1] == "rollout" else FEW_COMPILED_PRODUCTS)
     missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
     if missing:
         os.execve(sys.executable, [sys.executable, "-m", "infsample_rl.bench.plan_point", *sys.argv[1:]], os.environ | missing)
