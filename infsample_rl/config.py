@@ -213,6 +213,15 @@ class Config:
                 "reference.placement must be workers with objective.kl_in_reward=true: rewards need the reference before the learner has the samples"
             )
 
+    def _check_moments_folder(self) -> None:
+        learner, given = self.learner, f"learner.moments_folder={self.learner.moments_folder}"
+        if learner.backend == "deepspeed":
+            raise ValueError(f"learner.backend must be fsdp with {given}, got deepspeed")
+        if learner.optimizer != "adamw":
+            raise ValueError(f"learner.optimizer must be adamw with {given}, got {learner.optimizer}")
+        if self.cluster.learner_gpus > 0 and not learner.offload_optimizer:
+            raise ValueError(f"learner.offload_optimizer must be true with {given} and cluster.learner_gpus > 0: only host memory maps a file")
+
     def _check_learner(self) -> None:
         learner, ranks = self.learner, self.cluster.learner_ranks
         if learner.shard_ranks is not None and (ranks % learner.shard_ranks != 0 or learner.backend != "fsdp"):
@@ -234,6 +243,8 @@ class Config:
             )
         if learner.offload_optimizer and learner.optimizer == "adamw_8bit":
             raise ValueError("learner.optimizer must be adamw with learner.offload_optimizer=true, got adamw_8bit")
+        if learner.moments_folder is not None:
+            self._check_moments_folder()
         if self.reference.offload and self.reference.placement != "learner":
             raise ValueError("reference.offload=true needs reference.placement=learner: a reference worker has no other use for its memory")
         if learner.lora_rank > 0 and self.reference.placement == "learner" and self.reference.path is not None:

@@ -93,6 +93,9 @@ class LearnerConfig:
         choices=("every_row", "last_row"),
     )
     offload_optimizer: bool = setting(False, "masters, AdamW moments and the optimizer step in host memory")
+    moments_folder: str | None = setting(
+        None, "folder on a disk of the learner's machine: AdamW's moments are in a file there (on a GPU with offload_optimizer); none: in memory"
+    )
     overlap: bool = setting(True, "backward of complete groups while others decode; false: after the last sample of the step")
     optimizer: str = setting("adamw", "adamw, or adamw_8bit (torchao): moments in 8 bits with scales", choices=("adamw", "adamw_8bit"))
     lr: float = setting(1e-6, "AdamW learning rate", above=0)

@@ -133,8 +133,11 @@ def _learner_advice(config: Config, phase: str) -> list[str]:
         rows.append("learner.activation_checkpointing=1 with learner.recompute_granularity=full")
     if learner.logprob_chunk_tokens > 256:
         rows.append(f"learner.logprob_chunk_tokens={learner.logprob_chunk_tokens // 4}")
-    if learner.optimizer == "adamw" and learner.backend == "fsdp" and not learner.offload_optimizer:
+    plain = learner.optimizer == "adamw" and learner.backend == "fsdp" and learner.moments_folder is None
+    if plain and not learner.offload_optimizer:
         states.append("learner.optimizer=adamw_8bit")
+    if plain and not config.cluster.learner_gpus:
+        states.append("learner.moments_folder=FOLDER (on a disk)")
     if config.cluster.learner_gpus and not learner.offload_optimizer and learner.optimizer == "adamw":
         states.append("learner.offload_optimizer=true")
     if learner.lora_rank == 0:

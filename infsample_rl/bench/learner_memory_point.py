@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from infsample_rl.bench import models
 from infsample_rl.bench.workload import ModelOptions
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
+from infsample_rl.learner.disk_adamw import DiskAdamW
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
@@ -29,7 +30,7 @@ from infsample_rl.types import LossTotals, TrainingSample
 OBJECTIVE = ObjectiveConfig(kl="none")
 LEARNER_SETTINGS = (
     *("max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity"),
-    *("offload_optimizer", "optimizer"),
+    *("offload_optimizer", "optimizer", "moments_folder"),
 )
 
 
@@ -132,7 +133,9 @@ def state_bytes(backend: UnshardedBackend, device: torch.device) -> int:
     total = sum(tensor.nbytes for tensor in held.values() if tensor.device.type == device.type)
     for master in backend.masters.values():
         if master.device.type == device.type:
-            total += master.nbytes + sum(_stored_bytes(value) for value in backend.optimizer.state[master].values())
+            total += master.nbytes
+            if not isinstance(backend.optimizer, DiskAdamW):
+                total += sum(_stored_bytes(value) for value in backend.optimizer.state[master].values())
     return total
 
 

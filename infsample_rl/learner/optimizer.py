@@ -12,12 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import LearnerConfig
+from infsample_rl.learner.disk_adamw import DiskAdamW
 
 OPTIMIZER_8BIT = "adamw_8bit"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight decay on matrices only."""
+    """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight decay on matrices only.
+
+    With learner.moments_folder the moments are in a file there.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": learner.weight_decay},
@@ -27,7 +31,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
     settings = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
     if learner.optimizer == OPTIMIZER_8BIT:
         return _adamw_8bit(groups, settings)
-    # One fused kernel for all parameters: the same arithmetic, several times faster than one parameter at a time.
+    # Fused: the same arithmetic, several times faster than a kernel for each operation.
+    if learner.moments_folder is not None:
+        return DiskAdamW(groups, learner.moments_folder, **settings, fused=True)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
@@ -67,6 +73,8 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """exp_avg and exp_avg_sq of a parameter in float32, sharded and placed like it; empty before its first step."""
+    if isinstance(optimizer, DiskAdamW):
+        return optimizer.read(parameter)
     found = {name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")}
     if isinstance(optimizer, torch.optim.AdamW):
         return found
@@ -85,6 +93,9 @@ def _dequantized(value: Tensor) -> Tensor:
 def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, values: dict[str, Tensor], steps: int) -> None:
     """Set a parameter's moments, sharded and placed like it, as after `steps` steps; without any it stays as before the first."""
     if not values:
+        return
+    if isinstance(optimizer, DiskAdamW):
+        optimizer.write(parameter, values, steps)
         return
     if isinstance(optimizer, torch.optim.AdamW):
         step = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)

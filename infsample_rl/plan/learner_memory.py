@@ -26,7 +26,10 @@ BLOCK, SMALLEST_8BIT = 256, 4096  # of torchao's AdamW8bit: values that share a 
 def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     """Bytes of one rank where it computes, and, of a rank on a GPU, in host memory."""
     device, host = _state(config, model)
-    device |= _reference(config, model, host) | _row(config, model) | _buckets(config)
+    row = _row(config, model)
+    device |= _reference(config, model, host) | row | _buckets(config)
+    if config.learner.moments_folder is not None:
+        _keep_moments_on_disk(config, model, host or device, gone=0 if host else sum(row.values()))
     return {name: size for name, size in device.items() if size > 0}, host
 
 
@@ -68,6 +71,14 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
         return lines, kept | {"float32 masters": 4 * count}  # in float32 too they are copies, in host memory
     moved = ("float32 shards", "gradients", "optimizer's moments") if learner.backend == "fsdp" else ("float32 masters", "optimizer's moments")
     return lines, {name: lines.pop(name) for name in moved if name in lines}
+
+
+def _keep_moments_on_disk(config: Config, model: ModelOutline, lines: Lines, *, gone: int) -> None:
+    """Of the moments only one parameter's are in memory, in the step. `gone`: bytes of the row, which is not there any more."""
+    del lines["optimizer's moments"]
+    largest = max(model.adapter_sizes(config) if config.learner.lora_rank > 0 else model.sizes)
+    ranks = config.learner.shard_ranks or config.cluster.learner_ranks
+    lines["moments of a parameter in step, above a row"] = max(0, 8 * largest // ranks - gone)
 
 
 def _moments(sizes: Iterable[int], optimizer: str) -> int:

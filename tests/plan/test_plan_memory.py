@@ -52,6 +52,17 @@ def test_ranks_share_the_state_and_recomputation_leaves_a_fraction_of_the_activa
     assert 0.3 * alone["activations"] < selective.lines["activations"] < 0.65 * alone["activations"]
 
 
+def test_moments_on_a_disk_leave_those_of_one_parameter_above_what_a_row_has_given_back():
+    config, model = settings()
+    alone = plan_role(config, model, "learner")
+    disk = plan_role(with_settings(config, learner__moments_folder="/var/tmp"), model, "learner")
+    assert disk.sum_bytes == alone.sum_bytes - alone.lines["optimizer's moments"]  # a row takes more than the step of the largest parameter
+    short = with_settings(config, learner__max_tokens_per_micro_batch=16, data__max_prompt_tokens=8, rollout__max_new_tokens=8, rollout__group_size=2)
+    assert plan_role(with_settings(short, learner__moments_folder="/var/tmp"), model, "learner").sum_bytes > sum(
+        size for name, size in plan_role(short, model, "learner").lines.items() if name in ("weights", "gradients")
+    )
+
+
 def test_adapters_take_the_place_of_gradients_and_moments():
     config, model = settings("learner.lora_rank=8")
     lines, whole = plan_role(config, model, "learner").lines, plan_role(settings()[0], model, "learner").lines
