@@ -4,8 +4,9 @@ python -m infsample_rl.bench.train model=PATH [group_size=32 | group_size=[8,32,
     [rivals.trl_python=PYTHON] [json=true] ...
 
 Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the median counts. TRL's
-settings are tried on further prompts and shorter responses. `trl` has the fastest of them and `trl/lean` those of least memory; `ours/lean`
-recomputes all activations. Every response takes exactly max_new_tokens: on both sides the end token ends nothing.
+settings are tried on further prompts. `trl` has the fastest of them and `trl/lean` those of least memory; `ours/lean` recomputes all
+activations. With lengths=fixed prompts are random and every response takes exactly max_new_tokens: on both sides the end token ends nothing.
+With lengths=natural they are the problems of bench.train_learning, and responses end where they end; each side draws its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from typing import Any
 from infsample_rl.bench import report, train_report
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import TUNE_SAMPLES, Tried, best_settings, try_settings, tune_prompts
-from infsample_rl.bench.train_workload import Run, Spec, TrainingOptions, allocator_of, find_facts, measure_run, our_settings, run_spec, shown
+from infsample_rl.bench.train_workload import (
+    ARITHMETIC,
+    Run,
+    Spec,
+    TrainingOptions,
+    allocator_of,
+    find_facts,
+    measure_run,
+    our_settings,
+    run_spec,
+    shown,
+)
 from infsample_rl.command_line import option, run_with_options
 
 # Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32, torch's default.
@@ -38,6 +50,7 @@ class TrainOptions(TrainingOptions):
 
     group_size: list[int] = option([32], "G, completions of every prompt; a list: all of them, one after another", low=2)
     prompts: int = option(1, "prompts of a step", low=1)
+    lengths: str = option("fixed", "fixed: every response has max_new_tokens; natural: they end where they end", choices=("fixed", "natural"))
     repeats: int = option(3, "timed steps after the one that warms up; the median counts", low=1)
     lean: bool = option(True, "also measure each side at its settings of least memory (one timed step)")
 
@@ -51,7 +64,7 @@ class TrainOptions(TrainingOptions):
 
 
 def main() -> int:
-    """Measure both sides at every G; 1 when a measurement failed or token counts differ."""
+    """Measure both sides at every G; 1 when a measurement failed or responses are not of the lengths asked for."""
     end_with_terminate()
     return run_with_options(run, TrainOptions, usage=__doc__)
 
@@ -59,14 +72,15 @@ def main() -> int:
 def run(options: TrainOptions) -> int:
     """As main(). RuntimeError when the model cannot be had."""
     count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
-    facts = find_facts(options, {"what": "sweep", "count": count})
+    question = {"what": "random"} if options.lengths == "fixed" else {"what": "problems", "data": ARITHMETIC, "reward_file": None}
+    facts = find_facts(options, question | {"count": count})
     found, failed = measure_all(options, facts)
     if not options.json:
         train_report.print_training(found)
         print(f"figure: {train_report.draw_training(found, Path(options.out))}")
-    unequal = [f"{record['name']} at G = {record['group_size']}" for record in found if not record["tokens_equal"]]
+    unequal = [f"{record['name']} at G = {record['group_size']}" for record in found if not record["lengths_as_asked"]]
     if unequal:
-        print(f"bench.train: token counts are not samples x max_new_tokens: {', '.join(unequal)}", file=sys.stderr)
+        print(f"bench.train: responses are not of the lengths asked for: {', '.join(unequal)}", file=sys.stderr)
     return 1 if failed or unequal else 0
 
 
@@ -112,7 +126,7 @@ def trl_runs(options: TrainOptions, facts: dict[str, Any], group_size: int, trie
     prompts = tune_prompts(group_size, options.prompts)
     samples = prompts * min(group_size, TUNE_SAMPLES)
     if samples not in tried:
-        tried[samples] = try_settings(options, facts, group_size, facts["prompts"][-2 * prompts :])
+        tried[samples] = try_settings(options, facts, group_size, facts["prompts"][-2 * prompts :], ignore_eos=options.lengths == "fixed")
     spec = sweep_spec(options, facts, group_size, options.repeats)
     fastest, leanest = (best_settings(tried[samples], figure, spec) for figure in ("seconds", "peak_memory_bytes"))
     runs = [Run("trl", fastest, spec, tried[samples])]
@@ -124,7 +138,7 @@ def trl_runs(options: TrainOptions, facts: dict[str, Any], group_size: int, trie
 def sweep_spec(options: TrainOptions, facts: dict[str, Any], group_size: int, repeats: int) -> Spec:
     """A step that warms up and `repeats` that are timed, all on different prompts."""
     prompts = facts["prompts"][: options.prompts * (1 + repeats)]
-    return run_spec(options, group_size=group_size, prompts_per_step=options.prompts, prompts=prompts)
+    return run_spec(options, group_size=group_size, prompts_per_step=options.prompts, prompts=prompts, ignore_eos=options.lengths == "fixed")
 
 
 def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[str, Any]) -> dict[str, Any]:
@@ -134,10 +148,11 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
     phases = {name: statistics.median(step["phases"][name] for step in steps) for name in steps[0]["phases"]}
     tokens = sum(steps[-1]["lengths"])
     # TRL computes every sample with a prompt of its own; padding does not count.
-    computed = steps[-1].get("learner_tokens", tokens + options.prompt_tokens * len(steps[-1]["lengths"]))
+    last_prompts = run.spec["prompts"][-options.prompts :]
+    computed = steps[-1].get("learner_tokens", tokens + sum(map(len, last_prompts)) * run.spec["group_size"])
     flops = 6 * facts["parameters"] * computed / phases["learn"]
     peak = next((peaks[options.dtype] for name, peaks in PEAK_FLOPS.items() if name in facts["device"]), None)
-    expected = len(steps[-1]["lengths"]) * options.max_new_tokens
+    shortest = options.max_new_tokens if options.lengths == "fixed" else 1
     return {
         "name": run.name,
         "seconds_per_step": seconds,
@@ -147,7 +162,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "group_size": run.spec["group_size"],
         "prompts": options.prompts,
         "tokens": tokens,
-        "tokens_equal": all(sum(step["lengths"]) == expected for step in raw["steps"]),
+        "lengths_as_asked": all(shortest <= length <= options.max_new_tokens for step in raw["steps"] for length in step["lengths"]),
         "learner_tokens": computed,
         "learner_flops_per_s": flops,
         "learner_share_of_peak": None if peak is None else flops / peak,

@@ -1,6 +1,6 @@
 """What bench.train asks of the model before it measures: python -m infsample_rl.bench.train_facts SPEC RESULT, both JSON.
 
-SPEC has `what`: `sweep`, prompts of one length; or `learning`, one-digit problems in the order of a run, with their columns for the reward.
+SPEC has `what`: `random`, prompts of one length; or `problems` of `data` in the order of a run, with their columns for the reward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     workload = ModelOptions(**{field.name: spec[field.name] for field in dataclasses.fields(ModelOptions)})
     model, tokenizer = models.load(workload)
     context = model.config.get_text_config().max_position_embeddings
-    prompts = models.make_prompts(workload, tokenizer, spec["count"]) if spec["what"] == "sweep" else learning_prompts(spec, tokenizer, context)
+    prompts = models.make_prompts(workload, tokenizer, spec["count"]) if spec["what"] == "random" else problem_prompts(spec, tokenizer, context)
     return {
         "prompts": prompts,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -33,8 +33,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def learning_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list[list[int]]:
-    """spec["count"] prompts in a run's seeded order; their columns go to the file spec["reward_file"]."""
+def problem_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list[list[int]]:
+    """spec["count"] prompts in a run's seeded order; their columns go to the file spec["reward_file"], if there is one."""
     config = Config(
         run=RunConfig(seed=spec["seed"]),
         model=ModelConfig(path=spec["model"]),
@@ -45,7 +45,8 @@ def learning_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list
     )
     stream = build_train_prompts(config, tokenizer, context)
     found = [stream.next_batch()[0] for _ in range(spec["count"])]
-    Path(spec["reward_file"]).write_text(json.dumps([prompt.columns for prompt in found]))
+    if spec["reward_file"] is not None:
+        Path(spec["reward_file"]).write_text(json.dumps([prompt.columns for prompt in found]))
     return [prompt.token_ids.tolist() for prompt in found]
 
 

@@ -4,7 +4,7 @@ python -m infsample_rl.bench.train_learning model=PATH [steps=12] [prompts=8] [g
 
 Both get the same problems in the same order (one-digit products by reasoning_gym, as configs/data/arithmetic.yaml has them), the same reward
 function, G, learning rate, temperature and longest response; responses end where they end. Each side runs with the settings bench.train
-takes: TRL with the fastest of those it tries here first, on other problems and shorter responses. Time counts from the first step's start,
+takes: TRL with the fastest of those it tries here first, on other problems. Time counts from the first step's start,
 without loading.
 """
 
@@ -20,16 +20,9 @@ from typing import Any
 from infsample_rl.bench import report, train_report
 from infsample_rl.bench.process import end_with_terminate
 from infsample_rl.bench.train_trl_settings import best_settings, try_settings, tune_prompts
-from infsample_rl.bench.train_workload import Run, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
+from infsample_rl.bench.train_workload import ARITHMETIC, Run, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
 from infsample_rl.command_line import option, run_with_options
 
-ARITHMETIC = {  # configs/data/arithmetic.yaml
-    "source": "reasoning_gym:products",
-    "generator_kwargs": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "instruction": "Give only the number.",
-    "size": 512,
-    "max_prompt_tokens": 256,
-}
 COLUMNS = {"name": "name", "steps": "steps", "seconds_per_step": "s a step", "first_reward": "first 3", "last_reward": "last 4"}
 
 
@@ -73,13 +66,13 @@ def run(options: LearningOptions) -> int:
 def learning_runs(options: LearningOptions, file: str) -> list[Run]:
     """Ours, and TRL at the fastest of its settings; the problems' columns go to `file`."""
     count, tuning = options.prompts * options.steps, tune_prompts(options.group_size, options.prompts)
-    facts = find_facts(options, {"what": "learning", "data": ARITHMETIC, "reward_file": file, "count": count + 2 * tuning})
-    spec = run_spec(options, group_size=options.group_size, prompts_per_step=options.prompts, prompts=facts["prompts"][:count])
+    facts = find_facts(options, {"what": "problems", "data": ARITHMETIC, "reward_file": file, "count": count + 2 * tuning})
+    spec = run_spec(options, group_size=options.group_size, prompts_per_step=options.prompts, prompts=facts["prompts"][:count], ignore_eos=False)
     command = [sys.executable, "-m", "infsample_rl.bench.train_reward", file]
-    spec |= {"ignore_eos": False, "reward_file": file, "reward_command": command}
+    spec |= {"reward_file": file, "reward_command": command}
     runs = [Run("ours", our_settings(options), spec, [])]
     if "trl" in options.rivals:
-        tried = try_settings(options, facts, options.group_size, facts["prompts"][count:])
+        tried = try_settings(options, facts, options.group_size, facts["prompts"][count:], ignore_eos=False)
         runs.append(Run("trl", best_settings(tried, "seconds", spec), spec, tried))
     return runs
 

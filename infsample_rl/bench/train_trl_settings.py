@@ -7,7 +7,7 @@ from typing import Any
 
 from infsample_rl.bench.train_workload import Run, Spec, TrainingOptions, measure_run, run_spec, shown
 
-TUNE_TOKENS, TUNE_SAMPLES = 24, 32  # of the workload on which settings are tried
+TUNE_SAMPLES = 32  # most of a step on which settings are tried
 CPU_ROWS, CUDA_ROWS = (2, 8, 32), (8, 32, 128)  # sequences of a micro-batch
 PAGE = 16  # tokens of a block of continuous batching
 
@@ -19,11 +19,10 @@ def tune_prompts(group_size: int, prompts: int) -> int:
     return max(1, min(prompts, TUNE_SAMPLES // group_size))
 
 
-def try_settings(options: TrainingOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]]) -> list[Tried]:
-    """Seconds of the second of two short steps over `prompts`, and peak memory, of every variant."""
+def try_settings(options: TrainingOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]], *, ignore_eos: bool) -> list[Tried]:
+    """Seconds of the second of two steps over `prompts`, and peak memory, of every variant."""
     group_size = min(group_size, TUNE_SAMPLES)
-    spec = run_spec(options, group_size=group_size, prompts_per_step=len(prompts) // 2, prompts=prompts)
-    spec |= {"max_new_tokens": min(TUNE_TOKENS, options.max_new_tokens)}
+    spec = run_spec(options, group_size=group_size, prompts_per_step=len(prompts) // 2, prompts=prompts, ignore_eos=ignore_eos)
     tried = []
     for settings in variants(spec, on_cuda=facts["on_cuda"]):
         try:

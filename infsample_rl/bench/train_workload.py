@@ -69,12 +69,21 @@ class TrainingOptions(ModelOptions):
         return found
 
 
-def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]]) -> Spec:
-    """A run of len(prompts) / prompts_per_step steps, as both sides get it."""
+ARITHMETIC = {  # configs/data/arithmetic.yaml
+    "source": "reasoning_gym:products",
+    "generator_kwargs": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "instruction": "Give only the number.",
+    "size": 512,
+    "max_prompt_tokens": 256,
+}
+
+
+def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool) -> Spec:
+    """A run of len(prompts) / prompts_per_step steps, as both sides get it. `ignore_eos`: every response has max_new_tokens."""
     shared = ("model", "dtype", "device", "threads", "seed", "max_new_tokens", "temperature", "lr")
     return {name: getattr(options, name) for name in shared} | {
         "max_grad_norm": 1.0,
-        "ignore_eos": True,
+        "ignore_eos": ignore_eos,
         "reward_file": None,
         "reward_command": None,
         "group_size": group_size,

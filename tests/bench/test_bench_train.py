@@ -35,7 +35,7 @@ def spec_of(folder, **changes):
     """Two steps of two prompts, G = 4, eight tokens."""
     sizes = {"max_new_tokens": 8, "prompt_tokens": 8, "slots": 4, "max_tokens_per_micro_batch": 64, "logprob_chunk_tokens": 16}
     options = train.TrainOptions(model=str(folder), device="cpu", threads=1, lr=0.01, rivals=[], **sizes)
-    return run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS) | our_settings(options) | changes
+    return run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS, ignore_eos=True) | our_settings(options) | changes
 
 
 def test_our_step_has_every_token_and_the_prompt_once_a_row(tiny_qwen3):
@@ -103,16 +103,18 @@ def test_the_fastest_and_the_leanest_of_those_that_ran_are_taken(tiny_qwen3):
 
 
 def test_a_record_has_medians_of_the_timed_steps_and_the_share_of_the_peak(tiny_qwen3):
-    options = train.TrainOptions(model=str(tiny_qwen3), dtype="bfloat16", threads=1, max_new_tokens=8, prompt_tokens=3, rivals=[])
+    options = train.TrainOptions(model=str(tiny_qwen3), dtype="bfloat16", threads=1, max_new_tokens=8, prompt_tokens=3, prompts=2, rivals=[])
     lengths = {"lengths": [8] * 4, "rewards": [1.0] * 4, "cpu_seconds": 3.0}
     steps = [{"seconds": each, "phases": {"generate": each / 2, "learn": 0.5}} | lengths for each in (9.0, 2.0, 1.0, 4.0)]
     raw = {"steps": steps, "peak_memory_bytes": 7, "peak_process_bytes": None, "versions": {"trl": "1.16.0"}}
     facts = {"parameters": 10**9, "device": "NVIDIA H200"}
-    record = train.record_of(options, facts, Run("trl", {"rows": 2}, spec_of(tiny_qwen3), []), raw)
+    run = Run("trl", {"rows": 2}, spec_of(tiny_qwen3), [])
+    record = train.record_of(options, facts, run, raw)
     assert list(record)[: len(KEYS)] == KEYS
     assert (record["seconds_per_step"], record["phases"]["generate"], record["tokens_per_s"]) == (2.0, 1.0, 16.0)
-    assert record["tokens_equal"] and record["learner_tokens"] == 4 * (3 + 8)
-    assert record["learner_share_of_peak"] == pytest.approx(6e9 * 44 / 0.5 / 989e12)
+    assert record["lengths_as_asked"] and record["learner_tokens"] == 4 * 8 + 4 * (3 + 5)
+    assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})["lengths_as_asked"]
+    assert record["learner_share_of_peak"] == pytest.approx(6e9 * 64 / 0.5 / 989e12)
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +130,19 @@ def records(tiny_qwen3, tmp_path_factory):
 def test_the_command_prints_one_json_object_per_measurement(records):
     assert [(record["name"], record["group_size"], record["tokens"]) for record in records] == [("ours", 2, 16), ("ours", 4, 32)]
     for record in records:
-        assert list(record)[: len(KEYS)] == KEYS and record["tokens_equal"]
+        assert list(record)[: len(KEYS)] == KEYS and record["lengths_as_asked"]
         assert list(record["phases"]) == ["generate", "reward", "learn", "optimizer", "other"]
         assert record["seconds_per_step"] == pytest.approx(sum(record["phases"].values())) and record["peak_memory_bytes"] > 0
         assert record["learner_tokens"] == 16 + record["tokens"]
+
+
+@pytest.mark.slow
+def test_natural_lengths_are_those_of_problems_whose_responses_end_where_they_end(tiny_qwen3, tmp_path):
+    sizes = ["lengths=natural", "group_size=[16]", "max_new_tokens=64", "threads=1", "repeats=1", "lean=false", "slots=4", "device=cpu"]
+    done = run("train", f"model={tiny_qwen3}", *sizes, "rivals=[]", "json=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (record,) = map(json.loads, done.stdout.splitlines())
+    assert record["lengths_as_asked"] and record["tokens"] < 16 * 64 and not record["workload"]["ignore_eos"]
 
 
 @pytest.mark.slow
