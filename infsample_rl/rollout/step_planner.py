@@ -246,7 +246,8 @@ class StepPlanner:
         missing = 0 if self._is_parked(sample) else -len(sample.pages)
         missing += self.pool.pages_for(sample.num_tokens) + prompt_pages
         for_responses = self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
-        if not self.policy.may_admit(self.running, sample, missing, self.pool.num_free, for_responses):
+        others_wait = self.prompts_at_once > 1 and bool(self.waiting or len(self.resident) > 1)
+        if not self.policy.may_admit(self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait):
             return None
         self.line.remove(sample)
         return sample

@@ -30,7 +30,9 @@ tokens; the maximum over h >= 0 is
 
 and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0) this
 admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not fit after all
-is preempted.
+is preempted. While another prompt has samples left, HEADROOM of the pages are given out: nothing lies idle for want of samples then, and
+what is preempted is lost. Of eight prompts in a call, two at a time, 0.9 takes 3 to 9 % less time on a CPU (a third fewer tokens twice, at -4
+to +4 % steps) on each of seven recordings than all pages; 0.95 and 0.85 lie beside it.
 
 Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one with
 twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more with the prior.
@@ -54,6 +56,7 @@ from collections.abc import Sequence, Sized
 from typing import Protocol
 
 CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
+HEADROOM = 0.9  # of the pages, while others wait
 PRIOR_SHARE = 3  # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
 
 
@@ -104,11 +107,14 @@ class TokenBudgetPolicy:
         known = any(sample.predicted is not None for sample in waiting)
         return min(range(len(waiting)), key=lambda index: self._place_in_line(waiting[index], known))
 
-    def may_admit(self, running: Sequence[Sample], candidate: Sample, missing_pages: int, free_pages: int, response_pages: int) -> bool:
+    def may_admit(
+        self, running: Sequence[Sample], candidate: Sample, missing_pages: int, free_pages: int, response_pages: int, *, others_wait: bool = False
+    ) -> bool:
         """Whether `candidate` may run from this step on.
 
         `missing_pages`: pages it must get now, ceil(num_tokens / page_size) less those it has kept. `free_pages`: pages nobody
         holds, after the running rows took what they need in this step. `response_pages`: all pages that are not a prompt's.
+        `others_wait`: samples of another prompt have not started, so that no page will lie idle for want of a sample.
         An empty engine admits always (the caller takes pages from preempted samples if it must).
         """
         if not running:
@@ -123,7 +129,7 @@ class TokenBudgetPolicy:
         for row in running:
             expected += means[row.group_id]
             held -= -row.num_tokens // size
-        return _future_peak(expected, held * size) <= response_pages * size
+        return _future_peak(expected, held * size) <= response_pages * size * (HEADROOM if others_wait else 1)
 
     def victim(self, running: Sequence[Sample]) -> int:
         """Index of the row to preempt: latest group, then least work left, but never the row that has run longest.

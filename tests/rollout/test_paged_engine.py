@@ -66,7 +66,7 @@ def test_host_memory_holds_the_kv_of_those_alone_who_wait(model, tokenizer):
 def eager(loop):
     """Let every sample in that finds a page, so that rows are preempted all the time."""
     policy = loop.planner.policy
-    policy.may_admit = lambda running, candidate, missing, free, pages: not running or missing < free
+    policy.may_admit = lambda running, candidate, missing, free, pages, **others: not running or missing < free
     return loop
 
 

@@ -1,6 +1,7 @@
 """Schedules over known lengths, and the engine's steps beside the simulator's."""
 
 import math
+import random
 import warnings
 
 import numpy as np
@@ -71,6 +72,20 @@ def test_several_prompts_fill_the_rows_that_one_leaves_idle():
     # sample 1 of prompt 0 ends at 1, prompt 1's samples follow in its slot until 4 and, in slot 1 again, until 7
     assert (together.completed_prompts, together.completed, together.finish_steps) == ([0, 1, 0, 1], [1, 0, 0, 1], [1, 4, 6, 7])
     assert simulate_prompts(groups, "arrival", slots=2, prompts_at_once=1).running_steps == 9
+
+
+def test_pages_are_kept_back_while_another_prompt_has_samples_left(monkeypatch):
+    draw = random.Random(3)
+    groups = [[min(300, 1 + int(draw.expovariate(1 / 60))) for _ in range(60)] for _ in range(8)]
+
+    def both():
+        alone = sum(simulate(lengths, "token_budget", max_new_tokens=300).recomputed_tokens for lengths in groups)
+        return alone, simulate_prompts(groups, "token_budget", max_new_tokens=300).recomputed_tokens
+
+    alone, together = both()
+    monkeypatch.setattr("infsample_rl.rollout.token_budget.HEADROOM", 1.0)
+    all_alone, all_together = both()
+    assert alone == all_alone and together < 0.8 * all_together
 
 
 def test_prompts_share_one_pool_and_their_own_tokens_count():

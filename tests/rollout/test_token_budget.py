@@ -94,6 +94,8 @@ def test_expected_peak_is_that_of_exponential_lengths():
     # S = 3 x 300, T = 150: 900 x exp(150 / 900 - 1) = 391.1
     assert policy.may_admit(rows, Row(), 0, 242, 392)
     assert not policy.may_admit(rows, Row(), 0, 241, 391)
+    assert not policy.may_admit(rows, Row(), 0, 242, 392, others_wait=True)  # a tenth of the pages is kept back
+    assert policy.may_admit(rows, Row(), 0, 242, math.ceil(392 / 0.9), others_wait=True)
 
 
 def test_a_row_counts_with_twice_what_it_has_between_prior_and_maximum():
