@@ -4,7 +4,8 @@ python -m infsample_rl.chaos steps=8 kills=10 seed=0 [json=true] [out=DIR] [SETT
 
 The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are those of
 infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random, all of them before one comes again
-(rollout, reward and reference workers, learner ranks, the driver, which is then started again). Exit 1 if the runs differ in a weight, a
+(rollout, reward and reference workers, learner ranks, the driver, which is then started again). Where the run is further than the kills it
+hits at once, in whatever phase, so that all kills come before its end. Exit 1 if the runs differ in a weight, a
 reward or a sample, 2 for a bad argument.
 """
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,16 +128,21 @@ def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
     """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
     dice, kills = random.Random(options.seed), []
     drawn = _draw(dice)
+
+    def is_late() -> bool:
+        """Whether a larger share of the steps has passed than of the kills; all kills are due in the last step."""
+        return len(kills) * (options.steps - 1) < options.kills * target.steps_done() or options.steps == 1
+
     while len(kills) < options.kills:
         pause = time.monotonic() + dice.uniform(0, QUIET_S)
-        while time.monotonic() < pause and _runs(target):
+        while time.monotonic() < pause and _runs(target) and not is_late():
             time.sleep(0.05)
-        role, phase = next(drawn)
-        if not _hit(target, role, phase, dice):
+        hit = _hit(target, next(drawn), is_late, dice)
+        if hit is None:
             continue
-        kills.append(Kill(len(kills) + 1, role, phase, target.steps_done()))
+        kills.append(Kill(len(kills) + 1, *hit, target.steps_done()))
         say(kills[-1])
-        if role == "driver":
+        if kills[-1].role == "driver":
             target.driver.wait()
             target.start()
     while _runs(target):
@@ -157,9 +163,9 @@ def _draw(dice: random.Random) -> Iterator[tuple[str, str]]:
         yield from dice.sample(PHASES, len(PHASES))
 
 
-def _hit(target: Target, role: str, phase: str, dice: random.Random) -> bool:
-    """Wait until some process is in a phase and kill it; whether one came in time."""
-    deadline, looked = time.monotonic() + AIM_S, 0.0
+def _hit(target: Target, aim: tuple[str, str], is_late: Callable[[], bool], dice: random.Random) -> tuple[str, str] | None:
+    """Wait until some process is in the phase aimed at, or, when it is late, in any, and kill it: its role and phase; None if none came."""
+    deadline, looked, aims = time.monotonic() + AIM_S, 0.0, [aim]
     processes: list[tuple[int, tuple[str, ...]]] = []
     while time.monotonic() < deadline:
         if not _runs(target):
@@ -167,11 +173,14 @@ def _hit(target: Target, role: str, phase: str, dice: random.Random) -> bool:
         if time.monotonic() - looked > 0.2:
             processes, looked = target.processes(), time.monotonic()
             dice.shuffle(processes)
+            aims = PHASES if is_late() else [aim]
         for pid, roles in processes:
-            if role in roles and phase_of(pid) == phase:
-                return _kill(pid)
+            phase = phase_of(pid)
+            for role in roles:
+                if (role, phase) in aims:
+                    return (role, phase) if _kill(pid) else None
         time.sleep(0.0005)
-    return False
+    return None
 
 
 def _kill(pid: int) -> bool:
