@@ -52,7 +52,7 @@ def row_groups(prompt_tokens: int, response_tokens: int, row_tokens: int, group_
 
 def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     learner, size = config.learner, getattr(torch, config.model.dtype).itemsize
-    trained = model.adapter_sizes(config) if learner.lora_rank > 0 else model.sizes
+    trained = _trained_sizes(config, model)
     count, frozen = sum(trained), model.num_parameters if learner.lora_rank > 0 else 0
     ranks = config.cluster.learner_ranks
     if learner.backend == "deepspeed":
@@ -76,9 +76,17 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
 def _keep_moments_on_disk(config: Config, model: ModelOutline, lines: Lines, *, gone: int) -> None:
     """Of the moments only one parameter's are in memory, in the step. `gone`: bytes of the row, which is not there any more."""
     del lines["optimizer's moments"]
-    largest = max(model.adapter_sizes(config) if config.learner.lora_rank > 0 else model.sizes)
-    ranks = config.learner.shard_ranks or config.cluster.learner_ranks
-    lines["moments of a parameter in step, above a row"] = max(0, 8 * largest // ranks - gone)
+    largest = max(_trained_sizes(config, model))
+    lines["moments of a parameter in step, above a row"] = max(0, 8 * largest // (config.learner.shard_ranks or config.cluster.learner_ranks) - gone)
+
+
+def moments_file_bytes(config: Config, model: ModelOutline) -> int:
+    """Of one rank's file in learner.moments_folder."""
+    return 8 * sum(_trained_sizes(config, model)) // (config.learner.shard_ranks or config.cluster.learner_ranks)
+
+
+def _trained_sizes(config: Config, model: ModelOutline) -> list[int]:
+    return model.adapter_sizes(config) if config.learner.lora_rank > 0 else model.sizes
 
 
 def _moments(sizes: Iterable[int], optimizer: str) -> int:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from infsample_rl.config_loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.plan.learner_memory import moments_file_bytes
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
@@ -57,6 +58,7 @@ def test_moments_on_a_disk_leave_those_of_one_parameter_above_what_a_row_has_giv
     alone = plan_role(config, model, "learner")
     disk = plan_role(with_settings(config, learner__moments_folder="/var/tmp"), model, "learner")
     assert disk.sum_bytes == alone.sum_bytes - alone.lines["optimizer's moments"]  # a row takes more than the step of the largest parameter
+    assert moments_file_bytes(config, model) == alone.lines["optimizer's moments"]
     short = with_settings(config, learner__max_tokens_per_micro_batch=16, data__max_prompt_tokens=8, rollout__max_new_tokens=8, rollout__group_size=2)
     assert plan_role(with_settings(short, learner__moments_folder="/var/tmp"), model, "learner").sum_bytes > sum(
         size for name, size in plan_role(short, model, "learner").lines.items() if name in ("weights", "gradients")
