@@ -114,7 +114,7 @@ class TokenBudgetPolicy:
 
         `missing_pages`: pages it must get now, ceil(num_tokens / page_size) less those it has kept. `free_pages`: pages nobody
         holds, after the running rows took what they need in this step. `response_pages`: all pages that are not a prompt's.
-        `others_wait`: samples of another prompt have not started, so that no page will lie idle for want of a sample.
+        `others_wait`: another prompt has samples left, so that no page lies idle for want of one.
         An empty engine admits always (the caller takes pages from preempted samples if it must).
         """
         if not running:

@@ -88,7 +88,7 @@ def test_a_learner_updates_alike(tools, tied_policy, disk_folder, dtype):
 MEASURE = """
 import sys, torch
 from infsample_rl.config import LearnerConfig
-from infsample_rl.learner.optimizer import build_optimizer, moments
+from infsample_rl.learner.optimizer import build_optimizer
 from infsample_rl.peak_memory import PeakMemory
 parameters = [torch.nn.Parameter(torch.ones(1024, 1024)) for _ in range(24)]
 for parameter in parameters:
