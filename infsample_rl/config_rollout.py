@@ -11,6 +11,7 @@ PREDICTORS = ("none", "bert", "probe")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
 PAPER_PREFIX_TOKENS = 16  # k of the paper
 KV_DTYPES = ("auto", "fp8", "int8")
+PREEMPTIONS = ("auto", "recompute", "park")
 
 
 @dataclass(kw_only=True)
@@ -45,7 +46,12 @@ class RolloutConfig:
     )
     kv_dtype: str = setting("auto", "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head", choices=KV_DTYPES)
     max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
-    preemption: str = setting("auto", "KV of a preempted sample: computed again, or parked in host memory", choices=("auto", "recompute", "park"))
+    preemption: str = setting(
+        "auto", "KV of a preempted sample: computed again, or parked outside the pool; auto: parked if there is a place", choices=PREEMPTIONS
+    )
+    park_folder: str | None = setting(
+        None, "folder on a disk of the rollout workers' machines for a file of parked KV; none: on a GPU host memory, on the CPU the system's folder"
+    )
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
     max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1)
 
@@ -65,6 +71,8 @@ class RolloutConfig:
                 raise ValueError(f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or rollout.kv_budget_bytes={self.kv_budget_bytes}, not both")
             if self.kv_budget_bytes != "auto":
                 parse_bytes(self.kv_budget_bytes)
+        if self.park_folder is not None and self.preemption == "recompute":
+            raise ValueError(f"rollout.park_folder={self.park_folder} is not read by rollout.preemption=recompute: leave one of them out")
         if self.max_rows is not None and self.schedule != "token_budget":
             raise ValueError(f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots instead")
         if self.schedule == "dynamic_slot" and self.group_size < self.slots:

@@ -18,7 +18,7 @@ from infsample_rl.config_loading import cache_folder
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.config_unread import unread_settings
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
-from infsample_rl.learner.disk_adamw import check_moments_folder
+from infsample_rl.disk import check_disk_folder
 from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.logging_outputs.trackers import check_trackers
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
@@ -296,13 +296,14 @@ def _evaluation_text(config: Config) -> str:
 
 
 def _check_this_machine(config: Config) -> None:
-    """ValueError when a local cluster has too few GPUs or no place for moments; CPUs are reservations there, as many as are asked for."""
+    """ValueError when a local cluster has too few GPUs or folders are no place for files; CPUs are reservations there, as many as are asked for."""
     cpus, gpus = max(os.cpu_count() or 1, total_cpus(config)), torch.cuda.device_count()
     problem = refusal(config, [Node(name="this machine", cpus=cpus, gpus=gpus, all_cpus=cpus, all_gpus=gpus)])
     if problem:
         raise ValueError(problem)
-    if config.learner.moments_folder is not None:
-        check_moments_folder(config.learner.moments_folder)
+    for name, folder in (("learner.moments_folder", config.learner.moments_folder), ("rollout.park_folder", config.rollout.park_folder)):
+        if folder is not None:
+            check_disk_folder(name, folder)
 
 
 def _check_folders(config: Config) -> None:

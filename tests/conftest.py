@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from infsample_rl.disk import IN_MEMORY, file_system
+
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -75,6 +77,16 @@ def sums_file(tmp_path_factory) -> Path:
     rows = [{"question": f"{a} + {b} = ?", "answer": str(a + b)} for a, b in [(1, 2), (3, 4), (2, 2), (5, 1), (0, 7), (6, 3), (8, 1), (4, 4)]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def disk_folder(tmp_path) -> Path:
+    """An empty folder that is on a disk."""
+    found = tmp_path / "disk"
+    found.mkdir()
+    if file_system(found) in IN_MEMORY:
+        pytest.skip("the temporary folder is in memory")
+    return found
 
 
 @pytest.fixture

@@ -8,18 +8,16 @@ parameter has been stepped its pages are let go, and the system writes them to t
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from infsample_rl.disk import check_disk_folder, take_room, unnamed_file
+
 KINDS = ("exp_avg", "exp_avg_sq")
-IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class DiskAdamW(torch.optim.AdamW):
@@ -31,7 +29,7 @@ class DiskAdamW(torch.optim.AdamW):
         super().__init__(single, **settings)
         sizes = {parameter: 4 * _local(parameter).numel() for parameter in self._parameters()}
         regions = {parameter: len(KINDS) * -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for parameter, size in sizes.items()}
-        self._file = _unnamed_file(folder, sum(regions.values()))
+        self._file = _mapped_file(folder, sum(regions.values()))
         self._regions: dict[nn.Parameter, tuple[int, int]] = {}  # where its moments begin, and their bytes
         offset = 0
         for parameter, size in regions.items():
@@ -87,38 +85,16 @@ class DiskAdamW(torch.optim.AdamW):
             self._file.madvise(mmap.MADV_DONTNEED, offset, size)
 
 
-def check_moments_folder(folder: str) -> None:
-    """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"learner.moments_folder must be a folder of the learner's machine, got {folder}, which is none")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"learner.moments_folder={folder} cannot be written to")
-    kind = file_system(Path(folder))
-    if kind in IN_MEMORY:
-        raise ValueError(f"learner.moments_folder must be on a disk, got {folder}, which is a {kind} and lies in memory")
-
-
-def _unnamed_file(folder: str, size: int) -> mmap.mmap:
+def _mapped_file(folder: str, size: int) -> mmap.mmap:
     """A mapping of `size` bytes (of a page, where there are none) of a new file that is gone with the process."""
-    check_moments_folder(folder)
+    check_disk_folder("learner.moments_folder", folder)
     size = max(size, mmap.PAGESIZE)
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        with unnamed_file(folder) as file:
+            take_room(file, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise ValueError(f"learner.moments_folder={folder} has no room for {size / 1e9:.3g} GB of AdamW's moments: {error.strerror}") from None
-
-
-def file_system(folder: Path) -> str:
-    """What the folder's file system is called; empty where the system does not tell."""
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    held = {Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in mounts}  # a later one covers an earlier
-    found = folder.resolve()
-    return next((held[place] for place in (found, *found.parents) if place in held), "")
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from infsample_rl.phases import phase
-from infsample_rl.rollout.kv_cache import HostPages
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.model_runner import ModelRunner
+from infsample_rl.rollout.parked_kv import ParkedKV
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.row_batch import RowBatch
 from infsample_rl.rollout.sampler import Drawn, DrawnTensors, Sampler
@@ -33,7 +33,7 @@ class RolloutStats:
     kv_pool_bytes: int = 0  # pages allocated
     preemptions: int = 0  # rows that had to give their pages back unfinished
     recomputed_tokens: int = 0  # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
-    parked_tokens: int = 0  # tokens whose KV was kept in host memory meanwhile
+    parked_tokens: int = 0  # tokens whose KV was copied out of the pool and back instead
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
 
@@ -72,7 +72,7 @@ class DecodeLoop:
         self._stay_log = StayLog()
         self._groups: list[PromptGroup] = list(planner.waiting)
         self._prompt_logits: dict[PromptGroup, torch.Tensor] = {}
-        self._parked: dict[Sample, HostPages] = {}
+        self._parking: ParkedKV | None = planner.parking
         self._launched: tuple[list[Sample | None], DrawnTensors, Moment | None] | None = None
         self._rows: list[Sample | None] = []
 
@@ -106,7 +106,8 @@ class DecodeLoop:
         self._launched = None
         self.planner.drop_all()
         self._prompt_logits.clear()
-        self._parked.clear()
+        if self._parking is not None:
+            self._parking.clear()
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the sample leaves with
@@ -116,13 +117,12 @@ class DecodeLoop:
     def _carry_out(self, plan: StepPlan) -> None:
         runner = self.runner
         for sample, pages in plan.parked:
-            self._parked[sample] = runner.kv.copy_to_host(pages[: self.planner.pool.pages_for(sample.num_kv_tokens)])
-            self.stats.parked_tokens += sample.num_kv_tokens
+            self._parking.put(sample, pages)
         for group in plan.prefills:
             with phase("prefill"):
                 self._prompt_logits[group] = runner.prefill(group.prompt_ids, group.pages)
         for sample in plan.restored:
-            runner.kv.copy_from_host(sample.pages, self._parked.pop(sample))
+            self._parking.fetch(sample, sample.pages)
         for sample in plan.rebuilt:
             group = sample.group
             with phase("prefill"):
@@ -244,6 +244,7 @@ class DecodeLoop:
         planner, stats = self.planner, self.stats
         page_bytes = self.runner.page_bytes(planner.pool.page_size)
         stats.running_steps, stats.preemptions, stats.recomputed_tokens = planner.running_steps, planner.num_preemptions, planner.recomputed_tokens
+        stats.parked_tokens = planner.parked_tokens
         slots = planner.most_rows if planner.policy is not None else planner.num_slots
         stats.row_utilisation = planner.num_tokens / (planner.running_steps * slots)
         stats.peak_kv_bytes = planner.pool.peak_pages * page_bytes

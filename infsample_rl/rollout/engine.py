@@ -18,12 +18,13 @@ from infsample_rl.model.loading import last_hidden_size
 from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
 from infsample_rl.rollout.decode_loop import DecodeLoop, RolloutStats
 from infsample_rl.rollout.kv_budget import check_pages, num_pool_pages
-from infsample_rl.rollout.kv_cache import free_bytes
+from infsample_rl.rollout.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.kv_pool import KVPool
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.model_runner import ModelRunner
+from infsample_rl.rollout.parked_kv import ParkedKV, check_parking, open_parking
 from infsample_rl.rollout.prompt_group import GroupSettings, Predict, PromptGroup
 from infsample_rl.rollout.row_batch import RowBatch
 from infsample_rl.rollout.sampler import EVALUATION, TRAINING, Sampler, sample_key
@@ -80,6 +81,9 @@ class SamplingEngine:
         if rollout_config.probes and not deterministic:
             self.watch = ProbeWatch(last_hidden_size(model.config), rollout_config, shared=shared_probe)
         self._loop: DecodeLoop | None = None  # of the last stream
+        check_parking(rollout_config, self.runner.device)
+        self._parking: ParkedKV | None = None
+        self._parking_of: PagedKV | None = None  # the pool beside which that is
         self._streaming = False
         self._asked_back: deque[Future[dict[int, list[int]]]] = deque()
         # of a size that no prompt changes; else it grows with the longest so far
@@ -251,13 +255,14 @@ class SamplingEngine:
 
     def _new_loop(self, groups: list[PromptGroup], config: RolloutConfig, sampler: Sampler, most_rows: int, longest: int, step: int) -> DecodeLoop:
         """The planner and the tensors of one call, whose prompts have up to `longest` tokens."""
-        kv, page_size, policy = self.runner.kv, config.page_size, None
+        kv, page_size, policy, parking = self.runner.kv, config.page_size, None, None
         response_pages = -(-config.max_new_tokens // page_size)
         prompts = min(config.prompts_at_once, max(len(groups), 1))
         if self.deterministic:  # the same shapes whatever part of a step is asked for
             prompts = config.prompts_at_once
         elif config.schedule == "token_budget":
-            policy = TokenBudgetPolicy(page_size, config.max_new_tokens)
+            parking = self._parking_beside_pool()
+            policy = TokenBudgetPolicy(page_size, config.max_new_tokens, parks=parking is not None)
         planner = StepPlanner(
             groups,
             KVPool(kv.num_pages, page_size),
@@ -265,11 +270,11 @@ class SamplingEngine:
             prompts_at_once=config.prompts_at_once,
             max_new_tokens=config.max_new_tokens,
             policy=policy,
-            park=self._parks(),
+            parking=parking,
         )
         watch = self.watch if config.probes else None  # evaluations are not watched
         if watch is not None:
-            watch.begin(groups, ReplaySettings.of(config, kv.num_pages), step=step)
+            watch.begin(groups, ReplaySettings.of(config, kv.num_pages, parks=planner.parking is not None), step=step)
         batch = RowBatch(most_rows, response_pages, prompts, -(-longest // page_size), kv.scratch_page, self.runner.device)
         return DecodeLoop(
             self.runner,
@@ -299,12 +304,12 @@ class SamplingEngine:
         if runner.kv is None or pages > runner.kv.num_pages:
             runner.allocate(pages, config.page_size)
 
-    def _parks(self) -> bool:
-        """Whether a preempted sample's KV goes to host memory: on CUDA a copy over PCIe and back costs less than a prefill of its tokens,
-        which reads all weights once (4 KB of KV a token and layer against hundreds of MB); on the CPU host memory is the pool's own."""
-        if self.config.preemption == "auto":
-            return self.runner.device.type == "cuda"
-        return self.config.preemption == "park"
+    def _parking_beside_pool(self) -> ParkedKV | None:
+        """Where preempted samples' KV waits, made when a schedule that preempts first finds this pool."""
+        kv = self.runner.kv
+        if self._parking_of is not kv:
+            self._parking, self._parking_of = open_parking(self.config, kv), kv
+        return self._parking
 
     def _waits_for_probe(self, config: RolloutConfig) -> bool:
         """Whether samples decode a prefix and wait for the probe. Not before it has learnt, nor while it is of no use."""

@@ -45,9 +45,14 @@ class PagedKV:
         self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
     @property
+    def parts(self) -> list[torch.Tensor]:
+        """The pages, [2 L, G + 1, S, H, D], and, where they are quantised, their scales, [2 L, G + 1, H]."""
+        return [self.store] if self.scales is None else [self.store, self.scales]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole pool, scales included."""
-        return self.store.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        return sum(part.nbytes for part in self.parts)
 
     @property
     def page_bytes(self) -> int:

@@ -29,7 +29,8 @@ class Sample:
     admitted_order: int = -1  # counts admissions, those after a preemption included: smaller has run longer
     num_tokens: int = 0  # sampled so far, as the planner counts; the arrays below may be behind while rows decode
     pages: list[int] = field(default_factory=list)
-    num_kv_tokens: int = 0  # first tokens whose KV is kept while it does not decode: in its pages or, if those are empty, in host memory
+    num_kv_tokens: int = 0  # first tokens whose KV is kept while it does not decode: in its pages or parked
+    num_parked_pages: int = 0  # outside the pool
     tokens: array = field(default_factory=lambda: array("i"))
     logprobs: array = field(default_factory=lambda: array("f"))
     sampling_logprobs: array = field(default_factory=lambda: array("f"))

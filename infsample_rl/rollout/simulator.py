@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from infsample_rl.rollout.fast_forward import CountedPool, repeat_steps
 from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
+from infsample_rl.rollout.parking import Parking
 from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule import BUDGETED
 from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
@@ -39,6 +40,7 @@ class Simulation:
     most_rows: int = 0  # at a time
     preemptions: int = 0
     recomputed_tokens: int = 0
+    parked_tokens: int = 0
     stays: list[Stay] = field(default_factory=list)  # where record_rows was asked for: who decoded when, in which row
 
 
@@ -56,6 +58,7 @@ def simulate(
     max_new_tokens: int | None = None,
     repredicted: Repredicted | None = None,
     rebuild_cost: float | None = None,
+    parks: bool = False,
     record_rows: bool = False,
 ) -> Simulation:
     """Run `schedule` over the samples of one prompt; their lengths are in tokens.
@@ -64,9 +67,10 @@ def simulate(
     length once it has generated that many tokens; token_budget follows it, the others take the first where `predicted` is not given.
     kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the prompt); where it is given, fptas and infinite also
     keep what they predict within it. group_size: dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and
-    for all other schedules: all). max_rows, rebuild_cost: token_budget's. max_new_tokens: the cap of a response (default: the longest of
-    `lengths`). record_rows: fill `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers,
-    predictions that are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
+    for all other schedules: all). max_rows, rebuild_cost, parks (KV of preempted samples waits outside the pool, as in the engine, else it
+    is computed again): token_budget's. max_new_tokens: the cap of a response (default: the longest of `lengths`). record_rows: fill
+    `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions that are not finite and
+    positive, a budget that no single sample fits in, and arguments the schedule does not read.
     """
     return simulate_prompts(
         [lengths],
@@ -82,6 +86,7 @@ def simulate(
         max_rows=max_rows,
         max_new_tokens=max_new_tokens,
         rebuild_cost=rebuild_cost,
+        parks=parks,
         record_rows=record_rows,
     )
 
@@ -101,6 +106,7 @@ def simulate_prompts(
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
     rebuild_cost: float | None = None,
+    parks: bool = False,
     record_rows: bool = False,
 ) -> Simulation:
     """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
@@ -113,6 +119,8 @@ def simulate_prompts(
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = group_sizes(groups, schedule, group_size), prompt_tokens_of(prompt_tokens, len(groups))
     by_budget = schedule == "token_budget"
+    if parks and not by_budget:
+        raise ValueError(f"parks=True is not read by schedule {schedule}, which preempts nobody: leave it out")
     num_slots = max(map(len, groups)) if schedule == "full_group" else slots
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
     num_slots = min(_useful_slots(num_slots, schedule, groups, sizes), budget // page_size)  # as in the engine
@@ -127,7 +135,8 @@ def simulate_prompts(
         num_slots=min(max_rows or max(map(len, groups)) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
         prompts_at_once=prompts_at_once,
         max_new_tokens=cap,
-        policy=TokenBudgetPolicy(page_size, cap, **cost) if by_budget else None,
+        policy=TokenBudgetPolicy(page_size, cap, **cost, parks=parks) if by_budget else None,
+        parking=Parking.beside(pool.num_pages) if parks else None,
     )
     return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end(step_by_step)
 
@@ -173,6 +182,7 @@ class _Run:
         page_size = planner.pool.page_size
         result.kv_pool_tokens, result.peak_kv_tokens = planner.pool.num_pages * page_size, planner.pool.peak_pages * page_size
         result.preemptions, result.recomputed_tokens = planner.num_preemptions, planner.recomputed_tokens
+        result.parked_tokens = planner.parked_tokens
         return result
 
     def _length(self, sample: Sample) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from infsample_rl.rollout.kv_pool import KVPool
+from infsample_rl.rollout.parking import Parking
 from infsample_rl.rollout.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
 
@@ -20,9 +21,9 @@ from infsample_rl.rollout.token_budget import TokenBudgetPolicy
 class StepPlan:
     """One running step, to be carried out in the order of the fields."""
 
-    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)  # preempted: copy the KV of these pages to host memory
+    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)  # preempted: copy the KV of these pages out of the pool
     prefills: list[PromptGroup] = field(default_factory=list)  # compute the prompt's KV into the group's pages
-    restored: list[Sample] = field(default_factory=list)  # copy the KV back from host memory
+    restored: list[Sample] = field(default_factory=list)  # copy the KV back
     rebuilt: list[Sample] = field(default_factory=list)  # compute the KV from token num_kv_tokens to the newest but one again, one prefill each
     rows: list[Sample] = field(default_factory=list)  # each gets one token; rows of one prompt are neighbours
     rows_changed: bool = False  # other rows than in the step before
@@ -41,10 +42,11 @@ class StepPlanner:
         prompts_at_once: int,
         max_new_tokens: int,
         policy: TokenBudgetPolicy | None = None,
-        park: bool = False,
+        parking: Parking | None = None,
     ) -> None:
-        """`policy` None: fixed slots. `num_slots`: most rows at a time. `park`: preempted KV is kept in host memory instead of rebuilt."""
-        self.pool, self.policy, self.park = pool, policy, park
+        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there is room; what finds
+        none, and with None all, keeps its pages until they are needed and is rebuilt."""
+        self.pool, self.policy, self.parking = pool, policy, parking
         self.prompts_at_once = prompts_at_once
         for place, group in enumerate(groups):
             group.place = place
@@ -52,7 +54,7 @@ class StepPlanner:
         self.resident: list[PromptGroup] = []
         self.running: list[Sample] = []
         self.line: list[Sample] = []  # token_budget: preempted samples, and at most one that has not started
-        self.running_steps = self.num_preemptions = self.recomputed_tokens = self.num_tokens = self.most_rows = 0
+        self.running_steps = self.num_preemptions = self.recomputed_tokens = self.parked_tokens = self.num_tokens = self.most_rows = 0
         self.num_slots, self._max_new_tokens = num_slots, max_new_tokens
         self._free_slots = list(range(num_slots))  # ascending
         self._full_pages = pool.pages_for(max_new_tokens)
@@ -187,8 +189,11 @@ class StepPlanner:
         self._leave(sample)
         self._plan.rows_changed = True
         sample.num_kv_tokens = max(0, sample.num_tokens - 1)
-        if self.park and sample.num_kv_tokens:
-            self._plan.parked.append((sample, sample.pages))
+        count = self.pool.pages_for(sample.num_kv_tokens)
+        if self.parking is not None and count and self.parking.take(count):
+            sample.num_parked_pages = count
+            self.parked_tokens += sample.num_kv_tokens
+            self._plan.parked.append((sample, sample.pages[:count]))
             self.pool.release(sample.pages)
             sample.pages = []
         self.line.append(sample)
@@ -196,6 +201,12 @@ class StepPlanner:
     def _forget(self, sample: Sample) -> None:
         self.pool.release(sample.pages)
         sample.pages, sample.num_kv_tokens = [], 0
+        self._unpark(sample)
+
+    def _unpark(self, sample: Sample) -> None:
+        if sample.num_parked_pages:
+            self.parking.release(sample.num_parked_pages)
+            sample.num_parked_pages = 0
 
     def _leave(self, sample: Sample) -> None:
         self.running.remove(sample)
@@ -243,8 +254,7 @@ class StepPlanner:
             return None
         sample = self.line[self.policy.next_waiting(self.line)]
         prompt_pages = self._missing_prompt_pages(sample.group)
-        missing = 0 if self._is_parked(sample) else -len(sample.pages)
-        missing += self.pool.pages_for(sample.num_tokens) + prompt_pages
+        missing = self.pool.pages_for(sample.num_tokens) - len(sample.pages) + prompt_pages
         for_responses = self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
         others_wait = self.prompts_at_once > 1 and bool(self.waiting or len(self.resident) > 1)
         if not self.policy.may_admit(self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait):
@@ -261,9 +271,6 @@ class StepPlanner:
     def _missing_prompt_pages(self, group: PromptGroup) -> int:
         return 0 if group.pages is not None else self.pool.pages_for(len(group.prompt_ids))
 
-    def _is_parked(self, sample: Sample) -> bool:
-        return self.park and sample.num_kv_tokens > 0 and not sample.pages
-
     def _start(self, sample: Sample, slot: int) -> None:
         """`sample` decodes in `slot` from this step on."""
         group, pool = sample.group, self.pool
@@ -276,7 +283,8 @@ class StepPlanner:
             self._make_resident(group, prompt_pages)
         pool.share(group.pages)
         group.num_running += 1
-        if self._is_parked(sample):
+        if sample.num_parked_pages:
+            self._unpark(sample)
             self._plan.restored.append(sample)
         else:
             sample.num_kv_tokens = min(sample.num_kv_tokens, len(sample.pages) * pool.page_size)

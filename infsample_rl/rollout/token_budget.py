@@ -30,17 +30,18 @@ tokens; the maximum over h >= 0 is
 
 and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0) this
 admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not fit after all
-is preempted. While another prompt has samples left, HEADROOM of the pages are given out: nothing lies idle for want of samples then, and
-what is preempted is lost. Of eight prompts in a call, two at a time, 0.9 takes 3 to 9 % less time on a CPU (a third fewer tokens twice, at -4
-to +4 % steps) on each of seven recordings than all pages; 0.95 and 0.85 lie beside it.
+is preempted. While another prompt has samples left and preempted KV is computed again, HEADROOM of the pages are given out: nothing
+lies idle for want of samples then, and what is preempted is lost. Of eight prompts in a call, two at a time, 0.9 takes 3 to 9 % less
+time on a CPU (a third fewer tokens twice, at -4 to +4 % steps) on each of seven recordings than all pages; 0.95 and 0.85 lie beside it.
 
 Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one with
 twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more with the prior.
 The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
 under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
 
-A preempted sample keeps its tokens, and its pages as long as nobody needs them: pages are taken one by one, from the end of
-the sample at the back of the line, and only the tokens in them are recomputed. Taking a whole sample's pages at once
+A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (parking.py) and costs a copy. Else it
+keeps its pages as long as nobody needs them: pages are taken one by one, from the end of the sample at the back of the line, and only
+the tokens in them are recomputed. Taking a whole sample's pages at once
 recomputes 1.7 times as much on recorded lengths.
 
 No livelock. Every running row gains a token in every step, and tokens are never lost, so n samples of l_i tokens need at most
@@ -56,7 +57,8 @@ from collections.abc import Sequence, Sized
 from typing import Protocol
 
 CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
-HEADROOM = 0.9  # of the pages, while others wait
+SHARE_WHILE_OTHERS_WAIT = 0.9  # of the pages that admission counts on
+PARKED_SHARE = 1.2  # where preemption costs a copy only
 PRIOR_SHARE = 3  # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
 
 
@@ -73,10 +75,11 @@ class Sample(Protocol):
 class TokenBudgetPolicy:
     """Decides admission and preemption under a budget of KV pages; see the module's docstring for the rule."""
 
-    def __init__(self, page_size: int, max_new_tokens: int, rebuild_cost: float = 0.25) -> None:
+    def __init__(self, page_size: int, max_new_tokens: int, rebuild_cost: float = 0.25, *, parks: bool = False) -> None:
         """`rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted sample
         returns only where rebuild_cost x its expected length would stay free: between two ends of samples the rows together
-        write about one mean length, so at 1 the next end is awaited before anybody is preempted again.
+        write about one mean length, so at 1 the next end is awaited before anybody is preempted again. `parks`: what is preempted is
+        parked, not computed again.
 
         Raises ValueError for page_size or max_new_tokens < 1, a negative rebuild_cost.
         """
@@ -87,6 +90,7 @@ class TokenBudgetPolicy:
         self._page_size = page_size
         self._max_new_tokens = max_new_tokens
         self._rebuild_cost = rebuild_cost
+        self._parks = parks
         self._first_guess = max_new_tokens / PRIOR_SHARE
         self._finished: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])  # group: samples, tokens
         self._all_samples = self._all_tokens = 0
@@ -122,14 +126,15 @@ class TokenBudgetPolicy:
         means = self._group_means(running, candidate)
         mean = means[candidate.group_id]
         size = self._page_size
-        # a fresh sample needs no page before its second step
-        if candidate.num_tokens and (free_pages - missing_pages) * size < self._rebuild_cost * mean:
+        # a fresh sample needs no page before its second step, but its prompt's
+        if (free_pages - missing_pages) * size < (self._rebuild_cost * mean if candidate.num_tokens else 0):
             return False
         expected, held = mean, -(-candidate.num_tokens // size)
         for row in running:
             expected += means[row.group_id]
             held -= -row.num_tokens // size
-        return _future_peak(expected, held * size) <= response_pages * size * (HEADROOM if others_wait else 1)
+        share = PARKED_SHARE if self._parks else SHARE_WHILE_OTHERS_WAIT if others_wait else 1
+        return _future_peak(expected, held * size) <= response_pages * size * share
 
     def victim(self, running: Sequence[Sample]) -> int:
         """Index of the row to preempt: latest group, then least work left, but never the row that has run longest.

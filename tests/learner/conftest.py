@@ -27,7 +27,6 @@ from infsample_rl.config import (
     RolloutConfig,
     RunConfig,
 )
-from infsample_rl.learner.disk_adamw import IN_MEMORY, file_system
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.types import LossTotals, TrainingSample
@@ -184,16 +183,6 @@ def tied_policy(tmp_path_factory):
 def untied_policy(tmp_path_factory):
     """Folder of the tiny policy with its own head."""
     return save_tiny_policy(tmp_path_factory.mktemp("untied"), tied=False)
-
-
-@pytest.fixture
-def disk_folder(tmp_path):
-    """An empty folder that is on a disk."""
-    found = tmp_path / "disk"
-    found.mkdir()
-    if file_system(found) in IN_MEMORY:
-        pytest.skip("the temporary folder is in memory")
-    return found
 
 
 @pytest.fixture(scope="session")

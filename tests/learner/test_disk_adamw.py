@@ -10,7 +10,7 @@ import torch
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config_loading import load_config
-from infsample_rl.learner.disk_adamw import IN_MEMORY, file_system
+from infsample_rl.disk import IN_MEMORY, file_system
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, set_lr
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
@@ -117,7 +117,7 @@ def test_a_step_holds_the_moments_of_one_parameter_at_a_time(disk_folder):
 
 PLACE = "learner.moments_folder=/tmp"
 REFUSED = [
-    (["learner.moments_folder=/no/where"], "learner.moments_folder must be a folder of the learner's machine, got /no/where, which is none"),
+    (["learner.moments_folder=/no/where"], "learner.moments_folder must be a folder of its worker's machine, got /no/where, which is none"),
     ([PLACE, "learner.backend=deepspeed"], f"learner.backend must be fsdp with {PLACE}, got deepspeed"),
     ([PLACE, "learner.optimizer=adamw_8bit"], f"learner.optimizer must be adamw with {PLACE}, got adamw_8bit"),
     ([PLACE, "cluster.learner_gpus=1"], f"learner.offload_optimizer must be true with {PLACE}"),

@@ -40,6 +40,7 @@ def workloads(draw, by_budget):
         "predicted": predicted,
         "repredicted": repredicted,
         "rebuild_cost": draw(st.sampled_from([None, 0.01, 1.0])),
+        "parks": by_budget and draw(st.booleans()),
         "record_rows": True,
     }
 
@@ -67,10 +68,11 @@ def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
     draw, preempted = random.Random(0), 0
     for page_size, cost, num_groups in ((1, None, 1), (16, None, 2), (1, 1.0, 2), (16, 0.05, 1), (3, 4.0, 3)) * 3:
         groups = [[min(200, round(draw.lognormvariate(4.5, 0.8)) + 1) for _ in range(24)] for _ in range(num_groups)]
-        arguments = {"slots": 3, "page_size": page_size, "max_new_tokens": 200, "rebuild_cost": cost, "record_rows": True}
-        fast = simulate_prompts(groups, "token_budget", **arguments)
-        assert fast == step_by_step(monkeypatch, groups, "token_budget", arguments)
-        preempted += fast.preemptions
+        for parks in (False, True):
+            arguments = {"slots": 3, "page_size": page_size, "max_new_tokens": 200, "rebuild_cost": cost, "parks": parks, "record_rows": True}
+            fast = simulate_prompts(groups, "token_budget", **arguments)
+            assert fast == step_by_step(monkeypatch, groups, "token_budget", arguments)
+            preempted += fast.preemptions
     assert preempted > 100
 
 

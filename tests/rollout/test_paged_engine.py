@@ -1,15 +1,20 @@
 """The engine in pools of every size: preemption, sharing, exactness on random models, and the memory it really takes."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from infsample_rl.config import RolloutConfig
+from infsample_rl.disk import IN_MEMORY, file_system
+from infsample_rl.rollout import parked_kv
 from infsample_rl.rollout.engine import SamplingEngine
 from infsample_rl.rollout.kv_pool import smallest_budget_tokens
 
@@ -45,6 +50,8 @@ def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monke
         monkeypatch.setattr("infsample_rl.rollout.cpu_kernels.load", lambda: None)
     budget = smallest_budget_tokens(5, 24, page_size)
     engine = make_engine(model, tokenizer, page_size=page_size, kv_budget_tokens=budget, preemption=preemption, prompts_at_once=2)
+    if preemption == "park":
+        monkeypatch.setattr(parked_kv, "check_disk_folder", lambda name, folder: None)  # whatever the folder of this machine is
     engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
     assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
     stats = engine.stats
@@ -55,12 +62,64 @@ def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monke
         assert stats.parked_tokens == 0 < stats.recomputed_tokens
 
 
-def test_host_memory_holds_the_kv_of_those_alone_who_wait(model, tokenizer):
-    engine = make_engine(model, tokenizer, page_size=4, kv_budget_tokens=smallest_budget_tokens(5, 24, 4), preemption="park", prompts_at_once=2)
+def engine_that_parks(model, tokenizer, folder, **settings):
+    budget = smallest_budget_tokens(5, 24, 4)
+    engine = make_engine(model, tokenizer, page_size=4, kv_budget_tokens=budget, park_folder=str(folder), prompts_at_once=2, **settings)
     engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
+    return engine
+
+
+def test_the_file_holds_the_kv_of_those_alone_who_wait(model, tokenizer, disk_folder):
+    engine, largest = engine_that_parks(model, tokenizer, disk_folder), 0
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
-        assert set(map(id, engine._loop._parked)) <= set(map(id, engine._loop.planner.line))
-    assert engine.stats.parked_tokens > 0
+        waiting = {sample for sample in engine._loop.planner.line if sample.num_parked_pages}
+        assert waiting == set(engine._parking._places) and list(disk_folder.iterdir()) == []
+        assert engine._parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
+        largest = max(largest, engine._parking.num_taken)
+    assert engine.stats.parked_tokens > 0 and largest > 0
+    size = os.fstat(engine._parking._file.fileno()).st_size
+    assert size == engine._parking._num_places * engine.runner.kv.page_bytes, "it has grown to what was wanted at most at a time"
+    engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert os.fstat(engine._parking._file.fileno()).st_size == size, "and is used again"
+    for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
+        break
+    engine.generate([PROMPT], seed=5)  # which ends the stream that was left
+    assert engine._parking.num_taken == 0 and not engine._parking._places
+
+
+def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected, disk_folder, monkeypatch):
+    engine, real = engine_that_parks(model, tokenizer, disk_folder), parked_kv.take_room
+
+    def take_room(file, size):
+        if size > 3 * engine.runner.kv.page_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, size)
+
+    monkeypatch.setattr(parked_kv, "take_room", take_room)
+    with pytest.warns(UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device") as warned:
+        found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
+    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine._parking.most_pages <= 3
+
+
+def test_half_of_what_the_disk_has_free_is_left_to_others(model, tokenizer, disk_folder, monkeypatch):
+    engine = engine_that_parks(model, tokenizer, disk_folder)
+    room = type("Usage", (), {"free": 9 * engine.runner.kv.page_bytes})
+    monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: room)
+    engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert engine._parking.most_pages == 4
+
+
+def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
+    if file_system(Path("/dev/shm")) not in IN_MEMORY:
+        pytest.skip("/dev/shm does not lie in memory")
+    monkeypatch.setattr(parked_kv.tempfile, "gettempdir", lambda: "/dev/shm")
+    engine = make_engine(model, tokenizer, prompts_at_once=2)
+    with pytest.warns(UserWarning, match="KV of preempted samples is computed again, not parked: .* must be on a disk, got /dev/shm"):
+        assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
+    for asked in ({"preemption": "park"}, {"park_folder": "/dev/shm"}):
+        with pytest.raises(ValueError, match="rollout.park_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"):
+            make_engine(model, tokenizer, **asked)
 
 
 def eager(loop):
@@ -187,6 +246,8 @@ import json, sys, torch
 from transformers import AutoModelForCausalLM, Qwen3Config, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 from infsample_rl.config import RolloutConfig
+from infsample_rl.disk import IN_MEMORY, file_system
+from infsample_rl.rollout import parked_kv
 from infsample_rl.rollout.engine import SamplingEngine
 torch.set_num_threads(1)
 def kilobytes(name):

@@ -57,6 +57,22 @@ def test_tokens_instead_of_slots_take_less_than_half_the_steps(name, page_size):
     assert max(result.peak_kv_tokens for result in ours) <= 4 * CAP
 
 
+PARKED = [(path, size) for path in sorted(LENGTHS.glob("*.jsonl*")) for size in (32, 50, 100) if len(read_recordings(path)[0].lengths) >= size]
+
+
+@pytest.mark.parametrize(("path", "group_size"), PARKED, ids=lambda given: getattr(given, "name", given))
+def test_with_parked_kv_every_recording_of_32_samples_stays_near_its_bound(path, group_size):
+    groups = [recording.lengths[:group_size] for recording in read_recordings(path)]
+    cap = read_recordings(path)[0].max_new_tokens or max(map(max, groups))
+    ours = [simulate(lengths, "token_budget", slots=4, max_new_tokens=cap, parks=True) for lengths in groups]
+    steps = sum(result.running_steps for result in ours)
+    assert steps <= 0.45 * mean_steps(groups, "infinite", max_new_tokens=cap) * len(groups)  # with true lengths
+    assert steps <= 1.2 * sum(token_bound(lengths, 4 * cap) for lengths in groups)
+    assert sum(result.recomputed_tokens for result in ours) <= 0.01 * sum(map(sum, groups))
+    assert max(result.peak_kv_tokens for result in ours) <= 4 * cap
+    assert sum(result.parked_tokens for result in ours) > 0
+
+
 @pytest.mark.parametrize("path", sorted(LENGTHS.glob("*.jsonl*")), ids=lambda path: path.name)
 def test_every_recording_is_read_and_named_in_the_readme(path):
     recordings = read_recordings(path)

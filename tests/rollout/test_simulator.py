@@ -83,7 +83,7 @@ def test_pages_are_kept_back_while_another_prompt_has_samples_left(monkeypatch):
         return alone, simulate_prompts(groups, "token_budget", max_new_tokens=300).recomputed_tokens
 
     alone, together = both()
-    monkeypatch.setattr("infsample_rl.rollout.token_budget.HEADROOM", 1.0)
+    monkeypatch.setattr("infsample_rl.rollout.token_budget.SHARE_WHILE_OTHERS_WAIT", 1.0)
     all_alone, all_together = both()
     assert alone == all_alone and together < 0.8 * all_together
 
@@ -186,7 +186,21 @@ def test_a_hundred_million_slots_are_as_good_as_one_per_sample(schedule):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("schedule", ["token_budget", "arrival", "naive", "fixed_slot", "full_group", "lpt", "sjf", "infinite", "fptas"])
+@pytest.mark.parametrize("parks", [False, True])
+def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(make_model, tokenizer, disk_folder, parks, page_size):
+    placed = {"preemption": "park", "park_folder": str(disk_folder)} if parks else {"preemption": "recompute"}
+    config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, page_size=page_size, **placed)
+    engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
+    prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]
+    lengths = [[len(completion.token_ids) for completion in group] for group in engine.generate(prompts, seed=4)]
+    result = simulate_prompts(lengths, "token_budget", slots=2, page_size=page_size, prompt_tokens=[5, 3], max_new_tokens=24, parks=parks)
+    found, stats = (result.running_steps, result.preemptions, result.recomputed_tokens, result.parked_tokens), engine.stats
+    assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens, stats.parked_tokens) == found
+    assert result.preemptions > 5 and (result.parked_tokens > 0) == parks
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("schedule", ["arrival", "naive", "fixed_slot", "full_group", "lpt", "sjf", "infinite", "fptas"])
 def test_the_engine_takes_as_many_steps_as_the_simulator(make_model, tokenizer, schedule, page_size):
     config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, schedule=schedule, page_size=page_size)
     with warnings.catch_warnings():
@@ -196,8 +210,7 @@ def test_the_engine_takes_as_many_steps_as_the_simulator(make_model, tokenizer, 
     group = engine.generate([prompt], seed=4)[0]
     lengths = [len(completion.token_ids) for completion in group]
     assert len(set(lengths)) > 3
-    equal = None if schedule == "token_budget" else [1.0] * 12  # without a predictor
-    result = simulate(lengths, schedule, slots=2, predicted=equal, page_size=page_size, prompt_tokens=5, max_new_tokens=24)
+    result = simulate(lengths, schedule, slots=2, predicted=[1.0] * 12, page_size=page_size, prompt_tokens=5, max_new_tokens=24)
     stats = engine.stats
     assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens) == (result.running_steps, result.preemptions, result.recomputed_tokens)
     assert stats.peak_kv_bytes == result.peak_kv_tokens * 2 * 2 * 2 * 16 * 4

@@ -75,4 +75,4 @@ def test_the_first_prediction_of_a_sample_is_kept(model):
     for seed in range(1, 4):
         groups = engine.generate(PROMPTS, seed=seed)
     forecasts = [completion.forecast for group in groups for completion in group if completion.forecast is not None]
-    assert forecasts and all(1 <= forecast.known <= 5 < forecast.tokens + 5 for forecast in forecasts)
+    assert forecasts and all(1 <= forecast.known <= 8 and forecast.tokens > 0 for forecast in forecasts)  # the next for who was just preempted

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
+from infsample_rl.rollout.parking import Parking
 from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.step_planner import StepPlanner
 from infsample_rl.rollout.token_budget import TokenBudgetPolicy
@@ -37,7 +38,7 @@ def make_planner(schedule, draw, page_size, cap, prompts, lengths, pages, predic
         prompts_at_once=draw.randint(1, 3),
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap) if by_budget else None,
-        park=draw.random() < 0.3,
+        parking=draw.choice([None, None, Parking(draw.choice([1, 4, 1000]))]),
     )
     return planner, groups
 
@@ -46,7 +47,9 @@ def run(planner, lengths):
     """Drive a planner to the end, checking every step; samples finished per group."""
     pool, done = planner.pool, []
     while not planner.is_done:
-        rows = planner.next_step().rows
+        plan = planner.next_step()
+        rows = plan.rows
+        assert {*plan.restored, *plan.rebuilt} <= {*rows}, "whose KV comes back decodes"
         assert len({sample.slot for sample in rows}) == len(rows) <= planner.num_slots
         for sample in rows:
             assert len(sample.pages) == pool.pages_for(sample.num_tokens - 1), "a row has the pages of what it holds, no more"
@@ -94,9 +97,24 @@ def test_preemption_keeps_tokens_and_counts_what_is_computed_again():
         run(planner, workload[3])
         preempted += planner.num_preemptions
         assert planner.num_tokens == total, "every token is sampled once"
-        if planner.num_preemptions == 0 or planner.park:
+        if planner.num_preemptions == 0 or planner.parking is not None:
             assert planner.running_steps <= total + planner.recomputed_tokens
     assert preempted > 100
+
+
+@pytest.mark.parametrize("parks", [False, True])
+def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
+    """Preempted samples of one token hold no KV: their prompt loses its pages, and must find them free to come back."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        page_size, count, prompts = draw.choice([1, 4]), draw.randint(4, 12), [draw.randint(5, 20) for _ in range(3)]
+        lengths = [[draw.randint(1, 24) for _ in range(count)] for _ in prompts]
+        pages = 2 * -(-24 // page_size) + sum(sorted(-(-tokens // page_size) for tokens in prompts)[-2:])
+        settings = GroupSettings("token_budget", count, count)
+        groups = [PromptGroup(place, [0] * tokens, list(range(count)), settings, lambda _: 0) for place, tokens in enumerate(prompts)]
+        policy, parking = TokenBudgetPolicy(page_size, 24, parks=parks), Parking(1000) if parks else None
+        pool = KVPool(pages, page_size)
+        run(StepPlanner(groups, pool, num_slots=100, prompts_at_once=2, max_new_tokens=24, policy=policy, parking=parking), lengths)
 
 
 def test_every_sample_finishes_within_a_bound():

@@ -43,11 +43,12 @@ class ReplaySettings:
     max_new_tokens: int
     page_size: int
     kv_budget_tokens: int
+    parks: bool = False  # KV of preempted samples
     prefix_tokens: int = 0  # after which a schedule that waits for predictions gets them
 
     @classmethod
-    def of(cls, config: RolloutConfig, num_pages: int) -> ReplaySettings:
-        """Those of an engine with these settings and a pool of so many pages."""
+    def of(cls, config: RolloutConfig, num_pages: int, *, parks: bool) -> ReplaySettings:
+        """Those of an engine with these settings and a pool of so many pages, beside which preempted KV is parked or not."""
         return cls(
             schedule=config.schedule,
             slots=config.num_slots,
@@ -56,6 +57,7 @@ class ReplaySettings:
             max_new_tokens=config.max_new_tokens,
             page_size=config.page_size,
             kv_budget_tokens=num_pages * config.page_size,
+            parks=parks,
             prefix_tokens=config.num_prefix_tokens,
         )
 
@@ -77,6 +79,7 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
         "prompt_tokens": [group.prompt_tokens for group in groups],
         "max_rows": settings.max_rows,
         "max_new_tokens": settings.max_new_tokens,
+        "parks": settings.parks,
     }
     if settings.schedule == "token_budget":
         predicted = [[sample.predicted for sample in samples] for samples in ordered]

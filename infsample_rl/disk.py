@@ -1,0 +1,45 @@
+"""Folders on a disk, and files there that are gone with their process, however it ends."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import IO
+
+IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_disk_folder(name: str, folder: str) -> None:
+    """ValueError for a folder, given as setting `name`, that is missing, cannot be written to or is itself in memory."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"{name} must be a folder of its worker's machine, got {folder}, which is none")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}={folder} cannot be written to")
+    kind = file_system(Path(folder))
+    if kind in IN_MEMORY:
+        raise ValueError(f"{name} must be on a disk, got {folder}, which is a {kind} and lies in memory")
+
+
+def file_system(folder: Path) -> str:
+    """What the folder's file system is called; empty where the system does not tell."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    held = {Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in mounts}  # a later one covers an earlier
+    found = folder.resolve()
+    return next((held[place] for place in (found, *found.parents) if place in held), "")
+
+
+def unnamed_file(folder: str) -> IO[bytes]:
+    """A new file in `folder`, unbuffered, of which no name and, once it is closed, nothing is left."""
+    return tempfile.TemporaryFile(dir=folder, buffering=0)
+
+
+def take_room(file: IO[bytes], size: int) -> None:
+    """Have the disk keep `size` bytes for the file. OSError where it has too few."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        os.truncate(file.fileno(), size)
