@@ -70,7 +70,7 @@ METRICS = {
     "rollout/row_utilisation": Metric("share", "rows that decoded, of those there could be, mean over the steps"),
     "rollout/preemptions": Metric("samples", "samples that had to give pages back before their end"),
     "rollout/recomputed_tokens": Metric("tokens", "tokens whose KV was computed again after a preemption"),
-    "rollout/parked_tokens": Metric("tokens", "tokens whose KV was copied to host memory instead"),
+    "rollout/parked_tokens": Metric("tokens", "tokens whose KV was copied out of the pool and back instead"),
     "rollout/staleness": Metric("updates", "how many updates behind the weights were that drew these samples (run.max_staleness=1)"),
     "predictor/used": Metric("0 or 1", "whether predictions of the probe ordered this step's samples"),
     "predictor/steps_saved": Metric("steps", "decode steps saved by predictions in replays of recent groups; below 0 they are not used"),

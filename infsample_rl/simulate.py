@@ -4,8 +4,8 @@ python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,to
 
 FILE is a run folder, or a file with a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}. The engine's own
 planner is run on the lengths. Predictions are the true lengths x exp(sigma x normal noise) for every sigma of `noise` (0: the true
-lengths), at most the cap. Time is c0 per step + c1 per row and per recomputed token; c0 and c1 default to what docs/engine.md gives for
-SmolLM2-135M-Instruct in float32 on 2 CPU cores (python -m infsample_rl.bench.engine fits them to any model and machine).
+lengths), at most the cap. Time is c0 per step + c1 per row and per recomputed token + c2 per parked token; they default to what docs/engine.md
+gives for SmolLM2-135M-Instruct in float32 on 2 CPU cores (python -m infsample_rl.bench.engine measures them on any model and machine).
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ COLUMNS = {
     "row_utilisation": "rows used",
     "preemptions_per_prompt": "preempted",
     "recomputed_share": "recomputed",
+    "parked_share": "parked",
     "completion_steps": "mean end",
     "mean_length": "length",
 }
-FORMATS = {"seconds_per_prompt": ".1f", "of_bound": ".2f", "of_infinite": ".3f", "row_utilisation": ".0%", "recomputed_share": ".3f"}
+SHARES = dict.fromkeys(("recomputed_share", "parked_share"), ".3f")
+FORMATS = {"seconds_per_prompt": ".1f", "of_bound": ".2f", "of_infinite": ".3f", "row_utilisation": ".0%"} | SHARES
 
 
 def main() -> int:

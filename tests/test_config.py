@@ -75,6 +75,7 @@ WRONG = [
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
     (["~rollout.slots"], "settings cannot be deleted"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
+    (["rollout.park_folder=/tmp", "rollout.preemption=recompute"], "rollout.park_folder=/tmp is not read by rollout.preemption=recompute"),
     (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=token_budget: take predictor=probe or schedule=infinite"),
     (["rollout.predictor=berd"], "rollout.predictor must be one of none, bert, probe, got 'berd'; did you mean bert?"),
     (["rollout.prefix_tokens=16"], "rollout.prefix_tokens must be 0 with schedule=token_budget, which waits for no prediction, got 16; leave it out"),

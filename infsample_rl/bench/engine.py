@@ -21,8 +21,10 @@ from infsample_rl.bench.roofline import fit_step_time, kv_bytes_read, roofline_s
 from infsample_rl.bench.vllm_process import measure_vllm
 from infsample_rl.bench.workload import Workload
 from infsample_rl.command_line import option, run_with_options
-from infsample_rl.config_rollout import SCHEDULES, RolloutConfig
+from infsample_rl.config_rollout import PREEMPTIONS, SCHEDULES, RolloutConfig
 
+ENGINE_FIGURES = ("recomputed_tokens", "parked_tokens", "preemptions", "row_utilisation", "reserved_memory_bytes")
+NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
 
@@ -36,6 +38,7 @@ class EngineOptions(Workload):
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
     repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
+    preemptions: list[str] = option(["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS)
     rivals: list[str] = option(["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch"))
     vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
     rows: list[int] = option([1, 2, 4, 8, 16, 32], "row counts of which a step is timed, to fit c0 + c1 x rows; []: no fit", low=1)
@@ -77,10 +80,15 @@ def run(options: EngineOptions) -> int:
 
 
 def ours_measurements(options: EngineOptions) -> list[Measurement]:
-    """One per schedule; the first also times single steps, which do not depend on the schedule."""
+    """One per schedule, of token_budget one per kind of preemption; the first also times single steps, which depend on neither."""
+    asked = [(name, kind) for name in options.schedules for kind in (options.preemptions if name == "token_budget" else ["auto"])]
     return [
-        Measurement(f"ours/{schedule}", "ours", [{"schedule": schedule, "rows_timed": options.rows if index == 0 else []}])
-        for index, schedule in enumerate(options.schedules)
+        Measurement(
+            f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}",
+            "ours",
+            [{"schedule": schedule, "preemption": preemption, "rows_timed": options.rows if index == 0 else []}],
+        )
+        for index, (schedule, preemption) in enumerate(asked)
     ]
 
 
@@ -181,6 +189,7 @@ def record_of(
         "tokens_equal": None if expected is None else tokens == expected,
         "c0": c0,
         "c1": c1,
+        "c2": raw.get("park_seconds"),
         "step_seconds": timed or None,
         "bandwidth": facts["bandwidth"],
         "settings": _shown(settings),
@@ -188,8 +197,8 @@ def record_of(
         "threads": options.threads,
         "device": facts["device"],
         "versions": facts["versions"] | {name: raw[name] for name in ("vllm",) if name in raw},
-        "workload": {name: value for name, value in asdict(options).items() if name not in ("json", "out", "schedules", "rivals", "rows")},
-        "engine": {name: raw[name] for name in ("recomputed_tokens", "preemptions", "row_utilisation", "reserved_memory_bytes") if name in raw},
+        "workload": {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_WORKLOAD},
+        "engine": {name: raw[name] for name in ENGINE_FIGURES if name in raw},
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
+from infsample_rl.bench.step_time import PARK_SECONDS, ROW_SECONDS, STEP_SECONDS
 from infsample_rl.rollout.length_prediction.recordings import Recording
 from infsample_rl.rollout.simulator import Simulation, simulate_prompts
 
@@ -42,7 +42,7 @@ def _record(lengths: list[list[int]], prompt_tokens: list[int], cap: int, size: 
         prompts += [tokens] * len(starts)
     budget = (slots * -(-cap // PAGE_SIZE) + -(-max(prompts) // PAGE_SIZE)) * PAGE_SIZE
     shared = {"page_size": PAGE_SIZE, "prompt_tokens": prompts, "max_new_tokens": cap}
-    ours = simulate_prompts(groups, "token_budget", slots=slots, kv_budget_tokens=budget, prompts_at_once=2, **shared)
+    ours = simulate_prompts(groups, "token_budget", slots=slots, kv_budget_tokens=budget, prompts_at_once=2, parks=True, **shared)
     full = simulate_prompts(groups, "full_group", slots=size, prompts_at_once=1, **shared)
     record: dict[str, Any] = {"what": "sampling", "group_size": size, "prompts": len(lengths), "slots": slots, "cap": cap}
     for name, run in (("", ours), ("full_group_", full)):
@@ -52,4 +52,5 @@ def _record(lengths: list[list[int]], prompt_tokens: list[int], cap: int, size: 
 
 
 def _seconds(run: Simulation) -> float:
-    return STEP_SECONDS * run.running_steps + ROW_SECONDS * (run.busy_row_steps + run.recomputed_tokens)
+    rows = run.busy_row_steps + run.recomputed_tokens
+    return STEP_SECONDS * run.running_steps + ROW_SECONDS * rows + PARK_SECONDS * run.parked_tokens

@@ -24,7 +24,8 @@ def measure_ours(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], workload: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms up."""
-    config = rollout_config(workload, schedule=settings["schedule"], prompts_at_once=workload["prompts_at_once"])
+    asked = {name: settings[name] for name in ("schedule", "preemption")}
+    config = rollout_config(workload, **asked, prompts_at_once=workload["prompts_at_once"])
     engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set() if workload["ignore_eos"] else None)
     runs = []
     for repeat in range(workload["repeats"] + 1):
@@ -39,9 +40,28 @@ def measure_ours(
         "peak_kv_bytes": stats.peak_kv_bytes,
         "kv_pool_bytes": stats.kv_pool_bytes,
         "recomputed_tokens": stats.recomputed_tokens,
+        "parked_tokens": stats.parked_tokens,
         "preemptions": stats.preemptions,
         "row_utilisation": stats.row_utilisation,
+        "park_seconds": _park_seconds(engine),
     }
+
+
+def _park_seconds(engine: SamplingEngine) -> float | None:
+    """Seconds to park a token's KV and bring it back, of a full response, the fastest of five; None where this engine parks nothing."""
+    kv, parking, page_size = engine.runner.kv, engine.parking, engine.config.page_size
+    pages = list(range(min(kv.num_pages, -(-engine.config.max_new_tokens // page_size))))
+    if parking is None or not parking.take(len(pages)):
+        return None
+    sample, seconds = object(), []
+    for _ in range(5):
+        started = time.perf_counter()
+        parking.put(sample, pages)
+        parking.fetch(sample, pages)
+        kv.store[0, 0, 0, 0, 0].item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    parking.release(len(pages))
+    return min(seconds) / (len(pages) * page_size)
 
 
 def step_seconds_ours(

@@ -18,6 +18,7 @@ ENGINE_COLUMNS = {
     "roofline_fraction": "of roofline",
     "c0": "c0 ms",
     "c1": "c1 ms/row",
+    "c2": "c2 us/parked",
 }
 MEMORY_COLUMNS = {
     "name": "name",
@@ -40,7 +41,7 @@ def print_json(record: dict[str, Any]) -> None:
 
 
 def print_table(records: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    """A plain table on stdout; bytes in MB of 1e6, c0 and c1 in ms, shares in %."""
+    """A plain table on stdout; bytes in MB of 1e6, c0 and c1 in ms, c2 in microseconds, shares in %."""
     rows = [list(columns.values()), *([cell(name, record[name]) for name in columns] for record in records)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
     for row in rows:
@@ -56,6 +57,8 @@ def cell(name: str, value: Any) -> str:
         return f"{value / 1e6:.1f}"
     if name in ("c0", "c1"):
         return f"{value * 1e3:.2f}"
+    if name == "c2":
+        return f"{value * 1e6:.1f}"
     if name in ("roofline_fraction", "saved_share", "driver_share", "stolen_share"):
         return f"{value:.1%}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)

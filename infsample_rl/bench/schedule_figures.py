@@ -110,7 +110,7 @@ def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> Path:
 
 def _simulate(workload: Workload, options: SimulateOptions, place: int, schedule: str) -> Simulation:
     known = 0.0 if schedule in PREDICTED_SCHEDULES else None
-    return simulate_call(workload, options, range(place, place + 1), 1, schedule, known, record_rows=True)
+    return simulate_call(workload, options, range(place, place + 1), 1, schedule, known, parks="park" in options.preemptions, record_rows=True)
 
 
 def _rows(panel: Any, name: str, result: Simulation, lengths: list[int], last: int) -> None:

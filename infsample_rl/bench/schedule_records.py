@@ -10,17 +10,18 @@ from infsample_rl.config_rollout import PREDICTED_SCHEDULES
 from infsample_rl.rollout.optimum import TokenOptimum, slot_bound, slot_optimum, token_bound, token_optimum
 
 # what an optimum has not
-MEASURED = ("kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "completion_steps", "mean_length")
+MEASURED = ("preemption", "kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "completion_steps", "mean_length")
 
 
 def measure(workload: Workload, options: SimulateOptions, prompts_at_once: int) -> Iterator[dict[str, Any]]:
-    """A record per schedule and sigma, and per optimum."""
+    """A record per schedule, sigma and, of token_budget, kind of preemption, and per optimum."""
     infinite = _record(workload, options, prompts_at_once, "infinite", 0.0)  # what the others are compared with; true lengths always fit
     for schedule in options.schedules:
-        reads = schedule in PREDICTED_SCHEDULES
-        for sigma in [*([] if reads else [None]), *(options.noise if reads or schedule == "token_budget" else [])]:
+        reads, preempts = schedule in PREDICTED_SCHEDULES, schedule == "token_budget"
+        for sigma in [*([] if reads else [None]), *(options.noise if reads or preempts else [])]:
             same = schedule == "infinite" and sigma == 0
-            yield _compared(infinite if same else _record(workload, options, prompts_at_once, schedule, sigma), infinite)
+            for preemption in options.preemptions if preempts else [None]:
+                yield _compared(infinite if same else _record(workload, options, prompts_at_once, schedule, sigma, preemption), infinite)
     if options.optimum:
         for record in _optima(workload, options, prompts_at_once):
             yield _compared(record, infinite)
@@ -30,12 +31,14 @@ def _compared(record: dict[str, Any], infinite: dict[str, Any]) -> dict[str, Any
     return record | {"of_infinite": record["steps_per_prompt"] / infinite["steps_per_prompt"]}
 
 
-def _record(workload: Workload, options: SimulateOptions, prompts_at_once: int, schedule: str, sigma: float | None) -> dict[str, Any]:
+def _record(
+    workload: Workload, options: SimulateOptions, prompts_at_once: int, schedule: str, sigma: float | None, preemption: str | None = None
+) -> dict[str, Any]:
     calls = calls_of(workload, options, prompts_at_once)
-    found = [simulate_call(workload, options, call, prompts_at_once, schedule, sigma) for call in calls]
+    found = [simulate_call(workload, options, call, prompts_at_once, schedule, sigma, parks=preemption == "park") for call in calls]
     count = len(workload.groups)
     steps, tokens = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
-    lost = sum(each.recomputed_tokens for each in found)
+    lost, parked = sum(each.recomputed_tokens for each in found), sum(each.parked_tokens for each in found)
     rows = {"token_budget": None, "full_group": workload.group_size}.get(schedule, options.slots)
     room = sum(each.running_steps * (rows or each.most_rows) for each in found)
     ends = [end for each in found for end in each.finish_steps]
@@ -46,10 +49,13 @@ def _record(workload: Workload, options: SimulateOptions, prompts_at_once: int, 
     ]
     bounds = _bounds(workload, options, calls, prompts_at_once)
     bound = {"token_budget": bounds["token_bound"], "full_group": None, "dynamic_slot": None}.get(schedule, bounds["slot_bound"])
-    return _common(workload, options, prompts_at_once, schedule, sigma) | {
+    name = schedule + (", computed again" if preemption == "recompute" else "")
+    return _common(workload, options, prompts_at_once, name, sigma) | {
+        "schedule": schedule,
+        "preemption": preemption,
         "running_steps": steps,
         "steps_per_prompt": steps / count,
-        "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost)) / count,
+        "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked) / count,
         **bounds,
         "of_bound": None if bound is None else steps / count / bound,
         "kv_budget_tokens": max(each.kv_pool_tokens for each in found),
@@ -57,6 +63,7 @@ def _record(workload: Workload, options: SimulateOptions, prompts_at_once: int, 
         "row_utilisation": tokens / room,
         "preemptions_per_prompt": sum(each.preemptions for each in found) / count,
         "recomputed_share": lost / tokens,
+        "parked_share": parked / tokens,
         "completion_steps": sum(ends) / len(ends),
         "mean_length": sum(lengths) / len(lengths),
         "proven_share": None,
@@ -90,6 +97,7 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
             "steps_per_prompt": per_prompt,
             "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost)) / len(workload.groups),
             "recomputed_share": lost / tokens,
+            "parked_share": None,
             **bounds,
             "of_bound": per_prompt / bounds[bound],
             "proven_share": proven,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.bench.step_time import ROW_SECONDS, STEP_SECONDS
+from infsample_rl.bench.step_time import PARK_SECONDS, ROW_SECONDS, STEP_SECONDS
 from infsample_rl.command_line import option
 from infsample_rl.config_rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
@@ -27,6 +27,7 @@ class SimulateOptions:
     lengths: list[str] = option([], "run folders, or files of recorded lengths, .jsonl or .jsonl.gz")
     slots: int = option(4, "g; the KV memory is slots x cap + the resident prompts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
+    preemptions: list[str] = option(["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute"))
     group_size: int | None = option(None, "G, samples taken of every prompt; one with fewer is taken whole; none: all recorded", low=1)
     kv_budget_tokens: int | None = option(None, "all KV tokens, prompts included; none: by slots. full_group has memory for G responses", low=1)
     page_size: int = option(1, "tokens of a KV page", low=1)
@@ -38,6 +39,7 @@ class SimulateOptions:
     max_rows: int | None = option(None, "most rows of token_budget; none: no limit but memory", low=1)
     c0: float = option(STEP_SECONDS, "seconds of a running step", low=0)
     c1: float = option(ROW_SECONDS, "seconds of a row in a step, and of a token computed again", low=0)
+    c2: float = option(PARK_SECONDS, "seconds of a token whose KV is parked and brought back", low=0)
     optimum: bool = option(False, "also the best schedules found with all lengths known beforehand")
     seed: int = option(0, "seed of the noise", low=0)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
@@ -48,7 +50,7 @@ class SimulateOptions:
             raise ValueError("lengths is empty: give lengths=FILE.jsonl")
         if not self.optimum and not any(self.noise or name not in PREDICTED_SCHEDULES for name in self.schedules):
             raise ValueError("there is nothing to measure: give schedules=[...] and, for those that order by predictions, noise=[0]")
-        for name in ("c0", "c1"):
+        for name in ("c0", "c1", "c2"):
             if not getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(f"{name} must be at most {MOST_SECONDS:,} seconds, got {getattr(self, name)}")
         if not all(0 <= sigma <= MOST_SIGMA for sigma in self.noise):
@@ -111,9 +113,17 @@ def noisy(lengths: Sequence[int], normal: Sequence[float], sigma: float, cap: in
 
 
 def simulate_call(
-    workload: Workload, options: SimulateOptions, call: range, prompts_at_once: int, schedule: str, sigma: float | None, record_rows: bool = False
+    workload: Workload,
+    options: SimulateOptions,
+    call: range,
+    prompts_at_once: int,
+    schedule: str,
+    sigma: float | None,
+    *,
+    parks: bool = True,
+    record_rows: bool = False,
 ) -> Simulation:
-    """The prompts `call` of a workload in one call."""
+    """The prompts `call` of a workload in one call. `parks`: where the schedule preempts, KV is parked."""
     dynamic = schedule == "dynamic_slot"
     return simulate_prompts(
         [(workload.recorded if dynamic else workload.groups)[place] for place in call],
@@ -127,6 +137,7 @@ def simulate_call(
         group_size=[len(workload.groups[place]) for place in call] if dynamic else None,
         max_rows=options.max_rows if schedule == "token_budget" else None,
         max_new_tokens=workload.cap,
+        parks=parks and schedule == "token_budget",
         record_rows=record_rows,
     )
 

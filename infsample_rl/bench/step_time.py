@@ -2,3 +2,4 @@
 
 STEP_SECONDS = 0.0170  # c0, of a running step
 ROW_SECONDS = 0.00182  # c1, of a row in a step, and of a token computed again
+PARK_SECONDS = 0.000012  # c2, of a token whose KV is parked and brought back

@@ -112,7 +112,7 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
         found = [run(group, schedule, knows, settings) for group in groups]
         kept = fmean(fmean(group.lengths[index % len(group.lengths)] for index in each.completed) for group, each in zip(groups, found, strict=True))
         rows.append(common | {"method": method, "steps": fmean(each.running_steps for each in found), "mean_length": kept, "true_mean": mean_true})
-    together = simulate_prompts([group.lengths for group in groups], "token_budget", prompts_at_once=options.together, **settings)
+    together = simulate_prompts([group.lengths for group in groups], "token_budget", prompts_at_once=options.together, parks=True, **settings)
     bounds = [slot_bound(group.lengths, options.slots) for group in groups]
     optimum = [slot_optimum(group.lengths, options.slots) for group in groups]
     proven = sum(each.proven for each in optimum)
@@ -149,7 +149,7 @@ TABLE_2 = ("fixed_slot", "infinite *", "fptas", "sjf", "infinite")  # and its sc
 def run(group: Group, schedule: str, knows: bool | None, settings: dict[str, int]) -> Simulation:
     """One group under one schedule; the group size is that of the lengths, from which dynamic_slot draws without end."""
     predicted = None if knows is None else [float(length) for length in group.lengths] if knows else group.predicted
-    return simulate(group.lengths, schedule, predicted=predicted, **settings)
+    return simulate(group.lengths, schedule, predicted=predicted, parks=schedule == "token_budget", **settings)
 
 
 def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) -> tuple[list[Group], str]:

@@ -52,6 +52,7 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
         prompt_tokens=config.data.max_prompt_tokens,
         max_rows=rollout.most_rows if rollout.schedule == "token_budget" else None,
         max_new_tokens=rollout.max_new_tokens,
+        parks=rollout.schedule == "token_budget" and rollout.preemption != "recompute",
     )
     token_bytes = pool_page_bytes(config, model) / rollout.page_size
     own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.running_steps

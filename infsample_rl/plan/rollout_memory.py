@@ -22,6 +22,7 @@ from infsample_rl.rollout.kv_budget import AUTO_SHARE, num_pool_pages
 from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
 from infsample_rl.rollout.kv_pool import smallest_budget_tokens
 from infsample_rl.rollout.model_runner import PREFILL_TOKENS
+from infsample_rl.rollout.parking import Parking
 from infsample_rl.rollout.sampler import split_vocabulary
 from infsample_rl.weight_sync.manifest import BUCKET_BYTES
 from infsample_rl.weight_sync.transport import choose_transport
@@ -55,6 +56,12 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
         if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
             return math.ceil(least / AUTO_SHARE)
     return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
+
+
+def parked_bytes(config: Config, model: ModelOutline, device: Device) -> int:
+    """Most that the KV of preempted samples takes outside the pool, where half of what is free there is no less."""
+    pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
+    return Parking.beside(pages).most_pages * pool_page_bytes(config, model)
 
 
 def prompt_pages(config: Config) -> int:

@@ -16,6 +16,7 @@ from infsample_rl.plan.limits import largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.processes import device_of, plan_processes
+from infsample_rl.plan.rollout_memory import parked_bytes
 from infsample_rl.plan.traffic import Traffic, step_traffic
 
 
@@ -95,6 +96,8 @@ def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> Rol
         largest |= pool | {"group_size": group}
         most = "any" if group is None else f"at most {group:,}"
         limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
+        if config.rollout.schedule == "token_budget" and config.rollout.preemption != "recompute":
+            limits.append(f"of each up to {parked_bytes(config, model, device) / 1e9:,.2f} GB of preempted KV {_parked_in(config)}")
     if process.role in ("learner", "colocated"):
         row = largest_row(config, model, device)
         largest["max_tokens_per_micro_batch"] = row
@@ -103,3 +106,9 @@ def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> Rol
             limits.append(f"of each {moments_file_bytes(config, model) / 1e9:,.2f} GB of moments are on the disk, in {config.learner.moments_folder}")
     fits = process.sum_bytes <= device.usable_bytes
     return RolePlan(process=process, device=device, largest=largest, limits=limits, advice=[] if fits else advise(config, model, process, device))
+
+
+def _parked_in(config: Config) -> str:
+    if config.rollout.park_folder is not None:
+        return f"on the disk, in {config.rollout.park_folder}"
+    return "in host memory" if config.cluster.rollout_gpus > 0 else "on the disk of the temporary folder"

@@ -82,8 +82,8 @@ class SamplingEngine:
             self.watch = ProbeWatch(last_hidden_size(model.config), rollout_config, shared=shared_probe)
         self._loop: DecodeLoop | None = None  # of the last stream
         check_parking(rollout_config, self.runner.device)
-        self._parking: ParkedKV | None = None
-        self._parking_of: PagedKV | None = None  # the pool beside which that is
+        self.parking: ParkedKV | None = None  # where preempted samples' KV waits, once a schedule that preempts has run; else computed again
+        self._pool_parked_beside: PagedKV | None = None  # the pool beside which that is
         self._streaming = False
         self._asked_back: deque[Future[dict[int, list[int]]]] = deque()
         # of a size that no prompt changes; else it grows with the longest so far
@@ -307,9 +307,9 @@ class SamplingEngine:
     def _parking_beside_pool(self) -> ParkedKV | None:
         """Where preempted samples' KV waits, made when a schedule that preempts first finds this pool."""
         kv = self.runner.kv
-        if self._parking_of is not kv:
-            self._parking, self._parking_of = open_parking(self.config, kv), kv
-        return self._parking
+        if self._pool_parked_beside is not kv:
+            self.parking, self._pool_parked_beside = open_parking(self.config, kv), kv
+        return self.parking
 
     def _waits_for_probe(self, config: RolloutConfig) -> bool:
         """Whether samples decode a prefix and wait for the probe. Not before it has learnt, nor while it is of no use."""

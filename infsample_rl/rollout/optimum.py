@@ -77,12 +77,12 @@ def slot_optimum(lengths: Sequence[int], slots: int, most_nodes: int = 20_000) -
 def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int = 1, max_new_tokens: int | None = None) -> TokenOptimum:
     """The best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many steps are needed.
 
-    The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true lengths, at three
-    prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again.
+    The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true lengths, with preempted KV
+    parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again.
     """
     bound = token_bound(lengths, budget_tokens)
     best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0) if page_size == 1 else None
-    for rebuild_cost in (None, 0.05, 1.0):
+    for rebuild_cost, parks in ((None, True), (None, False), (0.05, False), (1.0, False)):
         if best is not None and best.steps <= bound:
             break
         found = simulate(
@@ -93,6 +93,7 @@ def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int 
             page_size=page_size,
             max_new_tokens=max_new_tokens,
             rebuild_cost=rebuild_cost,
+            parks=parks,
         )
         candidate = TokenOptimum(found.running_steps, found.recomputed_tokens)
         best = candidate if best is None else min(best, candidate)

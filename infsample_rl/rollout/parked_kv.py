@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Hashable
 
 import torch
 
@@ -19,7 +20,6 @@ from infsample_rl.config_rollout import RolloutConfig
 from infsample_rl.disk import check_disk_folder, take_room, unnamed_file
 from infsample_rl.rollout.kv_cache import HostPages, PagedKV, free_bytes
 from infsample_rl.rollout.parking import Parking
-from infsample_rl.rollout.prompt_group import Sample
 
 SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
 
@@ -31,13 +31,13 @@ class ParkedInMemory(Parking):
         free = int(SHARE_OF_FREE * free_bytes(torch.device("cpu")))
         super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
         self._kv = kv
-        self._held: dict[Sample, HostPages] = {}
+        self._held: dict[Hashable, HostPages] = {}
 
-    def put(self, sample: Sample, pages: list[int]) -> None:
+    def put(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the KV in `pages`, which are the sample's, out of the pool."""
         self._held[sample] = self._kv.copy_to_host(pages)
 
-    def fetch(self, sample: Sample, pages: list[int]) -> None:
+    def fetch(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
         self._kv.copy_from_host(pages, self._held.pop(sample))
 
@@ -59,7 +59,7 @@ class ParkedInFile(Parking):
         self._buffers = [part.view(torch.uint8).numpy() for part in self._page]
         self._page_bytes = sum(part.nbytes for part in self._page)
         self._parts = kv.parts
-        self._places: dict[Sample, list[int]] = {}  # of its pages in the file
+        self._places: dict[Hashable, list[int]] = {}  # of its pages in the file
         self._free: list[int] = []
         self._num_places = 0
 
@@ -80,7 +80,7 @@ class ParkedInFile(Parking):
             self._num_places = self.num_taken
         return True
 
-    def put(self, sample: Sample, pages: list[int]) -> None:
+    def put(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the KV in `pages`, which are the sample's, out of the pool."""
         places = self._places[sample] = [self._free.pop() for _ in pages]
         for place, page in zip(places, pages, strict=True):
@@ -88,7 +88,7 @@ class ParkedInFile(Parking):
                 kept.copy_(part[:, page])
             self._check(os.pwritev(self._file.fileno(), self._buffers, place * self._page_bytes))
 
-    def fetch(self, sample: Sample, pages: list[int]) -> None:
+    def fetch(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
         places = self._places.pop(sample)
         for place, page in zip(places, pages, strict=False):

@@ -25,18 +25,22 @@ def run(command: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=cwd, timeout=200)
 
 
+OURS_BY_BUDGET = ["ours/token_budget", "ours/token_budget/recompute"]
+SHOWN = ["schedules=[arrival,token_budget]", "preemptions=[auto,recompute]", "rivals=[generate]"]
+
+
 @pytest.fixture(scope="module")
 def engine_records(tiny_qwen3, tmp_path_factory):
-    """One schedule and `generate` at G = 6, four slots, eight tokens."""
+    """Two schedules, one of them with both kinds of preemption, and `generate` at G = 6, four slots, eight tokens."""
     sizes = ["group_size=6", "slots=4", "max_new_tokens=8", "prompt_tokens=16", "threads=1", "rows=[1,3]"]
-    done = run("engine", f"model={tiny_qwen3}", *sizes, "schedules=[arrival]", "rivals=[generate]", "json=true", cwd=tmp_path_factory.mktemp("bench"))
+    done = run("engine", f"model={tiny_qwen3}", *sizes, "json=true", *SHOWN, cwd=tmp_path_factory.mktemp("bench"))
     assert done.returncode == 0, done.stderr
     return {record["name"]: record for record in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.slow
 def test_every_measurement_is_one_json_object_with_the_fixed_keys(engine_records):
-    assert list(engine_records) == ["ours/arrival", "generate", "generate/equal_kv"]
+    assert list(engine_records) == ["ours/arrival", *OURS_BY_BUDGET, "generate", "generate/equal_kv"]
     assert all(list(record)[: len(KEYS)] == KEYS for record in engine_records.values())
 
 
@@ -50,6 +54,7 @@ def test_all_engines_sample_the_same_number_of_tokens(engine_records):
 @pytest.mark.slow
 def test_steps_follow_from_the_rows(engine_records):
     steps = {name: record["running_steps"] for name, record in engine_records.items()}
+    assert steps.pop("ours/token_budget") <= steps.pop("ours/token_budget/recompute") <= 16  # who decodes its first token needs no page yet
     assert steps == {"ours/arrival": 16, "generate": 8, "generate/equal_kv": 24}  # 48 tokens of budget hold 2 rows of 24: 3 batches
 
 
@@ -67,6 +72,7 @@ def test_memory_roofline_and_step_time_are_there(engine_records):
         assert record["peak_memory_bytes"] > 0 and 0 < record["roofline_fraction"] and record["bandwidth"] > 0
     ours = engine_records["ours/arrival"]
     assert ours["c0"] is not None and ours["c1"] is not None
+    assert {name for name, record in engine_records.items() if record["c2"]} <= {"ours/token_budget"}  # none where the folder is in memory
     assert set(ours["step_seconds"]) == {"1", "3"} == set(engine_records["generate"]["step_seconds"])
     assert [variant["settings"]["cache"] for variant in engine_records["generate"]["variants"]] == ["dynamic", "static"]
 

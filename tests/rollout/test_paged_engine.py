@@ -73,18 +73,18 @@ def test_the_file_holds_the_kv_of_those_alone_who_wait(model, tokenizer, disk_fo
     engine, largest = engine_that_parks(model, tokenizer, disk_folder), 0
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
         waiting = {sample for sample in engine._loop.planner.line if sample.num_parked_pages}
-        assert waiting == set(engine._parking._places) and list(disk_folder.iterdir()) == []
-        assert engine._parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
-        largest = max(largest, engine._parking.num_taken)
+        assert waiting == set(engine.parking._places) and list(disk_folder.iterdir()) == []
+        assert engine.parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
+        largest = max(largest, engine.parking.num_taken)
     assert engine.stats.parked_tokens > 0 and largest > 0
-    size = os.fstat(engine._parking._file.fileno()).st_size
-    assert size == engine._parking._num_places * engine.runner.kv.page_bytes, "it has grown to what was wanted at most at a time"
+    size = os.fstat(engine.parking._file.fileno()).st_size
+    assert size == engine.parking._num_places * engine.runner.kv.page_bytes, "it has grown to what was wanted at most at a time"
     engine.generate([PROMPT, PROMPT[:2]], seed=4)
-    assert os.fstat(engine._parking._file.fileno()).st_size == size, "and is used again"
+    assert os.fstat(engine.parking._file.fileno()).st_size == size, "and is used again"
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
         break
     engine.generate([PROMPT], seed=5)  # which ends the stream that was left
-    assert engine._parking.num_taken == 0 and not engine._parking._places
+    assert engine.parking.num_taken == 0 and not engine.parking._places
 
 
 def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected, disk_folder, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected
     with pytest.warns(UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device") as warned:
         found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
     assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
-    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine._parking.most_pages <= 3
+    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.parking.most_pages <= 3
 
 
 def test_half_of_what_the_disk_has_free_is_left_to_others(model, tokenizer, disk_folder, monkeypatch):
@@ -107,7 +107,7 @@ def test_half_of_what_the_disk_has_free_is_left_to_others(model, tokenizer, disk
     room = type("Usage", (), {"free": 9 * engine.runner.kv.page_bytes})
     monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: room)
     engine.generate([PROMPT, PROMPT[:2]], seed=4)
-    assert engine._parking.most_pages == 4
+    assert engine.parking.most_pages == 4
 
 
 def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
