@@ -50,7 +50,7 @@ class RolloutConfig:
         "auto", "KV of a preempted sample: computed again, or parked outside the pool; auto: parked if there is a place", choices=PREEMPTIONS
     )
     park_folder: str | None = setting(
-        None, "folder on a disk of the rollout workers' machines for a file of parked KV; none: on a GPU host memory, on the CPU the system's temporary one"
+        None, "folder on a disk, of each rollout machine, for a file of parked KV; none: with GPUs host memory, else the temporary folder"
     )
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
     max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1)

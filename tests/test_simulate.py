@@ -115,14 +115,14 @@ def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path,
     assert second.startswith(f"{other}: 1 prompts") and second.count("\narrival ") == 1 and second.split("\n")[-1].split()[1] == "9"
 
 
-def test_the_best_within_the_memory_pays_for_what_it_computes_again(tmp_path, capsys, monkeypatch):
+def test_the_best_within_the_memory_pays_for_what_it_parks(tmp_path, capsys, monkeypatch):
     path = tmp_path / "eights.jsonl"
     path.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [8, 8, 8]}) + "\n")
-    settings = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true", "c0=1", "c1=0.01"]
+    settings = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true", "c0=1", "c1=0.01", "c2=0.001"]
     found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
-    best, lost = token_optimum([8, 8, 8], 8, page_size=2)
-    assert lost > 0 and found["optimum, memory"]["recomputed_share"] == lost / 24
-    assert found["optimum, memory"]["seconds_per_prompt"] == pytest.approx(best + 0.01 * (24 + lost))
+    best, lost, parked = token_optimum([8, 8, 8], 8, page_size=2)
+    assert lost == 0 < parked and found["optimum, memory"]["parked_share"] == parked / 24
+    assert found["optimum, memory"]["seconds_per_prompt"] == pytest.approx(best + 0.24 + 0.001 * parked)
     assert found["optimum, slots"]["seconds_per_prompt"] == pytest.approx(24 + 0.24)
 
 
@@ -143,6 +143,11 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
     path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:4]))
     found, _ = records(capsys, monkeypatch, f"lengths={path}", "group_size=32")
     assert {name.split(",")[0] for name in found} == set(SCHEDULES)
+    both = ["group_size=32", "schedules=[token_budget]", "preemptions=[park,recompute]", "noise=[]"]
+    again, _ = records(capsys, monkeypatch, f"lengths={path}", *both)
+    parked, computed = again["token_budget"], again["token_budget, computed again"]
+    assert parked == found["token_budget"] and parked["running_steps"] <= computed["running_steps"]
+    assert parked["recomputed_share"] == 0 == computed["parked_share"] and min(parked["parked_share"], computed["recomputed_share"]) > 0
     assert len(found) == 11  # ten schedules, token_budget also with true lengths
 
 

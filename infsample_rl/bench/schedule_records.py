@@ -84,10 +84,11 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
         best = token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap)
         if prompts_at_once > 1:  # a prompt that has ended gives its room to responses, which the budget above leaves out
             planned = simulate_call(workload, options, call, prompts_at_once, "token_budget", 0.0)
-            best = min(best, TokenOptimum(planned.running_steps, planned.recomputed_tokens))
+            best = min(best, TokenOptimum(planned.running_steps, planned.recomputed_tokens, planned.parked_tokens))
         memory.append(best)
-    recomputed = sum(each.recomputed_tokens for each in memory)
-    for name, best, lost, bound in (("optimum, slots", slots, 0, "slot_bound"), ("optimum, memory", memory, recomputed, "token_bound")):
+    recomputed, copied = (sum(getattr(each, kind) for each in memory) for kind in ("recomputed_tokens", "parked_tokens"))
+    kinds = (("optimum, slots", slots, 0, 0, "slot_bound"), ("optimum, memory", memory, recomputed, copied, "token_bound"))
+    for name, best, lost, parked, bound in kinds:
         steps = sum(each.steps for each in best)
         per_prompt = steps / len(workload.groups)
         proven = sum(each.proven for each in slots) / len(slots) if bound == "slot_bound" else None
@@ -95,9 +96,9 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
             "name": name,
             "running_steps": steps,
             "steps_per_prompt": per_prompt,
-            "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost)) / len(workload.groups),
+            "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked) / len(workload.groups),
             "recomputed_share": lost / tokens,
-            "parked_share": None,
+            "parked_share": parked / tokens,
             **bounds,
             "of_bound": per_prompt / bounds[bound],
             "proven_share": proven,

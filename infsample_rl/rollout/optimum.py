@@ -32,6 +32,7 @@ class TokenOptimum(NamedTuple):
 
     steps: int  # rebuilds included
     recomputed_tokens: int
+    parked_tokens: int
 
 
 class Packing(NamedTuple):
@@ -78,10 +79,11 @@ def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int 
     """The best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many steps are needed.
 
     The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true lengths, with preempted KV
-    parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again.
+    parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again, then
+    parks fewer.
     """
     bound = token_bound(lengths, budget_tokens)
-    best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0) if page_size == 1 else None
+    best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0, 0) if page_size == 1 else None
     for rebuild_cost, parks in ((None, True), (None, False), (0.05, False), (1.0, False)):
         if best is not None and best.steps <= bound:
             break
@@ -95,7 +97,7 @@ def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int 
             rebuild_cost=rebuild_cost,
             parks=parks,
         )
-        candidate = TokenOptimum(found.running_steps, found.recomputed_tokens)
+        candidate = TokenOptimum(found.running_steps, found.recomputed_tokens, found.parked_tokens)
         best = candidate if best is None else min(best, candidate)
     return best
 
