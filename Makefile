@@ -10,8 +10,8 @@ TEST_PROCESSES ?= 2
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Imported once when they have been installed, so that not every process of the first run compiles them.
-COMPILED := infsample_rl.driver, infsample_rl.rollout.worker, infsample_rl.learner.fsdp_backend, infsample_rl.learner.deepspeed_backend, \
-  infsample_rl.reward.worker, infsample_rl.report.writing, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
+COMPILED := infsample_rl.controller.driver, infsample_rl.rollout.worker, infsample_rl.learner.fsdp_backend, infsample_rl.learner.deepspeed_backend, \
+  infsample_rl.reward.worker, infsample_rl.observe.report.writing, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,12 +34,12 @@ lint: $(READY)
 
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/weight_sync tests/bench $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/benchmarks $(ARGS)
 
 # The paper's tables and its memory figure, docs/paper_tables.md and docs/memory.png.
 tables: $(READY)
-	$(BIN)/python -m infsample_rl.bench.tables out=docs/paper_tables.md
-	$(BIN)/python -m infsample_rl.bench.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs
+	$(BIN)/python -m benchmarks.tables out=docs/paper_tables.md
+	$(BIN)/python -m benchmarks.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs
 
 # The documentation's site, build/docs/index.html, with a builder in an environment of its own. The pages of docs/reference/ are written
 # from the code by `make reference`.

@@ -16,8 +16,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from infsample_rl.config_loading import ConfigError, compose, experiments, load_config
-from infsample_rl.interruption import end_at_once_on_sigterm
+from infsample_rl.cluster.interruption import end_at_once_on_sigterm
+from infsample_rl.config.loading import ConfigError, compose, experiments, load_config
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -64,10 +64,10 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     """Check the inputs, then run; every failure is one line and an exit code."""
     import torch
 
-    from infsample_rl.async_driver import AsyncDriver
-    from infsample_rl.driver import Driver
-    from infsample_rl.out_of_memory import explain
-    from infsample_rl.startup import prepare
+    from infsample_rl.cluster.out_of_memory import explain
+    from infsample_rl.controller.async_driver import AsyncDriver
+    from infsample_rl.controller.driver import Driver
+    from infsample_rl.controller.startup import prepare
 
     torch.set_num_threads(1)  # the driver computes little, and threads that spin would wait for cores that its workers need
     try:

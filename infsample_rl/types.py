@@ -12,7 +12,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infsample_rl.phases import WorkerPhases
+
+class Phase(NamedTuple):
+    """A phase that has ended.
+
+    Example: Phase(name="decode", start=1763630000.25, end=1763630001.5, thread=0)
+    """
+
+    name: str
+    start: float  # time.time()
+    end: float
+    thread: int  # 0 for the first thread of the process that had a phase, 1 for the second, ...: phases of one thread nest
+
+
+class WorkerPhases(NamedTuple):
+    """What one worker has done since it was last asked. Phases that started before `until` are all here, this time or before.
+
+    Example: WorkerPhases(role="rollout", index=3, node="10.0.0.7", phases=[], until=1763630002.0)
+    """
+
+    role: str
+    index: int
+    node: str
+    phases: list[Phase]
+    until: float  # time.time()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +197,7 @@ class ReferenceResult:
 class WorkerStatus:
     """Where a worker stands.
 
-    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5, last_line="infsample_rl.rollout.engine: ...",
+    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5, last_line="infsample_rl.rollout.engine.sampling_engine: ...",
     stack="engine.py:160 in _run: ...")
     """
 

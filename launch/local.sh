@@ -20,9 +20,9 @@ port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
 
 cpus=${CPUS:-$("$PYTHON" -c '
 import sys
-from infsample_rl.config_loading import load_config
+from infsample_rl.config.loading import load_config
 from infsample_rl.main import parse_arguments
-from infsample_rl.placement import local_cpus
+from infsample_rl.plan.placement import local_cpus
 options = parse_arguments(sys.argv[1:])
 print(local_cpus(load_config(options.overrides, options.config_dir)))' "$@" 2> /dev/null || nproc)} # what is wrong with a setting the run says
 make_token

@@ -12,9 +12,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.command_line import option, run_with_options
-from infsample_rl.logging_outputs.wandb_tracker import has_wandb_key
-from infsample_rl.metric_names import GROUPS, METRICS
+from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.observe.metric_names import GROUPS, METRICS
+from infsample_rl.observe.trackers.wandb_tracker import has_wandb_key
 
 OVERVIEW = (  # title, metrics
     ("reward", ("reward/mean",)),

@@ -13,8 +13,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from infsample_rl.logging_outputs.records import read_records
-from infsample_rl.report.writing import labels
+from infsample_rl.observe.records import read_records
+from infsample_rl.observe.report.writing import labels
 
 PANELS = (("reward/mean", "mean reward"), ("eval/accuracy", "held-out accuracy"), ("response/length_mean", "response length, tokens"))
 

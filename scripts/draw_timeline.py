@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.image import imsave
 
-from infsample_rl.logging_outputs.timeline_picture import draw_timeline, newest_step
+from infsample_rl.observe.timeline_picture import draw_timeline, newest_step
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +
 Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command. Prompts are taken in
 the seeded order of training, in chunks of prompts_per_step that are always finished, so that a limit in seconds does not favour prompts with
 short responses. A file that is there is gone on with; what a stop left of half a line is cut off. tokens=all adds "token_ids", every response
-in full, for infsample_rl.bench.group_size_gradients. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
+in full, for benchmarks.group_size_gradients. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.config_loading import load_config
+from infsample_rl.config.loading import load_config
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.reward.worker import RewardWorker
-from infsample_rl.rollout.engine import SamplingEngine
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, Prompt
 
 FIRST_TOKENS = 32  # kept of every sample: the longest prefix a predictor is tried with

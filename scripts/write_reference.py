@@ -1,6 +1,6 @@
 """Write docs/reference/: every setting, metric and command, from the code itself: python scripts/write_reference.py [--check]
 
-  --check   write nothing; exit code 1 if a page is not what the code says
+--check   write nothing; exit code 1 if a page is not what the code says
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.command_line import describe
-from infsample_rl.config_loading import SECTIONS, config_folder
-from infsample_rl.config_reward import RewardFunctionConfig
-from infsample_rl.metric_names import GROUPS, METRICS
+from infsample_rl.config.command_line import describe
+from infsample_rl.config.loading import SECTIONS, config_folder
+from infsample_rl.config.reward import RewardFunctionConfig
+from infsample_rl.observe.metric_names import GROUPS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "infsample_rl"

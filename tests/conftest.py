@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infsample_rl.disk import IN_MEMORY, file_system
+from infsample_rl.model.disk import IN_MEMORY, file_system
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -110,8 +110,8 @@ def refused(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def pack_buckets():
     """(name, tensor) pairs, version -> manifest and all buckets at once, as a learner would put them into the object store."""
-    from infsample_rl.weight_sync.buckets import stream_buckets
-    from infsample_rl.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+    from infsample_rl.model.weight_sync.buckets import stream_buckets
+    from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
 
     def pack(named_tensors, version, bucket_bytes=BUCKET_BYTES):
         tensors = list(named_tensors)

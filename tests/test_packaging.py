@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CODE = """
 import infsample_rl, pathlib, sys
-from infsample_rl.config_loading import experiments, load_config
+from infsample_rl.config.loading import experiments, load_config
 assert infsample_rl.__file__.startswith(sys.argv[1]), infsample_rl.__file__
 for name in experiments():
     print(name, load_config([f"+experiment={name}"]).run.name)
 policy = pathlib.Path(load_config([]).model.path)
 assert (policy / "model.safetensors").is_file() and (policy.parent / "train.jsonl").is_file(), policy
-import infsample_rl.main, infsample_rl.startup, infsample_rl.driver, infsample_rl.reward.function_process, infsample_rl.learner.worker
+import infsample_rl.main, infsample_rl.controller.startup, infsample_rl.controller.driver, infsample_rl.reward.function_process, infsample_rl.learner.worker
 """
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from infsample_rl.boxed import RAW_ANSWER, last_boxed
+from infsample_rl.data.boxed import RAW_ANSWER, last_boxed
 from infsample_rl.data.rows import Row, json_type, report_bad_rows
 
 PROMPT_FIELDS = ("question", "problem", "prompt", "quiz")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from infsample_rl.disk import check_disk_folder, take_room, unnamed_file
+from infsample_rl.model.disk import check_disk_folder, take_room, unnamed_file
 
 KINDS = ("exp_avg", "exp_avg_sq")
 

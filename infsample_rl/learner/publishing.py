@@ -8,14 +8,14 @@ import numpy as np
 from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
-from infsample_rl.phases import phase
-from infsample_rl.rendezvous import host_store
+from infsample_rl.model.weight_sync.buckets import stream_buckets
+from infsample_rl.model.weight_sync.checksum import summed
+from infsample_rl.model.weight_sync.link import WeightLink, join_link
+from infsample_rl.model.weight_sync.manifest import Shape, plan_weights, shapes_of
+from infsample_rl.model.weight_sync.rendezvous import host_store
+from infsample_rl.model.weight_sync.sync import WeightSyncReport, send_weights
+from infsample_rl.observe.phases import phase
 from infsample_rl.types import WeightManifest
-from infsample_rl.weight_sync.buckets import stream_buckets
-from infsample_rl.weight_sync.checksum import summed
-from infsample_rl.weight_sync.link import WeightLink, join_link
-from infsample_rl.weight_sync.manifest import Shape, plan_weights, shapes_of
-from infsample_rl.weight_sync.sync import WeightSyncReport, send_weights
 
 
 class WeightPublisher:

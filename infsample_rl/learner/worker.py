@@ -33,10 +33,10 @@ from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
 from infsample_rl.model.packing import PackedRow, TrainingRow, pack_prompt, pack_row, pack_samples
+from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.shared_prompt import SharedPrompt
-from infsample_rl.peak_memory import process_memory
-from infsample_rl.phases import phase
-from infsample_rl.rendezvous import host_store, open_store
+from infsample_rl.model.weight_sync.rendezvous import host_store, open_store
+from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals, TrainingSample
 
 SCALED_TOKENS = 4096

@@ -1,0 +1,1 @@
+"""Models, what goes into them, and their weights on the way to other processes."""

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
+from infsample_rl.model.peak_memory import return_freed_memory
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
-from infsample_rl.peak_memory import return_freed_memory
 
 
 def token_logprobs(

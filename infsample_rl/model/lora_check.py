@@ -38,7 +38,7 @@ def _check_whole(checkpoint: Path | None) -> None:
     if settings is not None:
         raise ValueError(
             f"learner.lora_rank must be {settings['r']} to go on with checkpoint {checkpoint}, which holds LoRA adapters, got 0; for a new run on "
-            f"its weights: python -m infsample_rl.merge {checkpoint} OUT, and model.path=OUT"
+            f"its weights: python -m infsample_rl merge {checkpoint} OUT, and model.path=OUT"
         )
 
 

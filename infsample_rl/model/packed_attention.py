@@ -231,9 +231,7 @@ def folded_attention(
     return torch.cat(outputs).index_select(0, cuts.order)[None]
 
 
-def _attend_fold(
-    query: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, scaling: float | None, fold: Fold
-) -> Tensor:
+def _attend_fold(query: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, scaling: float | None, fold: Fold) -> Tensor:
     q = _gather(query, fold).transpose(1, 2)  # [N, H, L, D]
     k = _behind_prompt(key, prompt_key, fold).transpose(1, 2)  # [N, K, P + L, D]
     v = _behind_prompt(value, prompt_value, fold).transpose(1, 2)

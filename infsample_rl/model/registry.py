@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from infsample_rl.config_loading import cache_folder
+from infsample_rl.config.loading import cache_folder
 
 
 def fetch_once(package: str, name: str, unpack: Callable[[Path, Path], None]) -> Path:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from infsample_rl.command_line import option, parse_with_settings, run_command
-from infsample_rl.config_loading import ConfigError, load_config
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.config.loading import ConfigError, load_config
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infsample_rl.config import Config
-from infsample_rl.rollout.kv_cache import free_bytes
+from infsample_rl.rollout.engine.kv_cache import free_bytes
 
 GIB = 2**30
 CUDA_RESERVE = GIB  # what CUDA, cuBLAS and NCCL take of a GPU beside torch's tensors, and what fragments; not part of a process's sum

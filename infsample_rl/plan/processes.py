@@ -12,10 +12,10 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.packed_attention import takes_flex_attention
-from infsample_rl.placement import worker_groups
 from infsample_rl.plan.devices import Device, gpu_of, host
 from infsample_rl.plan.learner_memory import learner_lines, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.placement import worker_groups
 from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.rollout_memory import rollout_lines
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment

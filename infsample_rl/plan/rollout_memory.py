@@ -11,21 +11,21 @@ from pathlib import Path
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
-from infsample_rl.rollout.cpu_decoder import ANGLES
-from infsample_rl.rollout.cuda_decode import HEAD_ROWS
-from infsample_rl.rollout.decode_loop import LOGITS_AT_A_TIME
-from infsample_rl.rollout.decoder import ARCHITECTURES
-from infsample_rl.rollout.kv_budget import AUTO_SHARE, num_pool_pages
-from infsample_rl.rollout.kv_cache import page_bytes, stored_dtype
-from infsample_rl.rollout.kv_pool import smallest_budget_tokens
-from infsample_rl.rollout.model_runner import PREFILL_TOKENS
-from infsample_rl.rollout.parking import Parking
-from infsample_rl.rollout.sampler import split_vocabulary
-from infsample_rl.weight_sync.manifest import BUCKET_BYTES
-from infsample_rl.weight_sync.transport import choose_transport
+from infsample_rl.rollout.engine.cpu_decoder import ANGLES
+from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS
+from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
+from infsample_rl.rollout.engine.decoder import ARCHITECTURES
+from infsample_rl.rollout.engine.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
+from infsample_rl.rollout.engine.sampler import split_vocabulary
+from infsample_rl.rollout.schedule.kv_budget import AUTO_SHARE, num_pool_pages
+from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from infsample_rl.rollout.schedule.parking import Parking
 
 Lines = dict[str, int]
 # Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a block.

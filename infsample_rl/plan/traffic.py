@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.weight_sync.manifest import BUCKET_BYTES
-from infsample_rl.weight_sync.transport import choose_transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

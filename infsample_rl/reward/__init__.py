@@ -1,0 +1,1 @@
+"""Rewards: rules, the user's functions in processes of their own, and reward models."""

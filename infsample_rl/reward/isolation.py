@@ -1,8 +1,8 @@
 """What a reward process may do, by reward.isolation: its environment, its memory, its files. Standard library only.
 
-    none     a process of its own, ended with all it started; its output is bounded
-    limits   and: memory and the size of a file bounded, an environment without keys, no reach into other processes
-    sandbox  and: no network, and only the files it needs; refused where the system cannot hold it to that
+none     a process of its own, ended with all it started; its output is bounded
+limits   and: memory and the size of a file bounded, an environment without keys, no reach into other processes
+sandbox  and: no network, and only the files it needs; refused where the system cannot hold it to that
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.config_reward import ISOLATIONS, RewardConfig, RewardFunctionConfig
+from infsample_rl.config.reward import ISOLATIONS, RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandbox
 
 # What programs and libraries need of an environment; nothing here holds a key.

@@ -13,11 +13,11 @@ from collections.abc import Set
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from infsample_rl.boxed import RAW_ANSWER
 from infsample_rl.config import Config
+from infsample_rl.data.boxed import RAW_ANSWER
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
-from infsample_rl.phases import phase
+from infsample_rl.observe.phases import phase
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, ProcessPool
 from infsample_rl.types import Completion, Prompt, RewardResult

@@ -1,0 +1,1 @@
+"""Sampling: the engine, its schedules and kernels, and what predicts lengths."""

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from infsample_rl.rollout.fast_forward import CountedPool, repeat_steps
-from infsample_rl.rollout.kv_pool import KVPool, smallest_budget_tokens
-from infsample_rl.rollout.parking import Parking
-from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule import BUDGETED
+from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
+from infsample_rl.rollout.schedule.kv_pool import KVPool, smallest_budget_tokens
+from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
+from infsample_rl.rollout.schedule.schedules import BUDGETED
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
-from infsample_rl.rollout.step_planner import StepPlanner
-from infsample_rl.rollout.token_budget import TokenBudgetPolicy
 
 
 class Stay(NamedTuple):

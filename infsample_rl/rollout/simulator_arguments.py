@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 
-from infsample_rl.config_rollout import SCHEDULES
+from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
-from infsample_rl.rollout.schedule import check_predictions
+from infsample_rl.rollout.schedule.schedules import check_predictions
 
 Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
 

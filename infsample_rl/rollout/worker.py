@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
-from infsample_rl.peak_memory import process_memory
-from infsample_rl.phases import phase
-from infsample_rl.rendezvous import open_store
-from infsample_rl.rollout.engine import SamplingEngine
+from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.weight_sync.link import WeightLink, join_link
+from infsample_rl.model.weight_sync.rendezvous import open_store
+from infsample_rl.model.weight_sync.sync import WeightSyncReport, load_published, receive_weights
+from infsample_rl.observe.phases import phase
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutNow, RolloutWork, WeightManifest
-from infsample_rl.weight_sync.link import WeightLink, join_link
-from infsample_rl.weight_sync.sync import WeightSyncReport, load_published, receive_weights
 
 
 class RolloutWorker:

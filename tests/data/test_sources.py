@@ -17,9 +17,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from infsample_rl.boxed import last_boxed
 from infsample_rl.config import DataConfig
 from infsample_rl.data import sources
+from infsample_rl.data.boxed import last_boxed
 from infsample_rl.data.fields import BadRow, gold_answer
 from infsample_rl.data.sources import hub_rows, load_problems
 

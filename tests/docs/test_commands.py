@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config_loading import compose, load_config
+from infsample_rl.config.loading import compose, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(

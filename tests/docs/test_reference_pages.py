@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config_loading import setting_names
-from infsample_rl.metric_names import METRICS
+from infsample_rl.config.loading import setting_names
+from infsample_rl.observe.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 STALE = "not what the code says: python scripts/write_reference.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.metric_names import METRICS
+from infsample_rl.observe.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_workspaces = pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is None, reason="pip install infsample_rl[wandb-workspaces]")

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.config_loading import load_config
-from infsample_rl.disk import IN_MEMORY, file_system
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.startup import prepare
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, set_lr
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
+from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
-from infsample_rl.startup import prepare
 
 SHAPES = ((300, 64), (64,), (7, 5, 3), (1,))
 
@@ -89,7 +89,7 @@ MEASURE = """
 import sys, torch
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.optimizer import build_optimizer
-from infsample_rl.peak_memory import PeakMemory
+from infsample_rl.model.peak_memory import PeakMemory
 parameters = [torch.nn.Parameter(torch.ones(1024, 1024)) for _ in range(24)]
 for parameter in parameters:
     parameter.grad = torch.ones_like(parameter)

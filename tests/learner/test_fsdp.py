@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
-from infsample_rl.disk import IN_MEMORY, file_system
 from infsample_rl.learner.fsdp_backend import FsdpBackend
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments
+from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from infsample_rl.bench.learner_memory_point import main as measure_point
+from benchmarks.learner_memory_point import main as measure_point
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
@@ -19,7 +19,7 @@ LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_t
 
 
 def bench(tiny_qwen3, *arguments):
-    command = [sys.executable, "-m", "infsample_rl.bench.learner_memory", f"model={tiny_qwen3}", "json=true", "threads=1", *arguments]
+    command = [sys.executable, "-m", "benchmarks.learner_memory", f"model={tiny_qwen3}", "json=true", "threads=1", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

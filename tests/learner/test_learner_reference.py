@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.controller.startup import setting_warnings
 from infsample_rl.learner.reference_policy import ReferencePolicy, keep_in_host_memory
+from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row, pack_samples
-from infsample_rl.placement import reference_text, worker_groups
-from infsample_rl.reference.worker import ReferenceWorker
-from infsample_rl.startup import setting_warnings
+from infsample_rl.plan.placement import reference_text, worker_groups
 from infsample_rl.types import Completion, Prompt
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`

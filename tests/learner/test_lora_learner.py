@@ -13,8 +13,8 @@ from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
+from infsample_rl.model.weight_sync.buckets import load_buckets
 from infsample_rl.types import LossTotals
-from infsample_rl.weight_sync.buckets import load_buckets
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.config_loading import load_config
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.startup import prepare
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, lr_at, moments, set_lr
-from infsample_rl.startup import prepare
 
 
 def rates(total, **settings):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from infsample_rl import merge
+from infsample_rl.commands import merge
 from infsample_rl.config import Config, DataConfig, LearnerConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
 from infsample_rl.model.lora import (
     ReceivedAdapters,
@@ -203,7 +203,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(sa
     architecture = tiny().config
     check_lora(settings_for(base), architecture, checkpoint)
     wrong = {
-        "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; .*infsample_rl.merge": {"lora_rank": 0},
+        "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; .*infsample_rl.commands.merge": {"lora_rank": 0},
         "learner.lora_rank must be 4 to go on with checkpoint .*, got 8": {"lora_rank": 8},
         "learner.lora_alpha must be 8 to go on with checkpoint .*, got 16": {"lora_alpha": 16.0},
         "lora_targets=.'q_proj'. are 2 layers, checkpoint .* has adapters on 14; only one of them has .*down_proj": {"lora_targets": ["q_proj"]},

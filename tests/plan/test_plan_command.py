@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from infsample_rl.config_cluster import DEVICE_TYPES
-from infsample_rl.config_loading import load_config
+from infsample_rl.config.cluster import DEVICE_TYPES
+from infsample_rl.config.loading import load_config
 from infsample_rl.plan.__main__ import main
 from infsample_rl.plan.advice import advise
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like
@@ -19,7 +19,7 @@ from infsample_rl.plan.learner_memory import row_groups
 from infsample_rl.plan.limits import largest_pool, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import device_of, plan_role
-from infsample_rl.rollout.kv_cache import free_bytes
+from infsample_rl.rollout.engine.kv_cache import free_bytes
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from infsample_rl.config_loading import load_config
+from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.plan.learner_memory import moments_file_bytes
 from infsample_rl.plan.limits import with_settings
@@ -174,7 +174,7 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one_on_models_kept
     sizes |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "tie_word_embeddings": tied}
     path = save_policy(tmp_path / "model", kind, vocab, **sizes)
     common = ["data.max_prompt_tokens=48", "rollout.max_new_tokens=80", "rollout.group_size=24", "data.prompts_per_step=2"]
-    command = [sys.executable, "-m", "infsample_rl.bench.plan_point", part, f"model.path={path}", *common, *options]
+    command = [sys.executable, "-m", "benchmarks.plan_point", part, f"model.path={path}", *common, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

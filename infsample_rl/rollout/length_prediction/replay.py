@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.kv_pool import KVPool
-from infsample_rl.rollout.prompt_group import GroupSettings, PromptGroup
+from infsample_rl.rollout.schedule.kv_pool import KVPool
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.simulator import simulate_prompts
-from infsample_rl.rollout.step_planner import StepPlanner
 
 RECENT = 8  # replays that count
 
@@ -98,9 +98,7 @@ def _steps_with_prefixes(groups: Sequence[ReplayedGroup], ordered: Sequence[Sequ
         for place, (group, samples) in enumerate(zip(groups, ordered, strict=True))
     ]
     pool = KVPool(settings.kv_budget_tokens // settings.page_size, settings.page_size)
-    planner = StepPlanner(
-        planned, pool, num_slots=settings.slots, prompts_at_once=settings.prompts_at_once, max_new_tokens=settings.max_new_tokens
-    )
+    planner = StepPlanner(planned, pool, num_slots=settings.slots, prompts_at_once=settings.prompts_at_once, max_new_tokens=settings.max_new_tokens)
     while not planner.is_done:
         ended = []
         for sample in planner.next_step().rows:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infsample_rl.command_line import option, run_with_options
+from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.rollout.length_prediction.accuracy import Accuracy, prompt_accuracy, summarize
 from infsample_rl.rollout.length_prediction.bert import MAX_LOG_LENGTH, check_window, encode, load_encoder, log_lengths, window_of
 from infsample_rl.rollout.length_prediction.training_data import TextGroup, read_groups, split_groups

@@ -19,7 +19,7 @@ from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.length_prediction.probe import LengthProbe
 from infsample_rl.rollout.length_prediction.replay import ReplayedGroup, ReplayedSample, ReplaySettings, replay
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
-from infsample_rl.rollout.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.types import Forecast, ProbeReport, PublishedProbe
 
 REPLAYED_GROUPS = 2  # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took

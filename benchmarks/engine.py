@@ -1,0 +1,206 @@
+"""Decode speed of our engine under every schedule, beside its rivals on the same prompt and at the same KV bytes.
+
+python -m benchmarks.engine [model=PATH] [group_size=32] [slots=4] [max_new_tokens=128] [schedules=[infinite,...]] [json=true] ...
+
+Every rival is measured twice: as it runs best (`generate`: G rows at a time) and, `/equal_kv`, within the KV budget of `slots`. Of each
+rival's variants the fastest on a short workload is taken. Each measurement has a process of its own, warmed up.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.process import end_with_terminate, measure_here
+from benchmarks.rival_settings import Measurement, rival_measurements
+from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
+from benchmarks.vllm_process import measure_vllm
+from benchmarks.workload import Workload
+from infsample_rl.commands import measurements
+from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES, RolloutConfig
+
+ENGINE_FIGURES = ("recomputed_tokens", "parked_tokens", "preemptions", "row_utilisation", "reserved_memory_bytes")
+NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows")
+SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
+
+
+@dataclass(kw_only=True)
+class EngineOptions(Workload):
+    """Arguments of this command."""
+
+    group_size: int = option(32, "G, completions of every prompt", low=1)
+    prompts: int = option(1, "prompts sampled, all different and equally long", low=1)
+    prompts_at_once: int = option(1, "prompts resident at a time in our engine", low=1)
+    ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
+    repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
+    schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
+    preemptions: list[str] = option(["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS)
+    rivals: list[str] = option(["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch"))
+    vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
+    rows: list[int] = option([1, 2, 4, 8, 16, 32], "row counts of which a step is timed, to fit c0 + c1 x rows; []: no fit", low=1)
+    json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
+    out: str = option("bench_out", "folder of the figure")
+
+    def __post_init__(self) -> None:
+        for schedule in self.schedules:  # refuse before anything is started
+            RolloutConfig(
+                group_size=self.group_size,
+                slots=self.slots,
+                schedule=schedule,
+                max_new_tokens=self.max_new_tokens,
+                prompts_at_once=self.prompts_at_once,
+            )
+        if len(set(self.rows)) == 1:
+            raise ValueError(f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit")
+
+
+def main() -> int:
+    """Run all measurements; 1 when one failed or token counts differ although ends are ignored."""
+    end_with_terminate()
+    return run_with_options(run, EngineOptions, usage=__doc__)
+
+
+def run(options: EngineOptions) -> int:
+    """As main(). RuntimeError when the model cannot be had."""
+    with tempfile.TemporaryDirectory() as scratch:
+        workload = asdict(options) | {"config_folder": scratch}
+        facts = measure_here("facts", workload, {"config_folder": scratch}, timeout_s=options.timeout_s)
+        found, failed = _measure_all(options, workload, facts)
+    if not options.json:
+        measurements.print_table(found, measurements.ENGINE_COLUMNS)
+        print(f"figure: {measurements.draw_engine(found, Path(options.out))}")
+    unequal = [record["name"] for record in found if record["tokens_equal"] is False]
+    if unequal:
+        print(f"bench.engine: token counts differ from {found[0]['tokens_expected']}: {', '.join(unequal)}", file=sys.stderr)
+    return 1 if failed or unequal else 0
+
+
+def ours_measurements(options: EngineOptions) -> list[Measurement]:
+    """One per schedule, of token_budget one per kind of preemption; the first also times single steps, which depend on neither."""
+    asked = [(name, kind) for name in options.schedules for kind in (options.preemptions if name == "token_budget" else ["auto"])]
+    return [
+        Measurement(
+            f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}",
+            "ours",
+            [{"schedule": schedule, "preemption": preemption, "rows_timed": options.rows if index == 0 else []}],
+        )
+        for index, (schedule, preemption) in enumerate(asked)
+    ]
+
+
+def _measure_all(options: EngineOptions, workload: dict[str, Any], facts: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+    found: list[dict[str, Any]] = []
+    failed, step_seconds = False, None
+    fastest: dict[str, int] = {}  # of each measurement, which variant
+    for measurement in [*ours_measurements(options), *rival_measurements(options, facts)]:
+        print(f"bench.engine: {measurement.name} ...", file=sys.stderr, flush=True)
+        try:
+            if measurement.same_variant_as in fastest:
+                index, variants = fastest[measurement.same_variant_as], []
+            else:
+                index, variants = _fastest_variant(measurement, workload, facts)
+            fastest[measurement.name], settings = index, measurement.variants[index]
+            raw = _run(measurement, workload, settings, facts)
+        except RuntimeError as error:  # a rival that cannot run here must not hide the others
+            print(f"bench.engine: {measurement.name} failed: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        if measurement.what == "ours":
+            step_seconds = step_seconds or raw.get("step_seconds")
+            raw["step_seconds"] = step_seconds
+        found.append(record_of(measurement, options, facts, settings, variants, raw))
+        if options.json:
+            measurements.print_json(found[-1])
+    return found, failed
+
+
+def _run(measurement: Measurement, workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    if measurement.what == "vllm":
+        return measure_vllm(workload, settings, facts)
+    return measure_here(measurement.what, workload, settings, timeout_s=workload["timeout_s"])
+
+
+def _fastest_variant(measurement: Measurement, workload: dict[str, Any], facts: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is one variant)."""
+    if len(measurement.variants) == 1:
+        return 0, []
+    short = workload | {"max_new_tokens": min(SHORT_TOKENS, workload["max_new_tokens"]), "prompts": 1, "repeats": 1}
+    if "rows" in measurement.variants[0]:
+        short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
+    seconds = _tune(measurement, short, facts)
+    variants = [{"settings": _shown(settings), "seconds": each} for settings, each in zip(measurement.variants, seconds, strict=True)]
+    if all(each is None for each in seconds):
+        raise RuntimeError(f"no variant runs here: {[variant['settings'] for variant in variants]}")
+    return min((each, index) for index, each in enumerate(seconds) if each is not None)[1], variants
+
+
+def _tune(measurement: Measurement, short: dict[str, Any], facts: dict[str, Any]) -> list[float | None]:
+    """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at its start."""
+    if measurement.what != "vllm":
+        settings = {"what": measurement.what, "variants": measurement.variants}
+        return measure_here("tune", short, settings, timeout_s=short["timeout_s"])["seconds"]
+    seconds: list[float | None] = []
+    for settings in measurement.variants:
+        try:
+            seconds.append(measure_vllm(short, settings | {"rows_timed": []}, facts)["seconds"])
+            print(f"bench.engine: vllm {_shown(settings)}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+        except RuntimeError as error:
+            print(f"bench.engine: vllm {_shown(settings)}: {error}", file=sys.stderr, flush=True)
+            seconds.append(None)
+    return seconds
+
+
+def _shown(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "rows_timed"}
+
+
+def record_of(
+    measurement: Measurement,
+    options: EngineOptions,
+    facts: dict[str, Any],
+    settings: dict[str, Any],
+    variants: list[dict[str, Any]],
+    raw: dict[str, Any],
+) -> dict[str, Any]:
+    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for every active row."""
+    tokens, seconds = sum(raw["lengths"]), raw["seconds"]
+    expected = options.prompts * options.group_size * options.max_new_tokens if options.ignore_eos else None
+    kv_read = kv_bytes_read(raw["lengths"], raw["running_steps"], options.prompt_tokens, facts["kv_bytes_per_token"])
+    ideal = roofline_seconds(raw["running_steps"], facts["weight_bytes_read"], kv_read, facts["bandwidth"])
+    timed = {int(rows): each for rows, each in (raw.get("step_seconds") or {}).items()}
+    c0, c1 = fit_step_time(timed) if timed else (None, None)
+    return {
+        "name": measurement.name,
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        "running_steps": raw["running_steps"],
+        "peak_kv_bytes": raw["peak_kv_bytes"],
+        "peak_memory_bytes": raw["peak_memory_bytes"],
+        "roofline_fraction": ideal / seconds,
+        "kv_pool_bytes": raw["kv_pool_bytes"],
+        "kv_budget_bytes": options.kv_budget_tokens(options.prompts_at_once) * facts["kv_bytes_per_token"],
+        "weight_bytes": facts["weight_bytes"],
+        "tokens_expected": expected,
+        "tokens_equal": None if expected is None else tokens == expected,
+        "c0": c0,
+        "c1": c1,
+        "c2": raw.get("park_seconds"),
+        "step_seconds": timed or None,
+        "bandwidth": facts["bandwidth"],
+        "settings": _shown(settings),
+        "variants": variants,
+        "threads": options.threads,
+        "device": facts["device"],
+        "versions": facts["versions"] | {name: raw[name] for name in ("vllm",) if name in raw},
+        "workload": {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_WORKLOAD},
+        "engine": {name: raw[name] for name in ENGINE_FIGURES if name in raw},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

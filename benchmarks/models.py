@@ -1,0 +1,109 @@
+"""Models, tokenizers and prompts of the benchmarks, and the bytes they take. Runs in the process of one measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
+
+from benchmarks.workload import ModelOptions
+from infsample_rl.config import ModelConfig
+from infsample_rl.model.loading import load_model, load_tokenizer
+
+TEXT = "A farmer counts {n} sheep, sells a third of them, buys twice as many goats and wants to know how many animals are left. "
+MARK = "<<here>>"
+
+
+def pick_device(workload: ModelOptions) -> torch.device:
+    """The device asked for; auto: cuda where there is one. ValueError for a cuda that torch does not see."""
+    if workload.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device=cuda: torch {torch.__version__} sees no CUDA device; take device=cpu")
+    return torch.device("cuda" if workload.device == "cuda" or (workload.device == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model in eval mode on its device, and its tokenizer; random weights and a tokenizer of numbers with `shape`."""
+    device = pick_device(workload)
+    if workload.shape is None:
+        config = ModelConfig(path=workload.model, dtype=workload.dtype)
+        return load_model(config, device), load_tokenizer(config)
+    torch.manual_seed(workload.seed)
+    with torch.device(device):  # made in place: 8B in float32 on the host would take 33 GB
+        model = AutoModelForCausalLM.from_config(shape_config(workload.shape), dtype=getattr(torch, workload.dtype))
+    return model.eval(), number_tokenizer(model.config.vocab_size)
+
+
+def shape_config(shape: str) -> Qwen3Config:
+    """The architecture of Qwen3-1.7B or Qwen3-8B."""
+    sizes = {
+        "qwen3_1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+        "qwen3_8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    }[shape]
+    common = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6}
+    config = Qwen3Config(**sizes, **common, tie_word_embeddings=shape == "qwen3_1.7b", eos_token_id=2, pad_token_id=1)
+    config.architectures = ["Qwen3ForCausalLM"]
+    return config
+
+
+def number_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of `size` words, for a model that has none."""
+    from tokenizers import Tokenizer, models
+
+    words = {"<unk>": 0, "<pad>": 1, "<eos>": 2} | {str(index): index for index in range(3, size)}
+    model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+
+
+def make_prompts(workload: ModelOptions, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """`count` different prompts of exactly prompt_tokens ids: a question in the chat template, cut; random ids with `shape`."""
+    length = workload.prompt_tokens
+    if workload.shape is not None:
+        generator = torch.Generator().manual_seed(workload.seed)
+        return torch.randint(3, len(tokenizer), (count, length), generator=generator).tolist()
+    before, after = _around(tokenizer)
+    prompts = []
+    for index in range(count):
+        body: list[int] = []
+        while len(body) < length:
+            body += tokenizer(TEXT.format(n=30 + 3 * index), add_special_tokens=False)["input_ids"]
+        room = length - len(before) - len(after)
+        prompts.append(before + body[:room] + after if room > 0 else body[:length])
+    return prompts
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all parameters, tied ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def weight_bytes_read(model: PreTrainedModel) -> int:
+    """Bytes of weights one decode step reads: all but an input embedding that is not the head too, of which a few rows are gathered."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return weight_bytes(model) - (0 if embedding is head else embedding.numel() * embedding.element_size())
+
+
+def kv_bytes_per_token(model: PreTrainedModel) -> int:
+    """Keys and values of one token in all layers."""
+    config = model.config.get_text_config()
+    kv_heads = config.num_key_value_heads or config.num_attention_heads
+    return 2 * config.num_hidden_layers * kv_heads * _head_dim(config) * model.dtype.itemsize
+
+
+def save_config(shape: str, folder: Path) -> None:
+    """A folder without weights, for an engine that makes random ones itself."""
+    shape_config(shape).save_pretrained(folder)
+
+
+def _head_dim(config: object) -> int:
+    settings = config.to_dict()
+    return settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Ids the chat template puts before and after a question; none without a template."""
+    if tokenizer.chat_template is None:
+        return [], []
+    text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True)
+    before, _, after = text.partition(MARK)
+    return tokenizer(before, add_special_tokens=False)["input_ids"], tokenizer(after, add_special_tokens=False)["input_ids"]

@@ -1,0 +1,179 @@
+"""The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [+experiment=NAME] [group.key=value ...]
+
+PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples prompts_at_once prompts, the
+reference worker reads a micro-group twice, all of random tokens, in lengths the settings allow at most. Before it is measured the process does
+the same with a toy of the same architecture, so that libraries are loaded, and their buffers made: its idle footprint. One JSON object on
+stdout: predicted_bytes, measured_bytes, error, lines.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import gc
+import itertools
+import json
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.learner_memory import ENVIRONMENT
+from infsample_rl.config import Config
+from infsample_rl.config.loading import load_config
+from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.learner.row_plan import RowPlanner
+from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.model.loading import load_model_config
+from infsample_rl.model.peak_memory import FEW_COMPILED_PRODUCTS, PeakMemory, process_memory
+from infsample_rl.model.weight_sync.buckets import fill_buckets
+from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.plan.processes import plan_role
+from infsample_rl.rollout.worker import RolloutWorker
+from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, SampleSpec, TrainingSample
+
+# Random tokens are far from what any policy samples, and no check of that may stop the measurement.
+ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
+TOY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+
+
+def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Predicted and measured peak of one process with these settings. ValueError for settings that do not go together."""
+    objective = "default" if part == "reference" else "no_kl"  # no reference worker without a KL
+    config = load_config([*ALWAYS, f"objective={objective}", *overrides])
+    run = PARTS[part]
+    torch.set_num_threads(config.cluster.threads_per_worker)
+    device = torch.device("cuda" if getattr(config.cluster, f"{part}_gpus") > 0 else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        run(toy_of(config, folder))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the toy has left would be taken again, unseen
+    process_memory.cache_clear()
+    PeakMemory(device).reset()
+    measured = run(config)
+    plan = plan_role(config, ModelOutline.of(config), part)
+    found = {"part": part, "predicted_bytes": plan.sum_bytes, "measured_bytes": measured, "error": plan.sum_bytes / measured - 1}
+    return found | {"lines": {name: round(size) for name, size in plan.lines.items()}, "settings": list(overrides), "device": str(device)}
+
+
+def toy_of(config: Config, folder: str) -> Config:
+    """The same settings for a tiny random model of the same architecture, saved into `folder`."""
+    architecture = copy.deepcopy(load_model_config(config.model))
+    for name, value in TOY.items():
+        setattr(architecture, name, value)
+    if getattr(architecture, "layer_types", None):
+        architecture.layer_types = architecture.layer_types[:1]
+    AutoModelForCausalLM.from_config(architecture).save_pretrained(folder)
+    tokenizer = config.model.tokenizer_path or config.model.path
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=folder, tokenizer_path=tokenizer))
+
+
+def train(config: Config) -> int:
+    """Two updates of all samples of a step, each as long as it may be; the worker's own peak."""
+    learner = LearnerWorker(config, 0, 1, total_steps=2)
+    learner.setup("", 0, None)
+    rows = full_rows(config, len(learner.tokenizer))
+    samples = sum(map(len, rows))
+    totals = LossTotals(num_sequences=samples, num_tokens=samples * config.rollout.max_new_tokens, length_normalizer=1)
+    for _ in range(2):
+        for row in rows:
+            learner.accumulate(row, totals)
+        learner.step(totals)
+    return learner.memory.peak_bytes()
+
+
+def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
+    """The rows of one step, cut as in a run."""
+    generator, prompts, size = np.random.default_rng(0), range(config.data.prompts_per_step), config.rollout.group_size
+    lengths = dict.fromkeys(prompts, config.data.max_prompt_tokens)
+    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, lengths, long_rows=config.long_rows)
+    rows: list[list[SampleSpec]] = []
+    for prompt in prompts:
+        rows += planner.add_group(
+            [SampleSpec(prompt_index=prompt, sample_index=index, length=config.rollout.max_new_tokens, advantage=1.0) for index in range(size)]
+        )
+    prompt_ids = generator.integers(0, vocab, (len(prompts), config.data.max_prompt_tokens)).astype(np.int32)
+
+    def sample(spec: SampleSpec) -> TrainingSample:
+        return TrainingSample(
+            prompt_index=spec.prompt_index,
+            sample_index=spec.sample_index,
+            prompt_ids=prompt_ids[spec.prompt_index],
+            response_ids=generator.integers(0, vocab, spec.length).astype(np.int32),
+            advantage=float(generator.normal()),
+            engine_logprobs=np.zeros(spec.length, np.float32),
+            reference_logprobs=None,
+        )
+
+    return [[sample(spec) for spec in row] for row in rows + planner.flush()]
+
+
+def sample(config: Config) -> int:
+    """Weights arrive, then prompts of full length are sampled; the worker's own peak."""
+    worker = RolloutWorker(config, 0)
+    parameters = dict(worker.model.named_parameters())
+    manifest = plan_weights(shapes_of(parameters.items()), 0)
+    store = torch.frombuffer(mmap.mmap(-1, min(BUCKET_BYTES, manifest.num_bytes)), dtype=torch.uint8)  # shared memory, as Ray's
+    buckets = fill_buckets(((name, parameter.detach()) for name, parameter in parameters.items()), manifest, itertools.repeat(store))
+    worker.load_weights(manifest, (bucket.numpy() for bucket in buckets))
+    generator, size = np.random.default_rng(0), config.rollout.group_size
+    for place in range(config.rollout.prompts_at_once):
+        ids = generator.integers(0, len(worker.engine.tokenizer), config.data.max_prompt_tokens).astype(np.int32)
+        work = RolloutWork(prompt_index=place, prompt_ids=ids, sample_indices=list(range(size)))
+        for _ in worker.stream([work], step=0):
+            pass
+    return worker.memory.peak_bytes()
+
+
+def read(config: Config) -> int:
+    """Log-probabilities of micro-groups of full length; the worker's own peak."""
+    worker = ReferenceWorker(config)
+    generator, vocab, tokens = np.random.default_rng(0), worker.policy.valid_vocab, config.rollout.max_new_tokens
+    prompt_ids = generator.integers(0, vocab, config.data.max_prompt_tokens).astype(np.int32)
+    micro_group = [
+        Completion(
+            prompt_index=0,
+            sample_index=index,
+            token_ids=generator.integers(0, vocab, tokens).astype(np.int32),
+            logprobs=np.zeros(tokens, np.float32),
+            sampling_logprobs=None,
+            finish_reason="length",
+            policy_version=0,
+        )
+        for index in range(config.rollout.micro_group)
+    ]
+    for _ in range(2):
+        worker.logprobs(Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=prompt_ids), micro_group)
+    return worker.memory.peak_bytes()
+
+
+PARTS = {"learner": train, "rollout": sample, "reference": read}
+
+
+def main() -> int:
+    """Measure in this process, with an allocator that gives back what is freed: 2 for arguments that are wrong."""
+    if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
+        print(f"bench.plan_point: the first argument must be one of {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    wanted = ENVIRONMENT | {"MKL_DISABLE_FAST_MM": "1"} | ({} if sys.argv[1] == "rollout" else FEW_COMPILED_PRODUCTS)
+    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    if missing:
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.plan_point", *sys.argv[1:]], os.environ | missing)
+    try:
+        print(json.dumps(measure(sys.argv[1], sys.argv[2:])), flush=True)
+    except ValueError as error:
+        print(f"bench.plan_point: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

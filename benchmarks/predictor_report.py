@@ -1,0 +1,105 @@
+"""What `bench.predictor` shows: tables with intervals, and error and rank correlation over k as a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from infsample_rl.commands import measurements
+
+COLUMNS = {
+    "recording": "recording",
+    "name": "name",
+    "k": "k",
+    "log_error": "|log ratio|",
+    "token_error": "tokens off",
+    "kendall_tau": "Kendall tau",
+    "seconds_per_prediction": "us each",
+    "error_less_bert": "error less bert's",
+    "tau_less_bert": "tau less bert's",
+}
+COLOURS = {"none": "#999999", "group": "#c2a36b", "bert": "#d95f02", "probe": "#1f77b4"}
+LABELS = {
+    "none": "one length for all",
+    "group": "mean of the prompt's other samples",
+    "bert": "bert: prompt and first k tokens",
+    "probe": "probe: the policy's hidden state",
+}
+
+
+def print_tables(records: list[dict[str, Any]]) -> None:
+    """Accuracy, then steps of every schedule over those with true lengths; intervals in brackets."""
+    rows = []
+    for record in (record for record in records if record["name"] != "oracle"):  # it has no error
+        each = record["seconds_per_prediction"]
+        texts = {name: _text(record[name], 1 if name == "token_error" else 3) for name in ("log_error", "token_error", "kendall_tau")}
+        less = record["less_bert"] or {"log_error": None, "kendall_tau": None}
+        texts |= {"error_less_bert": _text(less["log_error"], 3), "tau_less_bert": _text(less["kendall_tau"], 3)}
+        rows.append(record | texts | {"seconds_per_prediction": None if each is None else f"{each * 1e6:.1f}"})
+    measurements.print_table(rows, COLUMNS)
+    print("\nrunning steps and seconds of a prompt")
+    rows = [
+        {"recording": record["recording"], "name": record["name"], "k": record["k"], "schedule": schedule}
+        | {"steps": _text(found["steps"], 0), "seconds": _text(found["seconds"], 2)}
+        | {"oracle": _text(found["steps_over_oracle"], 3), "none": _text(found["steps_over_none"], 3)}
+        for record in records
+        for schedule, found in record["schedules"].items()
+        if record["name"] in ("bert", "probe") or record["k"] == records[0]["k"]
+    ]
+    names = ("recording", "name", "k", "schedule", "steps", "seconds")
+    measurements.print_table(rows, {name: name for name in names} | {"oracle": "over true lengths", "none": "over none"})
+
+
+def _text(interval: dict[str, float] | None, digits: int) -> str | None:
+    return None if interval is None else f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+
+
+def draw_predictor(records: list[dict[str, Any]], folder: Path) -> Path:
+    """Write predictor.png: a row of panels for every recording, error on the left, Kendall's tau on the right; bands: 95 % over prompts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
+    from matplotlib.figure import Figure
+
+    files = list(dict.fromkeys(record["recording"] for record in records))
+    figure = Figure(figsize=(9.5, 0.6 + 2.9 * len(files)), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(files), 2, squeeze=False)
+    for file, (left, right) in zip(files, panels, strict=True):
+        here = [record for record in records if record["recording"] == file and record["name"] in COLOURS]
+        for name in COLOURS:
+            points = [(record["k"], record) for record in sorted(here, key=lambda record: record["k"]) if record["name"] == name]
+            _band(left, name, [(k, record["log_error"]) for k, record in points])
+            _band(right, name, [(k, record["kendall_tau"]) for k, record in points] if name in ("bert", "probe") else [])
+        right.axhline(0, color=COLOURS["none"], linewidth=1)
+        left.set_ylim(bottom=0)
+        left.set_ylabel("mean |log(predicted / length)|", fontsize=8)
+        right.set_ylabel("Kendall's tau within a prompt", fontsize=8)
+        left.set_title(f"{file}: {here[0]['held_out_prompts']} held-out prompts", fontsize=9, loc="left")
+        for axes in (left, right):
+            _style(axes, sorted({record["k"] for record in here}))
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    path = folder / "predictor.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def _band(axes: Any, name: str, points: list[tuple[int, dict[str, float] | None]]) -> None:
+    known = [(k, interval) for k, interval in points if interval is not None]
+    if not known:
+        return
+    ks = [k for k, _ in known]
+    values, low, high = ([interval[key] for _, interval in known] for key in ("value", "low", "high"))
+    learned = name in ("bert", "probe")
+    axes.plot(ks, values, marker="o" if learned else None, markersize=4, color=COLOURS[name], label=LABELS[name], linestyle="-" if learned else "--")
+    if learned:  # bands of the baselines would hide them
+        axes.fill_between(ks, low, high, color=COLOURS[name], alpha=0.18, linewidth=0)
+
+
+def _style(axes: Any, ks: list[int]) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ks, [str(k) for k in ks])
+    axes.set_xlabel("k, tokens decoded before the prediction", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.25)

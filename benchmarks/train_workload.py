@@ -1,0 +1,138 @@
+"""What both sides of bench.train are given, as plain JSON: prompts as ids, sizes, settings they share. Standard library only."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.process import measure
+from benchmarks.workload import ModelOptions
+from infsample_rl.config.command_line import option
+
+TRL_SCRIPT = Path(__file__).with_name("train_trl.py")
+
+Spec = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement: which side, with which settings, over how many steps."""
+
+    name: str  # ours, ours/lean, trl, trl/lean
+    settings: dict[str, Any]  # that only this side reads
+    spec: Spec
+    variants: list[dict[str, Any]]  # of TRL, as tried
+
+
+@dataclass(kw_only=True)
+class TrainingOptions(ModelOptions):
+    """What bench.train and bench.train_learning share. Sampling is plain: no top-k, no top-p, no penalty."""
+
+    max_new_tokens: int = option(96, "longest response", low=1)
+    temperature: float = option(1.0, "temperature of sampling and of the trained policy")
+    lr: float = option(1e-5, "AdamW learning rate, constant")
+    slots: int = option(32, "KV memory of our engine, in full responses", low=1)
+    max_tokens_per_micro_batch: int = option(2048, "tokens of one pass of our learner", low=16)
+    logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
+    activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
+    recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))
+    moments_folder: str | None = option(None, "of our learner: folder of a file with AdamW's moments; none: in memory")
+    allocator: str = option("jemalloc", "of host memory, on both sides: Ray's, as our workers have it, or libc's", choices=("jemalloc", "libc"))
+    rivals: list[str] = option(["trl"], "rivals beside ours; []: none", choices=("trl",))
+    trl_python: str | None = option(None, "interpreter that has TRL; none: this one", key="rivals.trl_python")
+    timeout_s: float = option(3600.0, "seconds one measurement may take", low=1)
+    json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
+    out: str = option("bench_out", "folder of the figure")
+
+    def __post_init__(self) -> None:
+        if self.shape is not None:
+            raise ValueError(f"shape={self.shape}: training needs a model that both sides can load; give model=FOLDER instead")
+        if self.temperature <= 0 or self.lr <= 0:
+            raise ValueError(f"temperature={self.temperature} and lr={self.lr} must be > 0")
+        if "trl" in self.rivals:
+            self.trl_interpreter()
+
+    def trl_interpreter(self) -> str:
+        """The interpreter that runs TRL; ValueError when there is none."""
+        if self.trl_python is None:
+            if importlib.util.find_spec("trl") is None:
+                raise ValueError("rivals=[trl] needs TRL, which this interpreter lacks: give rivals.trl_python=PYTHON, or rivals=[]")
+            return sys.executable
+        found = shutil.which(self.trl_python)
+        if found is None:
+            raise ValueError(f"rivals.trl_python={self.trl_python}: there is no such interpreter; give the path of one that has TRL, or rivals=[]")
+        return found
+
+
+ARITHMETIC = {  # configs/data/arithmetic.yaml
+    "source": "reasoning_gym:products",
+    "generator_kwargs": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "instruction": "Give only the number.",
+    "size": 512,
+    "max_prompt_tokens": 256,
+}
+
+
+def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool) -> Spec:
+    """A run of len(prompts) / prompts_per_step steps, as both sides get it. `ignore_eos`: every response has max_new_tokens."""
+    shared = ("model", "dtype", "device", "threads", "seed", "max_new_tokens", "temperature", "lr")
+    return {name: getattr(options, name) for name in shared} | {
+        "max_grad_norm": 1.0,
+        "ignore_eos": ignore_eos,
+        "reward_file": None,
+        "reward_command": None,
+        "group_size": group_size,
+        "prompts_per_step": prompts_per_step,
+        "prompts": prompts,
+        "steps": len(prompts) // prompts_per_step,
+    }
+
+
+def our_settings(options: TrainingOptions) -> dict[str, Any]:
+    """What only our side reads."""
+    names = ("slots", "max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity", "moments_folder")
+    return {name: getattr(options, name) for name in names}
+
+
+def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
+    """Run one side in a process of its own; RuntimeError when that fails."""
+    if run.name.startswith("ours"):
+        command, environment = [sys.executable, "-m", "benchmarks.train_ours"], {}
+    else:
+        command = [options.trl_interpreter(), str(TRL_SCRIPT)]
+        # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or newer).
+        environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if run.spec["device"] == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment |= preload_of(options)
+    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment)
+
+
+def preload_of(options: TrainingOptions) -> dict[str, str]:
+    """Environment of either side that gives it the allocator asked for; nothing where there is no Ray to bring one."""
+    if options.allocator == "libc" or importlib.util.find_spec("ray") is None:
+        return {}
+    from infsample_rl.cluster.connection import allocator_environment
+
+    return allocator_environment("learner", gpus=0)
+
+
+def allocator_of(options: TrainingOptions) -> str:
+    """The library that both sides allocate host memory with."""
+    return Path(preload_of(options).get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "libc"))).name
+
+
+def shown(settings: dict[str, Any]) -> str:
+    """Settings in a line."""
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+
+
+def find_facts(options: TrainingOptions, question: dict[str, Any]) -> dict[str, Any]:
+    """Prompts, parameters and device, by a process of its own."""
+    spec = vars(options) | question
+    return measure([sys.executable, "-m", "benchmarks.train_facts"], spec, threads=options.threads, timeout_s=options.timeout_s)

@@ -1,0 +1,39 @@
+"""What every engine of a benchmark is given: model, prompts, group size, memory. Standard library only."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from infsample_rl.config import DTYPES
+from infsample_rl.config.command_line import option
+
+TINY_POLICY = str(Path(__file__).resolve().parents[1] / "infsample_rl" / "assets" / "kk_tiny" / "policy")
+SHAPES = ("qwen3_1.7b", "qwen3_8b")
+
+
+@dataclass(kw_only=True)
+class ModelOptions:
+    """What runs, and on what."""
+
+    model: str = option(TINY_POLICY, "Hugging Face folder or hub name")
+    shape: str | None = option(None, "random weights of this shape instead of a model", choices=SHAPES)
+    dtype: str = option("float32", "dtype of weights, compute and KV", choices=DTYPES)
+    device: str = option("auto", "auto: cuda where there is one", choices=("auto", "cpu", "cuda"))
+    threads: int = option(len(os.sched_getaffinity(0)), "CPU threads of every engine; default: all cores", low=1)
+    seed: int = option(0, "seed of prompts, random weights and sampling", low=0)
+    prompt_tokens: int = option(100, "tokens of a prompt", low=1)
+
+
+@dataclass(kw_only=True)
+class Workload(ModelOptions):
+    """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no top-p."""
+
+    slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the resident prompts, in tokens", low=1)
+    max_new_tokens: int = option(128, "longest response", low=1)
+    timeout_s: float = option(1800.0, "seconds one measurement may take", low=1)
+
+    def kv_budget_tokens(self, resident_prompts: int = 1) -> int:
+        """Tokens of KV that every engine gets: slots x max_new_tokens + resident prompts x prompt_tokens."""
+        return self.slots * self.max_new_tokens + resident_prompts * self.prompt_tokens

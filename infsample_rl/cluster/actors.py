@@ -1,0 +1,308 @@
+"""Every worker as a Ray actor: opens the references it is handed, exports what the worker returns. Started by cluster.py.
+
+Workers are plain classes that know nothing of Ray; they are imported where they run, so the driver loads none of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ray
+
+from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_micro_groups, unseal
+from infsample_rl.cluster.telemetry import MetricsExporter, Statistics
+from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
+from infsample_rl.config import Config
+from infsample_rl.observe.phases import phase, report_phases
+from infsample_rl.observe.status import status, watch_log
+from infsample_rl.types import (
+    Completion,
+    LossTotals,
+    MicroGroupHeader,
+    ProbeReport,
+    Prompt,
+    PublishedProbe,
+    ReferenceResult,
+    RewardResult,
+    RolloutNow,
+    RolloutWork,
+    RowWork,
+    StreamEnd,
+    StreamOrder,
+    TrainingSample,
+    WeightManifest,
+    WeightSyncReport,
+    WorkerPhases,
+    WorkerStatus,
+)
+
+StreamItem = bytes | MicroGroupHeader | list[Completion] | StreamEnd
+Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
+
+
+class Observed:
+    """What every actor tells of itself: metrics by way of Ray, progress, phases and status when it is asked, also while its own calls run."""
+
+    _done = 0  # micro-groups or rows
+
+    def observe(self, config: Config, role: str, index: int, statistics: Callable[[], Statistics]) -> None:
+        """Begin to export what `statistics` returns, and to keep the last log line."""
+        watch_log()
+        self._role, self._index = role, index
+        self.metrics = MetricsExporter(statistics, run=config.run.name, role=role, worker=index)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Grows as long as the worker works, also within a call."""
+        return self._done
+
+    @ray.method(concurrency_group="control")
+    def phases(self) -> WorkerPhases:
+        """Phases since the last call."""
+        return report_phases(self._role, self._index, ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> WorkerStatus:
+        """Process, last log line, and where its threads stand."""
+        return status()
+
+
+class RolloutCalls(Observed):
+    """A rollout worker."""
+
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
+        from infsample_rl.rollout.worker import RolloutWorker
+
+        self.rollout = RolloutWorker(config, index)
+        self.observe(config, "rollout", index, self.rollout.statistics)
+
+    def stream(self, order: bytes) -> Iterator[StreamItem]:
+        """Of a sealed StreamOrder: micro-groups with their headers, as seal_micro_groups() sends them, until all is done or halt(number),
+        and the stream's end."""
+        asked: StreamOrder = unseal(order)
+        yield from seal_micro_groups(self._counted(self._items(*asked)))
+        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
+
+    def _counted(self, items: Iterator[MicroGroupHeader | list[Completion]]) -> Iterator[MicroGroupHeader | list[Completion]]:
+        for item in items:
+            if isinstance(item, list):
+                self.metrics.count("micro_groups_yielded")
+                self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
+            yield item
+
+    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        return self.rollout.stream(work, step=step, evaluation=evaluation, number=number)
+
+    def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
+        manifest, buckets, sums = published
+        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe, sums=sums)
+
+    def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
+        """The line to learner rank 0; every member must be asked."""
+        self.rollout.join_weight_link(host, port, member, members)
+
+    def receive_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Take what learner rank 0 sends at the same time."""
+        return self.rollout.receive_weights(version, probe)
+
+    def learn(self) -> ProbeReport:
+        """What the length probe has seen since the last time."""
+        return self.rollout.learn()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Running steps since the start."""
+        return self.rollout.progress()
+
+    @ray.method(concurrency_group="control")
+    def now(self) -> RolloutNow:
+        """The rows that decode and how full the KV pool is."""
+        return self.rollout.now()
+
+    @ray.method(concurrency_group="control")
+    def halt(self, number: int) -> None:
+        """End the stream of this number, and those before, also one that has not begun."""
+        self.rollout.halt(number)
+
+    @ray.method(concurrency_group="control")
+    def give_back(self) -> dict[int, list[int]]:
+        """Half of the samples that have not started, for another worker: sample indices by prompt_index."""
+        return self.rollout.give_back()
+
+
+class RewardCalls(Observed):
+    """A reward worker; returns floats only."""
+
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
+        from infsample_rl.reward.worker import RewardWorker
+
+        self.worker = RewardWorker(config)
+        self.observe(config, "reward", index, self.worker.statistics)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Function calls and micro-groups since the start."""
+        return self.worker.progress()
+
+    def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
+        """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
+        found: list[RewardResult] = []
+        for prompt, payload in zip(prompts, payloads, strict=True):
+            found.append(self.worker.score(unseal(prompt), open_micro_group(payload)))
+        return seal(found)
+
+
+class ReferenceCalls(Observed):
+    """The frozen policy."""
+
+    def __init__(self, secrets: Secrets, config: Config, index: int):
+        take_secrets(secrets)
+        from infsample_rl.learner.reference_worker import ReferenceWorker
+
+        self.worker = ReferenceWorker(config)
+        self.observe(config, "reference", index, dict)
+
+    def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
+        """Of micro-groups, one of each sealed Prompt: a sealed list[ReferenceReport], then of each the ReferenceResult, which the driver leaves
+        closed."""
+        found = [self._logprobs(unseal(prompt), open_micro_group(payload)) for prompt, payload in zip(prompts, payloads, strict=True)]
+        return [seal([result.report for result in found]), *found]
+
+    def _logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
+        result = self.worker.logprobs(prompt, completions)
+        self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
+        self._done += 1
+        return result
+
+
+class LearnerCalls(Observed):
+    """One learner rank."""
+
+    def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
+        take_secrets(secrets)
+        from infsample_rl.learner.worker import LearnerWorker
+
+        self.learner = LearnerWorker(config, rank, world_size, total_steps)
+        self.observe(config, "learner", rank, self.learner.statistics)
+
+    def host_store(self) -> tuple[str, int]:
+        """Where the other ranks meet rank 0."""
+        return ray.util.get_node_ip_address(), self.learner.host_store()
+
+    def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
+        """Join the process group, load and shard the policy."""
+        return self.learner.setup(host, port, checkpoint)
+
+    def learn_rows(self, rows: bytes, *payloads: Any) -> list[dict[str, float]]:
+        """Of a sealed list[RowWork], rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's
+        first update."""
+        asked: list[RowWork] = unseal(rows)
+        opened = [payload if isinstance(payload, ReferenceResult) else open_micro_group(payload) for payload in payloads]
+        return [self._learn_row(row, opened) for row in asked]
+
+    def _learn_row(self, work: RowWork, payloads: list[Any]) -> dict[str, float]:
+        started, samples, report = time.time(), _samples(work, payloads), {}
+        if work.totals is None:
+            self.learner.remember(samples, work.row_id)
+        else:
+            report = self.learner.accumulate(samples, work.totals, work.row_id)
+        self._done += 1
+        return report | {"started_at": started, "ended_at": time.time()}
+
+    def step(self, totals: LossTotals, is_last: bool) -> dict[str, float | None]:
+        """Clip, step the optimizer, report."""
+        return self.learner.step(totals, is_last=is_last)
+
+    @phase("sync")
+    def publish(self, version: int) -> Published:
+        """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must be asked."""
+        manifest, buckets, sums = self.learner.publisher.export(version)
+        refs = [ray.put(bucket) for bucket in buckets]
+        self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
+        return manifest, refs, sums
+
+    def host_weight_link(self) -> tuple[str, int]:
+        """Where the rollout workers meet rank 0."""
+        return ray.util.get_node_ip_address(), self.learner.publisher.host_link()
+
+    def join_weight_link(self, members: int) -> None:
+        """Rank 0's line to the rollout workers; every member must be asked."""
+        self.learner.publisher.join_link(members)
+
+    def send_weights(self, version: int) -> WeightSyncReport | None:
+        """Weights to rollout workers that receive at the same time; every rank must be asked."""
+        return self.learner.publisher.send(version)
+
+    def save(self, folder: str) -> None:
+        """Write the checkpoint; every rank must be asked."""
+        self.learner.save(folder)
+
+
+class ColocatedCalls(RolloutCalls, LearnerCalls):
+    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running steps."""
+
+    def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
+        take_secrets(secrets)
+        from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
+
+        self.both = ColocatedWorker(config, rank, world_size, total_steps)
+        self.learner = self.both.learner
+        self.turn = TurnLock()
+        self._config, self._rank = config, rank
+        self.pause_every = config.cluster.decode_steps_per_turn
+
+    def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
+        """Join the process group, load and shard the policy, build the engine."""
+        found = self.both.setup(host, port, checkpoint)
+        self.rollout = self.both.rollout
+        self.observe(self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics())
+        return found
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> int:
+        """Running steps and rows since the start."""
+        return self.rollout.progress() + self._done
+
+    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+        """Learner rows run in the pauses."""
+        items = self.rollout.stream(work, step=step, evaluation=evaluation, number=number, pause_every=self.pause_every)
+        while True:
+            with self.turn:
+                item = next(items, None)
+            if item is None:
+                return
+            if item:
+                yield item
+
+    def _learn_row(self, *arguments: Any) -> dict[str, float]:
+        """As LearnerCalls._learn_row, between running steps."""
+        with self.turn:
+            return super()._learn_row(*arguments)
+
+    def publish_here(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Let the engine sample with the learner's weights. Every rank must be asked."""
+        return self.both.publish(version, probe)
+
+
+def _samples(work: RowWork, payloads: list[Any]) -> list[TrainingSample] | None:
+    from infsample_rl.learner.row_plan import assemble
+
+    micro_groups = [payload for payload in payloads if isinstance(payload, list)]
+    references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
+    return None if work.row is None else assemble(work.row, work.prompt_ids, micro_groups, references)
+
+
+_with_control = ray.remote(concurrency_groups={"control": 2})  # two: give_back() waits for a running step, progress() must not
+ACTORS = {
+    "rollout": _with_control(RolloutCalls),
+    "reward": _with_control(RewardCalls),
+    "reference": _with_control(ReferenceCalls),
+    "learner": _with_control(LearnerCalls),
+    # Learner calls of a process that also samples run beside its stream, in their order.
+    "colocated": ray.remote(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
+}

@@ -1,0 +1,103 @@
+"""The proof, at start, that every node sees the same run folder, model and data as the driver. Standard library only; ray_session.py carries it out.
+
+driver                                          every node
+token into run.dir/.cluster_check/driver   ->   reads it there; compares the size of every file
+reads it there                             <-   the same token into run.dir/.cluster_check/NODE
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from infsample_rl.config import Config
+
+FOLDER = ".cluster_check"
+READ_PATIENCE_S = 5.0  # a network file system may show a new file late
+WRITE_PATIENCE_S = 30.0  # and longer in a folder that was listed before
+
+Files = list[tuple[str, str, int]]  # setting, file, bytes
+
+
+def needed_files(config: Config) -> Files:
+    """Every local file the workers read, with the setting that names it and its size; hub names are every node's own affair."""
+    paths = [
+        ("model.path", config.model.path),
+        ("model.tokenizer_path", config.model.tokenizer_path),
+        ("reference.path", config.reference.path),
+        ("rollout.predictor_path", config.rollout.predictor_path),
+        ("data.source", config.data.source),
+        ("data.eval_source", config.data.held_out),
+        ("run.resume", None if config.run.resume in ("auto", "never") else config.run.resume),
+    ]
+    for function in config.reward.functions:
+        path, _, _ = function.name.rpartition(":")
+        paths.append(("reward.functions", function.name.removeprefix("model:") if function.name.startswith("model:") else path))
+    return [(setting, str(file), file.stat().st_size) for setting, path in paths if path and os.path.isabs(path) for file in _files(Path(path))]
+
+
+def offer_token(run_dir: Path) -> str:
+    """Write a new token where every node must find it."""
+    folder = run_dir / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    token = secrets.token_hex(16)
+    (folder / "driver").write_text(token)
+    return token
+
+
+def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
+    """What this machine does not see as the driver does, in words; writes nothing into a folder that is not the driver's."""
+    folder = Path(run_dir) / FOLDER
+    if not _holds(folder / "driver", token, READ_PATIENCE_S):
+        what = "is another folder there (a local disk?)" if Path(run_dir).is_dir() else "is not there"
+        problems = [f"run.dir={run_dir} {what}"]
+    else:
+        problems = _answer(folder / node, token, run_dir)
+    for setting, name, size in files:
+        found = os.stat(name).st_size if os.path.exists(name) else None
+        if found != size:
+            has = "is not there" if found is None else f"has {found:,} bytes there, {size:,} here"
+            return [*problems, f"{setting}: {name} {has}"]
+    return problems
+
+
+def has_answered(run_dir: Path, token: str, node: str) -> bool:
+    """Whether what a node wrote into its run folder arrived in the driver's."""
+    return _holds(run_dir / FOLDER / node, token, WRITE_PATIENCE_S)
+
+
+def end_check(run_dir: Path) -> None:
+    """Remove the tokens."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def _answer(path: Path, token: str, run_dir: str) -> list[str]:
+    try:
+        path.write_text(token)
+    except OSError as error:
+        return [f"run.dir={run_dir} cannot be written there ({error.strerror})"]
+    return []
+
+
+def _holds(path: Path, token: str, patience_s: float) -> bool:
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            if path.read_text() == token:
+                return True
+        except OSError:  # not there, or not yet
+            pass
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or those of a folder, hidden ones left out."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts))

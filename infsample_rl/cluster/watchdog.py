@@ -1,0 +1,128 @@
+"""Who of those that are waited for still moves, and what is said of one that does not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import ray
+
+from infsample_rl.cluster.calls import POLL_S, standing
+from infsample_rl.cluster.failures import worker_name
+from infsample_rl.cluster.in_flight import Call, Return, Stream
+from infsample_rl.config import Config
+from infsample_rl.types import WorkerStatus
+
+SHOWN = 8  # workers named in a line
+Worker = tuple[str, int]  # role and index of a process
+
+
+class Waited(NamedTuple):
+    """A worker that is waited for."""
+
+    handle: Any
+    idle_s: float  # since it moved, or was first waited for
+    limit_s: float
+
+
+class Watchdog:
+    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers and by its progress(), which grows within a call.
+    `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
+
+    def __init__(self, config: Config, note: Callable[[str], None], has_started: Callable[[str, int], bool]) -> None:
+        self._config, self._note, self._has_started = config, note, has_started
+        self._began = self._looked = self._last_move = time.monotonic()
+        self._moved: dict[Worker, float] = {}  # when
+        self._starting: set[Worker] = set()  # at the last look
+        self._standing: dict[Worker, ray.ObjectRef] = {}  # asked of those that were late at the last look
+        self._asked: dict[ray.ObjectRef, tuple[Worker, Any]] = {}  # worker and handle, for its progress
+        self._progress: dict[Worker, int] = {}
+        # Often enough that a worker which still works has been asked, and has answered, well within its limit.
+        self._every_s = min(POLL_S, config.cluster.progress_timeout_s / 3)
+
+    def moved(self, role: str, index: int) -> None:
+        """Something of this worker has arrived."""
+        self._moved[self._process(role, index)] = self._last_move = time.monotonic()
+
+    def _process(self, role: str, index: int) -> Worker:
+        """A process that samples and learns by turns is one."""
+        return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
+
+    def silent(self, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, str]:
+        """Workers that have to be given up, and why; before, it is said who has not moved. Waits for nobody."""
+        now = time.monotonic()
+        if now - self._looked < self._every_s:
+            return {}
+        if now - self._looked > 2 * self._every_s + POLL_S:
+            self._began = now  # this process itself was stopped, or busy: it has not seen who moved
+        self._looked = now
+        self._hear()
+        waited = self._waited(now, streams, calls, returns)
+        self._say(waited)
+        self._ask({worker: item.handle for worker, item in waited.items() if item.idle_s >= self._every_s})
+        return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
+
+    def _waited(self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, Waited]:
+        config, since, limits, handles = self._config, dict[Worker, float](), dict[Worker, float](), dict[Worker, Any]()
+        for item in (*streams, *calls, *returns):
+            worker, cluster = self._process(item.role, item.index), config.cluster
+            limit_s = cluster.progress_timeout_s
+            if not self._has_started(item.role, item.index):  # it waits for its place, or loads what it needs
+                limit_s = max(limit_s, cluster.start_timeout_s)
+                self._starting.add(worker)
+            elif worker in self._starting:
+                self._starting.remove(worker)
+                self.moved(item.role, item.index)
+            if item.role == "reward":
+                limit_s += config.reward.timeout_s  # a function call may take it all
+            # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything moves, so may it.
+            asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since
+            since[worker] = min(since.get(worker, now), asked)
+            limits[worker], handles[worker] = max(limits.get(worker, 0.0), limit_s), item.handle
+        moved = {worker: max(first, self._began, self._moved.get(worker, 0.0)) for worker, first in since.items()}
+        return {worker: Waited(handles[worker], now - moved[worker], limits[worker]) for worker in since}
+
+    def _say(self, waited: dict[Worker, Waited]) -> None:
+        """Name who has used up half of its time; everybody, when nothing moves at all."""
+        nothing_moves = all(item.idle_s > 1.5 * POLL_S for item in waited.values())
+        quiet = [
+            f"{worker_name(*worker)} has not moved for {item.idle_s:.0f} s"
+            for worker, item in waited.items()
+            if nothing_moves or item.idle_s > item.limit_s / 2
+        ]
+        if quiet:
+            self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
+
+    def _ask(self, workers: dict[Worker, Any]) -> None:
+        asked = {id(handle) for _, handle in self._asked.values()}
+        self._asked |= {handle.progress.remote(): (worker, handle) for worker, handle in workers.items() if id(handle) not in asked}
+
+    def _hear(self) -> None:
+        """Progress of those that have answered since the last look."""
+        for ref in _answered(list(self._asked)):
+            worker, _ = self._asked.pop(ref)
+            with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
+                progress = ray.get(ref)
+                if self._progress.get(worker) != progress:
+                    self.moved(*worker)
+                self._progress[worker] = progress
+
+    def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
+        """Those that were late at the last look already, and so could say where they stand."""
+        given_up = {worker: self._say_last(worker, late[worker], ref) for worker, ref in self._standing.items() if worker in late}
+        self._standing = {worker: item.handle.status.remote() for worker, item in late.items() if worker not in given_up}
+        return given_up
+
+    def _say_last(self, worker: Worker, item: Waited, asked: ray.ObjectRef) -> str:
+        status: WorkerStatus | None = None
+        with contextlib.suppress(ray.exceptions.RayError):
+            status = ray.get(asked) if _answered([asked]) else None
+        said = f"it has not moved for {item.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
+        self._note(f"{worker_name(*worker)}: {said}; {standing(status)}")
+        return said
+
+
+def _answered(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []

@@ -1,0 +1,83 @@
+"""The workers of a run as handles, by role and index; a lost one is replaced under its index. Knows nothing of what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from infsample_rl.cluster.failures import Restarts, WorkerLost, worker_name
+
+Handle = Any  # of a Ray actor
+Answer = Any  # reference of its answer to a first question, there when it has started, or has failed to
+
+
+class Crew:
+    """`spawn(role, index)` starts a worker and does not wait for it; `end(handle)` kills one, dead or alive; `is_there(answer)` does not wait."""
+
+    def __init__(
+        self,
+        spawn: Callable[[str, int], tuple[Handle, Answer]],
+        end: Callable[[Handle], None],
+        is_there: Callable[[Answer], bool],
+        restarts: Restarts,
+    ) -> None:
+        self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
+        self._handles: dict[str, dict[int, Handle]] = {}
+        self._answers: dict[tuple[str, int], Answer | None] = {}  # None: it was there
+        self._added: dict[tuple[str, int], float] = {}  # when, time.monotonic()
+        self._shared: dict[str, str] = {}  # role -> the one whose workers do its calls
+
+    def start(self, role: str, count: int) -> None:
+        """Start workers 0 to count - 1 of a role."""
+        self._handles[role] = {}
+        for index in range(count):
+            self.add(role, index)
+
+    def add(self, role: str, index: int) -> Handle:
+        """Start one worker."""
+        self._added[role, index] = time.monotonic()
+        self._handles[role][index], self._answers[role, index] = self._spawn(role, index)
+        return self._handles[role][index]
+
+    def share(self, role: str, other: str) -> None:
+        """The workers of `role` do the calls of `other` too."""
+        self._handles[other], self._shared[other] = self._handles[role], role
+
+    def all(self, role: str) -> dict[int, Handle]:
+        """Handles by index, also of those that are still starting."""
+        return self._handles.get(role, {})
+
+    def has_started(self, role: str, index: int) -> bool:
+        """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it needs."""
+        key = self._shared.get(role, role), index
+        if self._answers[key] is not None and self._is_there(self._answers[key]):
+            self._answers[key] = None  # looked at once: every version of the weights asks for every worker
+        return self._answers[key] is None
+
+    def starting_s(self, role: str, index: int) -> float:
+        """Since when a worker that has not started should have, in seconds."""
+        return time.monotonic() - self._added[role, index]
+
+    def still_has_no_place(self, role: str, index: int) -> None:
+        """Its time to start begins now."""
+        self._added[role, index] = time.monotonic()
+
+    def is_current(self, role: str, index: int, handle: Handle) -> bool:
+        """Whether a handle has not been replaced."""
+        return self._handles[role].get(index) is handle
+
+    def replace(self, lost: WorkerLost) -> Handle:
+        """Another worker in place of one that is gone, once it is its turn. RuntimeError when there were too many."""
+        self.restarts.begin(worker_name(lost.role, lost.index), lost.reason)
+        self._end(self._handles[lost.role][lost.index])
+        return self.add(lost.role, lost.index)
+
+    def replace_all(self, role: str, reason: str) -> None:
+        """Kill every worker of a role, and start as many."""
+        self.restarts.begin("the learner" if role == "learner" else f"all {role} workers", reason)
+        handles = self._handles[role]
+        for handle in handles.values():
+            self._end(handle)
+        for index in handles:
+            self.add(role, index)

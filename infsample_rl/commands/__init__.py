@@ -1,0 +1,1 @@
+"""What python -m infsample_rl runs beside training."""

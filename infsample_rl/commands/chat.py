@@ -1,0 +1,159 @@
+"""Talk to a checkpoint: python -m infsample_rl chat CHECKPOINT [temperature=0.7] [max_new_tokens=512] [system=TEXT] [seed=0] [section.key=value ...]
+
+CHECKPOINT is RUN/checkpoints/step_N, whose run's chat template settings are taken, or any Hugging Face folder or hub name. The answer is
+shown token by token, as the training engine decodes it; temperature=0 is greedy. Lines may also come through a pipe.
+
+/reset forgets what was said, /temperature 0.3 changes it, Ctrl-C ends an answer, Ctrl-D the talk.
+Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+
+from infsample_rl.commands.merge import load_policy_folder
+from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted, run_of
+from infsample_rl.config import Config
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.config.fields import LEAST_TEMPERATURE, check_temperature
+from infsample_rl.data.chat import render
+from infsample_rl.data.fields import Problem
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.response_text import response_text
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+
+HELP = "/reset forgets what was said, /temperature T changes it, Ctrl-C ends an answer, Ctrl-D the talk"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to until all of its bytes are there
+
+
+@dataclass(kw_only=True)
+class ChatOptions:
+    """What is no setting of a run."""
+
+    temperature: float = option(0.7, "0: greedy", low=0)
+    max_new_tokens: int = option(512, "longest answer in tokens", low=1)
+    system: str | None = option(None, "system message; none: the run's data.system_prompt")
+    seed: int = option(0, "of the sampling noise; the same talk gets the same answers", low=0)
+
+
+class Chat:
+    """One talk: what was said, and the engine that answers."""
+
+    def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
+        self.config, self.seed, self.temperature = config, options.seed, options.temperature
+        self.tokenizer = load_tokenizer(config.model)
+        self.engine = SamplingEngine(load_policy_folder(config.model, device), self.tokenizer, config.rollout, lm_head_fp32=config.model.lm_head_fp32)
+        self.messages: list[dict[str, str]] = []
+        self.turn = 0
+
+    def reset(self) -> None:
+        """Forget what was said."""
+        self.messages, self.turn = [], 0
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The answer to `text` in pieces, as they are decoded. ValueError when the talk outgrows the model's context; it then stays as it was."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
+        options = {"step": self.turn, "sample_indices": [[0]], "evaluation": True, "temperature": self.temperature, "pause_every": 1}
+        stream, shown, said = self.engine.stream([prompt.token_ids.tolist()], self.seed, **options), "", ""
+        try:
+            for micro_group in stream:
+                tokens = micro_group[0].token_ids.tolist() if micro_group else self.engine.unfinished_tokens().get((0, 0), [])
+                said = response_text(self.tokenizer, tokens, self.config.rollout.stop_strings)
+                whole = said if micro_group else said.rstrip(_INCOMPLETE)
+                if whole.startswith(shown) and len(whole) > len(shown):
+                    yield whole[len(shown) :]
+                    shown = whole
+        finally:  # also where it is ended by hand: what was said of it stays
+            stream.close()
+            self.messages, self.turn = [*asked, {"role": "assistant", "content": said}], self.turn + 1
+
+    def obey(self, line: str) -> str:
+        """Carry out a line that begins with a slash; what to say."""
+        command, _, value = line.partition(" ")
+        if command == "/reset":
+            self.reset()
+            return "forgotten"
+        if command == "/temperature":
+            try:
+                wanted = float(value)
+            except ValueError:
+                wanted = -1.0
+            if not (wanted == 0 or LEAST_TEMPERATURE <= wanted <= 10):
+                return f"temperature must be 0 (greedy) or between {LEAST_TEMPERATURE} and 10, got {value!r}"
+            self.temperature = wanted
+            return f"temperature {wanted:g}"
+        return HELP
+
+
+def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
+    """The run's settings with what a talk needs. ValueError in one line."""
+    check_temperature("temperature", options.temperature)
+    folder = checkpoint_folder(checkpoint)
+    run_dir = None if folder is None else run_of(folder)
+    ours = [f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}", "model.tokenizer_path=null"]
+    ours += ["rollout.group_size=1", "rollout.micro_group_size=null", "rollout.slots=1", "rollout.prompts_at_once=1"]
+    ours += ["rollout.schedule=token_budget", "rollout.predictor=none", "rollout.prefix_tokens=null", "objective.advantage=mean_only"]
+    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]  # one response needs its own length, whatever the run had
+    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0", "run.max_staleness=0"]
+    ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
+    if run_dir is None:
+        ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
+    if options.system is not None:
+        ours.append(f"data.system_prompt={quoted(options.system)}")
+    return load_run_config(run_dir, [*ours, *overrides])
+
+
+def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
+    """Read lines until they end; answers go to `out` as they are decoded."""
+    asks = lines.isatty()
+    while True:
+        if asks:
+            print("\n> ", end="", file=out, flush=True)
+        line = lines.readline()
+        if not line:
+            return
+        line = line.strip()
+        if not line:
+            continue
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text reach Python as halves of a pair
+        if line.startswith("/"):
+            print(chat.obey(line), file=out, flush=True)
+            continue
+        try:
+            for piece in chat.answer(line):
+                print(piece, end="", file=out, flush=True)
+            print(file=out, flush=True)
+        except KeyboardInterrupt:
+            print(" ...", file=out, flush=True)
+        except ValueError as error:
+            print(f"error: {' '.join(str(error).split())}; /reset forgets what was said", file=out, flush=True)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or "=" in arguments[0]:
+        raise ValueError("give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N [temperature=0.7]")
+    options, overrides = parse_with_settings(arguments[1:], ChatOptions)
+    chat = Chat(chat_config(arguments[0], options, overrides), options, "cuda" if torch.cuda.is_available() else "cpu")
+    if sys.stdin.isatty():
+        print(HELP)
+    talk(chat, sys.stdin, sys.stdout)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        return run_command(_run, arguments, usage=__doc__)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

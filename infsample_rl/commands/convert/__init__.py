@@ -1,0 +1,1 @@
+"""Settings of verl, TRL and OpenRLHF as ours."""

@@ -1,0 +1,232 @@
+"""A checkpoint on a data set: python -m infsample_rl.evaluate CHECKPOINT [samples=8] [k=[1,4,8]] [name=value ...]
+
+CHECKPOINT   RUN/checkpoints/step_N, whose run's data, template, sampling and rewards are the defaults; or any Hugging Face folder or hub name
+samples      completions of every problem (8)
+k            pass@k is shown for these (1 and samples); a sample passes at a reward of threshold (0.5) or more
+out          a JSONL file of every completion; json=true prints one JSON object instead of the table
+section.key  any setting: data.source=FILE.jsonl, data.eval_source, run.eval_prompts=200, run.eval_temperature=0.6, rollout.kv_budget_bytes=auto,
+             reward=math. data.source alone is what is evaluated; without it the run's held-out problems are
+
+The engine and the reward functions of training, without Ray. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from infsample_rl.commands.measurements import print_table
+from infsample_rl.commands.merge import load_policy_folder
+from infsample_rl.commands.pass_at_k import Estimate, mean_over_problems, pass_at_k
+from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted, run_of
+from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.data.prompts import build_eval_prompts
+from infsample_rl.model.loading import context_of, load_tokenizer
+from infsample_rl.model.response_text import response_text
+from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.types import Completion, Prompt, RewardResult
+
+
+@dataclass(kw_only=True)
+class EvaluateOptions:
+    """What is no setting of a run."""
+
+    samples: int = option(8, "completions of every problem", low=1)
+    k: list[int] = option([], "pass@k for these", low=1)
+    threshold: float = option(0.5, "reward from which a sample passes")
+    json: bool = option(False, "print one JSON object")
+    out: str | None = option(None, "JSONL file of every completion")
+
+
+@dataclass(kw_only=True, slots=True)
+class Sampled:
+    """One problem with what was sampled for it, in sample order."""
+
+    prompt: Prompt
+    completions: dict[int, Completion] = field(default_factory=dict)
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    components: dict[int, dict[str, float | None]] = field(default_factory=dict)
+
+
+def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[str]]:
+    """CHECKPOINT, the options here, and settings for Hydra. ValueError in one line."""
+    if not arguments or "=" in arguments[0]:
+        raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value ...]")
+    options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
+    if not math.isfinite(options.threshold):
+        raise ValueError(f"threshold must be a finite reward, got {options.threshold}")
+    options.k = options.k or sorted({1, options.samples})
+    for k in options.k:
+        pass_at_k(options.samples, 0, k)  # refuses a k above samples
+    return arguments[0], options, settings
+
+
+def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
+    """The run's settings, made fit for sampling alone. ValueError in one line."""
+    folder = checkpoint_folder(checkpoint)
+    run_dir = None if folder is None else run_of(folder)
+    model = checkpoint if folder is None else str(folder.absolute())
+    names = {override.partition("=")[0].lstrip("+") for override in overrides}
+    if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
+        lies = "is a hub name" if folder is None else "lies in no run folder"
+        raise ValueError(f"CHECKPOINT={checkpoint} {lies}: nothing says what to evaluate it on; give data.source=FILE and a reward, as reward=math")
+    ours = [f"model.path={quoted(model)}", "model.tokenizer_path=null", f"rollout.group_size={options.samples}", "rollout.micro_group_size=null"]
+    ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
+    ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
+    config = load_run_config(run_dir, [*ours, *overrides])
+    if config.rollout.group_size != options.samples:
+        wrong, right = config.rollout.group_size, options.samples
+        raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
+    if "run.eval_samples" in names:
+        raise ValueError("run.eval_samples is of the evaluations during a run; give samples= here")
+    has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
+    if has_own_data:
+        config.data = dataclasses.replace(config.data, eval_source=config.data.source)
+    if "run.eval_prompts" in names:
+        if config.run.eval_prompts == 0:
+            raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
+    elif (config.data.held_out or "").startswith("reasoning_gym:"):  # of generated problems there are as many as one asks for
+        config.run = dataclasses.replace(config.run, eval_prompts=config.run.eval_prompts or RunConfig().eval_prompts)
+    elif run_dir is None or has_own_data or config.run.eval_prompts == 0:  # a run that was not evaluated has 0
+        config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
+    if config.data.held_out is None:
+        raise ValueError(f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source to evaluate on")
+    return config
+
+
+def sample_all(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> Iterator[tuple[int, list[Completion]]]:
+    """(place in `prompts`, micro-group) as samples end."""
+    engine = SamplingEngine(
+        lm,
+        load_tokenizer(config.model),
+        config.rollout,
+        deterministic=config.run.deterministic,
+        max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
+        lm_head_fp32=config.model.lm_head_fp32,
+    )
+    ids = [prompt.token_ids.tolist() for prompt in prompts]
+    for micro_group in engine.stream(ids, config.run.seed, evaluation=True, temperature=config.run.eval_temperature):
+        yield micro_group[0].prompt_index, micro_group
+
+
+def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list[Sampled]:
+    """Sample every problem and score its samples while others decode."""
+    config.cluster = dataclasses.replace(config.cluster, reward_gpus=1.0 if lm.device.type == "cuda" else 0.0)
+    found = [Sampled(prompt=prompt) for prompt in prompts]
+    worker = RewardWorker(config)
+    try:
+        with ThreadPoolExecutor(1) as scorer:
+            scored = []
+            for place, completions in sample_all(config, lm, prompts):
+                scored.append((place, completions, scorer.submit(worker.score, prompts[place], completions)))
+            for place, completions, future in scored:
+                _enter(found[place], completions, future.result())
+    finally:
+        worker.close()
+    return found
+
+
+def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult) -> None:
+    for position, completion in enumerate(completions):
+        index = completion.sample_index
+        sampled.completions[index], sampled.rewards[index] = completion, result.rewards[position]
+        sampled.components[index] = {name: values[position] for name, values in result.components.items()}
+    for failure in result.failures:
+        print(f"reward failed: {failure}", file=sys.stderr)
+
+
+def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> dict[str, Estimate | float | int]:
+    """Figures by name. A failed reward counts 0 and does not pass."""
+    rewards = [[reward or 0.0 for reward in sampled.rewards.values()] for sampled in found]
+    right = [sum(reward is not None and reward >= options.threshold for reward in sampled.rewards.values()) for sampled in found]
+    completions = [completion for sampled in found for completion in sampled.completions.values()]
+    lengths = [[len(completion.token_ids) for completion in sampled.completions.values()] for sampled in found]
+    figures: dict[str, Estimate | float | int] = {"problems": len(found), "samples": options.samples}
+    figures["reward"] = mean_over_problems([statistics.fmean(group) for group in rewards], seed=seed)
+    for k in options.k:
+        figures[f"pass@{k}"] = mean_over_problems([pass_at_k(options.samples, count, k) for count in right], seed=seed)
+    figures["length"] = mean_over_problems([statistics.fmean(group) for group in lengths], seed=seed)
+    figures["longest"] = max(max(group) for group in lengths)
+    figures["cut"] = sum(completion.finish_reason == "length" for completion in completions) / len(completions)
+    figures["failed rewards"] = sum(reward is None for sampled in found for reward in sampled.rewards.values())
+    return figures
+
+
+def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
+    """A line for every sample: problem, text, reward and what it is made of."""
+    tokenizer, stop_strings = load_tokenizer(config.model), config.rollout.stop_strings
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for sampled in found:
+            for index in sorted(sampled.completions):
+                completion = sampled.completions[index]
+                text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
+                record = {"row": sampled.prompt.row, "sample_index": index, "prompt": sampled.prompt.text, "response": text}
+                record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
+                record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def show(figures: dict[str, Estimate | float | int], title: str) -> None:
+    """The figures as a table."""
+    rows = []
+    for name, value in figures.items():
+        if isinstance(value, Estimate):
+            form = ",.1f" if name == "length" else ".4f"
+            interval = f"{format(value.low, form)} to {format(value.high, form)}"
+            rows.append({"name": name, "value": format(value.value, form), "interval": interval, "method": f"{value.interval} over problems"})
+        else:
+            rows.append({"name": name, "value": f"{value:.4f}" if isinstance(value, float) else f"{value:,}", "interval": "", "method": ""})
+    print(title)
+    print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
+
+
+def _check_out(path: Path, config: Config) -> None:
+    """ValueError for a file that could not be written when all is sampled, or that is read."""
+    read = [source for source in (config.data.source, config.data.eval_source) if source]
+    if any(path.resolve() == Path(source).expanduser().resolve() for source in read):
+        raise ValueError(f"out={path} is the data that is evaluated on; give another file")
+    if not path.parent.is_dir():
+        raise ValueError(f"out={path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"out={path} is {'a folder' if path.is_dir() else 'not writable'}; give a file")
+
+
+def _run(arguments: list[str]) -> int:
+    checkpoint, options, overrides = split_arguments(arguments)
+    config = evaluation_config(checkpoint, options, overrides)
+    if options.out is not None:
+        _check_out(Path(options.out).absolute(), config)
+    lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
+    prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
+    found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
+    if options.out is not None:
+        write_completions(found, Path(options.out), config)
+    figures = summarise(found, options, seed=config.run.seed)
+    if options.json:
+        print(json.dumps({name: dataclasses.asdict(value) if isinstance(value, Estimate) else value for name, value in figures.items()}))
+    else:
+        temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
+        show(figures, f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}, a sample passes at a reward of {options.threshold:g}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    return run_command(_run, arguments, usage=__doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The checkpoint a command is given, and the settings it was trained with: RUN/config.yaml composed again with changes on top."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from infsample_rl.config import Config
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.checkpoints import checkpoints
+
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def checkpoint_folder(checkpoint: str) -> Path | None:
+    """The folder CHECKPOINT is, or None for a hub name. ValueError, with the checkpoints there are, for a run folder and for no folder."""
+    folder = Path(checkpoint).expanduser()
+    if folder.is_file():
+        raise ValueError(f"CHECKPOINT={checkpoint} is a file; give the folder it is in")
+    if is_run_folder(folder):
+        raise ValueError(f"CHECKPOINT={checkpoint} is a run folder; give a checkpoint of it: {_kept(folder)}")
+    if folder.is_dir() and checkpoint:
+        return folder
+    if folder.parent.name == "checkpoints":
+        raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder; the run has kept: {_kept(folder.parent.parent)}")
+    if not HUB_NAME.fullmatch(checkpoint):
+        raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder, and a hub name is owner/name")
+    return None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has begun in it."""
+    return (folder / "config.yaml").is_file() and not (folder / "config.json").is_file()
+
+
+def _kept(run_dir: Path) -> str:
+    return ", ".join(map(str, checkpoints(run_dir))) or "none"
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder of RUN/checkpoints/step_N; None for a folder that lies elsewhere."""
+    for path in (checkpoint.absolute(), checkpoint.resolve()):  # a link may lie elsewhere
+        if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
+            return path.parent.parent
+    return None
+
+
+def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
+    """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot be."""
+    kept = "" if run_dir is None else _read(run_dir / "config.yaml").replace("${", "\\${")
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = Path(folder) / "experiment" / "run.yaml"
+        experiment.parent.mkdir()
+        experiment.write_text(f"# @package _global_\n{kept}")
+        return load_config(["+experiment=run", *overrides], folder)
+
+
+def _read(path: Path) -> str:
+    """A YAML file's text. ValueError, with its name, for what is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return text
+
+
+def quoted(text: str) -> str:
+    """A value as Hydra takes it, whatever is in it: a backslash means itself but before a quote, the end or an interpolation."""
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"

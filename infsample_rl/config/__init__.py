@@ -1,0 +1,34 @@
+"""Every setting, its bounds and its meaning: `schema` holds a run's, the other files a section each."""
+
+from infsample_rl.config.cluster import ClusterConfig
+from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
+from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
+from infsample_rl.config.rollout import RolloutConfig
+from infsample_rl.config.schema import (
+    ALL_PROBLEMS,
+    DATA_NAMES,
+    DTYPES,
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RunConfig,
+)
+
+__all__ = [
+    "ALL_PROBLEMS",
+    "DATA_NAMES",
+    "DTYPES",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "LearnerConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RolloutConfig",
+    "RunConfig",
+]

@@ -1,0 +1,132 @@
+"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line. Standard library only."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import signal
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
+
+
+def option(default: Any, doc: str, *, low: int | None = None, choices: tuple[str, ...] = (), key: str | None = None) -> Any:
+    """A dataclass field that is an argument: its meaning, lowest value, allowed values, and its name when not the field's."""
+    metadata = {"doc": doc, "low": low, "choices": choices, "key": key}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse(arguments: list[str], options: type[Options]) -> Options:
+    """The options of `key=value` arguments. ValueError, in one line with the keys that exist, for an unknown key or a bad value."""
+    fields = {field.metadata["key"] or field.name: field for field in dataclasses.fields(options)}
+    hints = typing.get_type_hints(options)
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if key not in fields or not equals:
+            nearest = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {nearest[0]}=...? " if nearest and key not in fields else ""
+            raise ValueError(f"{argument!r} is not key=value with a key that exists: {hint}keys: {', '.join(fields)}")
+        field = fields[key]
+        try:
+            values[field.name] = _check(field.metadata, _convert(text, hints[field.name]))
+        except ValueError as error:
+            raise ValueError(f"{key}={text}: {error}; keys: {', '.join(fields)}") from None
+    return options(**values)
+
+
+def parse_with_settings(arguments: list[str], options: type[Options]) -> tuple[Options, list[str]]:
+    """The options among `key=value` arguments, and the others, settings of a run for Hydra. ValueError as parse()."""
+    names = {field.metadata["key"] or field.name for field in dataclasses.fields(options)}
+    for key in (argument.partition("=")[0] for argument in arguments if "=" in argument):
+        nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
+        if nearest and key not in names and "." not in key:
+            raise ValueError(f"{key} is no argument; did you mean {nearest[0]}=...? arguments: {', '.join(sorted(names))}, and settings of a run")
+    own = [argument for argument in arguments if argument.partition("=")[0] in names or "=" not in argument]
+    return parse(own, options), [argument for argument in arguments if argument not in own]
+
+
+def run_command(command: Callable[[list[str]], int], arguments: list[str] | None, *, usage: str) -> int:
+    """Run a command with its arguments, those of this process if None; -h prints `usage`. Returns the exit code: what `command` returns,
+    2 when it raises ValueError (an input is wrong), 1 for OSError, RuntimeError and MemoryError (it failed), each said in one line on
+    stderr, 130 when Ctrl-C ends it and, without a word, 141 when nobody reads its output any more (`| head`)."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
+        print(usage)
+        return 0
+    try:
+        status = command(arguments)
+        sys.stdout.flush()  # here, where a reader that is gone is noticed, not while Python ends
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        print(f"error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def run_with_options(command: Callable[[Options], int], options: type[Options], arguments: list[str] | None = None, *, usage: str) -> int:
+    """run_command() of a command whose arguments are `options` alone: -h prints these too."""
+    lines = [f"  {name:<20} {meaning} ({default})" for name, default, meaning in describe(options)]
+    return run_command(lambda given: command(parse(given, options)), arguments, usage="\n".join([usage.strip(), "", *lines]))
+
+
+def describe(options: type[Any]) -> list[tuple[str, str, str]]:
+    """(name, default, meaning) of every option, as one would type them."""
+    rows = []
+    for field in dataclasses.fields(options):
+        value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        doc, _, told = field.metadata["doc"].partition("; default: ")  # one that depends on the machine is told in words
+        shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "none" if value is None else str(value)
+        rows.append((field.metadata["key"] or field.name, told or (shown.lower() if isinstance(value, bool) else shown), doc))
+    return rows
+
+
+def check_writable(folder: Path, name: str) -> None:
+    """Make `folder`, unless it is there. ValueError, naming the argument `name`, when it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{name}: the folder {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{name}: the folder {folder} cannot be written to")
+
+
+def _convert(text: str, kind: Any) -> Any:
+    """`text` as a value of type `kind`: str, bool, int, float, a list of one of them ([a,b]), or one of them or None (none)."""
+    if isinstance(kind, types.UnionType):
+        return None if text.lower() in ("none", "null") else _convert(text, typing.get_args(kind)[0])
+    if typing.get_origin(kind) is list:
+        inner = text.strip().removeprefix("[").removesuffix("]")
+        return [_convert(item.strip(), typing.get_args(kind)[0]) for item in inner.split(",") if item.strip()]
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("must be true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}") from None
+
+
+def _check(metadata: Any, value: Any) -> Any:
+    low, choices = metadata["low"], metadata["choices"]
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None and low is not None and item < low:
+            raise ValueError(f"must be >= {low}; the nearest that works is {low}")
+        if item is not None and choices and item not in choices:
+            nearest = difflib.get_close_matches(str(item), choices, n=1)
+            raise ValueError(f"must be of {', '.join(choices)}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+    return value

@@ -1,0 +1,196 @@
+"""Metrics of a step, computed from the driver's book and the workers' reports. Names are final: dashboards build on them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from infsample_rl.config import Config
+from infsample_rl.controller.groups import SampleRecord, StepGroups
+from infsample_rl.model.response_text import response_text
+from infsample_rl.rollout.length_prediction.accuracy import prompt_accuracy
+from infsample_rl.types import Completion, StreamEnd
+
+FORECAST_PROMPTS = 16  # of a step, of which the length predictor's errors are computed
+
+Metrics = dict[str, float | None]
+RolloutStats = list[StreamEnd]  # of a round of sampling
+
+
+def sample_metrics(groups: StepGroups) -> Metrics:
+    """Rewards and lengths over all samples of the step, and what the reference took. Samples without a reward are outside the reward figures."""
+    samples = [sample for group in groups.groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [sample.length for sample in samples]
+    metrics: Metrics = {
+        "reward/mean": statistics.fmean(rewards) if rewards else None,
+        "reward/std": float(np.std(rewards)) if rewards else None,
+        "reward/failed": len(samples) - len(rewards),
+        "reward/groups_with_signal": sum(any(sample.advantage for sample in group.samples) for group in groups.groups) / len(groups.groups),
+        "response/length_mean": statistics.fmean(lengths),
+        "response/length_std": float(np.std(lengths)),
+        "response/length_max": max(lengths),
+        "response/cut": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
+        "response/tokens": sum(lengths),
+        "response/samples": len(samples),
+    }
+    if groups.with_reference:
+        metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
+    return metrics | _component_means(samples)
+
+
+def _component_means(samples: list[SampleRecord]) -> Metrics:
+    names = sorted({name for sample in samples for name in sample.components})
+    if len(names) < 2:
+        return {}
+    values = {name: [sample.components[name] for sample in samples if sample.components.get(name) is not None] for name in names}
+    # Divided first: functions may return numbers whose sum no float holds.
+    return {f"reward/{name}": math.fsum(value / len(found) for value in found) if found else None for name, found in values.items()}
+
+
+def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
+    """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. A failed reward counts as wrong."""
+    scores = [[sample.reward or 0.0 for sample in group.samples] for group in groups.groups]
+    lengths = [sample.length for group in groups.groups for sample in group.samples]
+    accuracy = statistics.fmean(score for group in scores for score in group)
+    return {
+        "eval/accuracy": accuracy,
+        "eval/pass@1": statistics.fmean(group[0] for group in scores),
+        f"eval/mean@{samples}": accuracy,
+        "eval/length_mean": statistics.fmean(lengths),
+        "eval/failed": sum(sample.reward is None for group in groups.groups for sample in group.samples),
+    }
+
+
+def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
+    """Workers decode side by side, a worker's streams one after the other: a round's steps and peaks are its largest worker's, rounds and
+    counts add, utilisation is weighted by steps. What lost workers did is not in it.
+    """
+    streams = [end.stats for ends in rounds for end in ends]
+    steps = sum(stream["running_steps"] for stream in streams)
+    busy = sum(stream["row_utilisation"] * stream["running_steps"] for stream in streams)
+    return {
+        "rollout/running_steps": sum(_largest_worker(ends, "running_steps") for ends in rounds if ends),
+        "rollout/rounds": len(rounds),
+        "rollout/peak_kv_bytes": max((stream["peak_kv_bytes"] for stream in streams), default=None),
+        "rollout/kv_pool_bytes": max((stream["kv_pool_bytes"] for stream in streams), default=None),
+        "memory/rollout_peak_bytes": max((stream["peak_memory_bytes"] for stream in streams if "peak_memory_bytes" in stream), default=None),
+        "rollout/row_utilisation": busy / steps if steps else None,
+        "rollout/recomputed_tokens": sum(stream["recomputed_tokens"] for stream in streams),
+        "rollout/parked_tokens": sum(stream["parked_tokens"] for stream in streams),
+        "rollout/preemptions": sum(stream["preemptions"] for stream in streams),
+        "predictor/seconds": max((_largest_worker(ends, "predict_seconds") for ends in rounds if ends), default=None),
+    }
+
+
+def _largest_worker(ends: RolloutStats, name: str) -> float:
+    sums: dict[int, float] = defaultdict(float)
+    for end in ends:
+        sums[end.worker] += end.stats[name]
+    return max(sums.values())
+
+
+def forecast_metrics(groups: StepGroups) -> Metrics:
+    """How good the first prediction of every sample's length was: errors over samples that ended by themselves, Kendall's tau-b within prompts.
+
+    Over FORECAST_PROMPTS of the step's prompts, spread evenly: a tau takes the square of G. Nothing where nothing was predicted.
+    """
+    every = -(-len(groups.groups) // FORECAST_PROMPTS)
+    found = [[sample for sample in group.samples if sample.forecast is not None] for group in groups.groups[::every]]
+    prompts = [
+        prompt_accuracy(
+            [max(sample.forecast.tokens, 1.0) for sample in samples],
+            [sample.length for sample in samples],
+            [sample.finish_reason == "length" for sample in samples],
+        )
+        for samples in found
+        if samples
+    ]
+    if not prompts:
+        return {}
+    ended, taus = sum(prompt.num_uncensored for prompt in prompts), [prompt.tau for prompt in prompts if prompt.tau is not None]
+    return {
+        "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
+        "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
+        "predictor/tau": statistics.fmean(taus) if taus else None,
+    }
+
+
+def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
+    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's, memory and maxima the
+    most there was, the gradient's norm that of updates which were made.
+    """
+    found = {name: [update[name] for update in updates if update[name] is not None] for name in updates[0]}
+    if "learner/grad_norm" in found:
+        found["learner/grad_norm"] = [update["learner/grad_norm"] for update in updates if not update["learner/skipped_updates"]] or [0.0]
+    largest = {name: name.startswith("memory/") or name.endswith("_max") for name in found}
+    means = {name: (max if largest[name] else statistics.fmean)(values) if values else None for name, values in found.items()}
+    skipped = sum(update["learner/skipped_updates"] for update in updates)
+    return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
+
+
+def timing_metrics(groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float) -> Metrics:
+    """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these were
+    trained, the same ones on policy or where none were.
+    """
+    decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(sampled_beside))
+    tokens = sum(sample.length for group in groups.groups for sample in group.samples)
+    ranks = {rank for rank, _, _ in groups.row_times}
+    overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in groups.row_times)
+    return {
+        "timing/step": time.time() - started,
+        "timing/rollout": decoded - groups.started_at,
+        "timing/backward_after_rollout": max(0.0, backward_done - beside),
+        "timing/update": updated - backward_done,
+        "timing/overlap": overlapped / len(ranks) if ranks else 0.0,  # a rank's rows while others decoded
+        "timing/backward_lead": max((beside - begin for _, begin, _ in groups.row_times), default=0.0),  # > 0: trained while others decoded
+        "timing/reward_lead": max(group.last_sample_at - group.first_reward_at for group in groups.groups),  # > 0: scored while its group decoded
+        "timing/tokens_per_s": tokens / (decoded - groups.started_at),
+    }
+
+
+def _last_sample_at(groups: StepGroups) -> float:
+    return max(group.last_sample_at for group in groups.groups)
+
+
+def completion_records(
+    groups: StepGroups,
+    fetch: Callable[[int], list[Completion] | None],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+    *,
+    step: int,
+) -> list[dict[str, Any]]:
+    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text rewards saw and what is known."""
+    everything = [(group, sample) for group in groups.groups for sample in group.samples]
+    count = min(config.logging.completions_per_step, len(everything))
+    records = []
+    for group, sample in (everything[index * len(everything) // count] for index in range(count)):
+        micro_group = fetch(sample.micro_group)
+        if micro_group is None:  # gone since it was trained
+            continue
+        completion = micro_group[sample.position]
+        records.append(
+            {
+                "step": step,
+                "prompt_index": group.prompt.prompt_index,
+                "row": group.prompt.row,
+                "sample_index": sample.sample_index,
+                "prompt": group.prompt.text,
+                "response": response_text(tokenizer, completion.token_ids.tolist(), config.rollout.stop_strings),
+                "reward": sample.reward,
+                "components": sample.components,
+                "advantage": sample.advantage,
+                "length": sample.length,
+                "finish_reason": sample.finish_reason,
+                "policy_version": completion.policy_version,
+            }
+        )
+    return records

@@ -1,0 +1,1 @@
+"""Weights from the learner to the engines."""

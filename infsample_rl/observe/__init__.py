@@ -1,0 +1,1 @@
+"""What is seen of a run: phases, timeline, metrics, health, the screen, trackers and the report."""

@@ -1,0 +1,167 @@
+"""The console half of a run's log: a live view on a terminal, plain lines in a pipe; what is said is copied to run.log."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from infsample_rl.observe.live_view import LiveView
+
+RATE_STEPS = 20  # time left is estimated over this many steps
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Screen:
+    """The console and run.log: a live view below the printed lines on a terminal, plain lines without escape codes elsewhere."""
+
+    def __init__(self, log_path: Path, view: LiveView, *, total_steps: int, start_step: int, progress: bool) -> None:
+        self._log = log_path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._total, self._step, self._progress = total_steps, start_step, progress
+        self._marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)  # (step, time it ended)
+        self._rate: float | None = None  # seconds a step
+        self._view = view
+        self._terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._console = Console(file=sys.stdout, force_terminal=True) if self._terminal else None
+        self._live: Live | None = None
+
+    def warn(self, text: str) -> None:
+        """A line that is also kept in the live view."""
+        self._view.warn(printable(text))
+        self.line(f"warning: {text}", style="yellow")
+
+    def line(self, text: str, style: str = "") -> None:
+        """Print text as it is: no markup, control characters made visible; also to run.log."""
+        text = printable(text)
+        self._write_log(text)
+        self._print(text, style)
+
+    def keep(self, text: str) -> None:
+        """A line for run.log alone."""
+        self._write_log(printable(text))
+
+    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
+        """A rich table on a terminal, aligned lines elsewhere and in run.log."""
+        rows = [(printable(name), printable(value)) for name, value in rows]
+        width = max((len(name) for name, _ in rows), default=0)
+        plain = "\n".join([printable(title), *(f"  {name:<{width}}  {value}" for name, value in rows)])
+        self._write_log(plain)
+        if self._console is None:
+            self._print(plain)
+            return
+        table = Table(title=Text(printable(title), style="bold"), title_justify="left", show_header=False)
+        for name, value in rows:
+            table.add_row(Text(name, style="cyan"), Text(value, overflow="fold"))
+        self._console.print(table)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Bring the view up to date, or print the step's line."""
+        self._step = step
+        self._marks.append((step, time.monotonic()))
+        (first_step, first_time), (_, last_time) = self._marks[0], self._marks[-1]
+        self._rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
+        figures, accuracy = step_figures(metrics), metrics.get("eval/accuracy")
+        held_out = "" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
+        seconds = f"{metrics['timing/step']:.1f} s" if "timing/step" in metrics else ""
+        text = "  ".join(filter(None, [self._position(), figures, seconds, held_out, self._time_left()]))
+        self._write_log(text)
+        if not self._progress:
+            return
+        self._view.step(step, metrics)
+        self.start_live()
+        if self._live is None:
+            self._print(text)
+            return
+        if held_out:
+            self._print(f"{self._position()}  {held_out}", "bold")
+        self._live.refresh()
+
+    def rewind(self, step: int) -> None:
+        """Go on after `step`: what came later is done again."""
+        self._step = step
+        self._marks.clear()
+        self._view.rewind(step)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a view to be watched: on a terminal, with logging.progress."""
+        return self._console is not None and self._progress
+
+    def start_live(self) -> None:
+        """Start the live view, once."""
+        if not self.is_live or self._live is not None:
+            return
+        # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file is left alone.
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2, redirect_stderr=sys.stderr.isatty())
+        self._live.start(refresh=True)
+        self._console.show_cursor(True)  # rich hides it, and a killed run could not bring it back
+
+    def stop_live(self) -> None:
+        """Leave the view's last state on the screen."""
+        self._view.watch(None)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def close(self) -> None:
+        """Close run.log."""
+        self._log.close()
+
+    def _render(self) -> Group:
+        width, height = self._console.size
+        unicode = self._console.encoding.startswith("utf")
+        # Two lines are left: a view as high as the terminal would push itself out of the top.
+        return Group(*self._view.lines(width, height - 2, time_left=self._time_left(), unicode=unicode))
+
+    def _position(self) -> str:
+        return f"step {self._step:>{len(str(self._total))}}/{self._total}"
+
+    def _time_left(self) -> str:
+        if self._rate is None or self._step >= self._total:
+            return ""
+        since = time.monotonic() - self._marks[-1][1]
+        left = self._rate * (self._total - self._step) - since
+        return f"{duration(left)} left" if left >= 1 else ""  # a step that takes longer than those before has no end to tell
+
+    def _print(self, text: str, style: str = "") -> None:
+        # What the output's encoding lacks is escaped: a prompt in Greek must not end a run whose terminal is ASCII.
+        encoding = sys.stdout.encoding or "utf-8"
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
+        if self._console is None:
+            print(text, flush=True)
+        else:
+            self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def _write_log(self, text: str) -> None:
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._log.writelines(f"{stamp} {line}\n" for line in text.splitlines())
+        self._log.flush()
+
+
+def step_figures(metrics: dict[str, float]) -> str:
+    """Reward, response length and speed of a step, those that are there: "reward 0.431  length 57  1,234 tok/s"."""
+    formats = {"reward/mean": "reward {:.3f}", "response/length_mean": "length {:.0f}", "timing/tokens_per_s": "{:,.0f} tok/s"}
+    return "  ".join(text.format(metrics[name]) for name, text in formats.items() if metrics.get(name) is not None)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: 45 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def printable(text: str) -> str:
+    """Text with control characters (a model may sample an escape code) written out."""
+    return CONTROL_CHARACTERS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

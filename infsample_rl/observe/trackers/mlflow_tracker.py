@@ -1,0 +1,102 @@
+"""MLflow: metrics, settings as parameters, pictures, and at the end config.yaml and the samples as artifacts.
+
+Written with MlflowClient, without MLflow's active run of the process: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from infsample_rl.config import Config
+from infsample_rl.observe.trackers.tracker import kept_id
+
+ARTIFACTS = ("config.yaml", "completions.jsonl", "reward_curve.png")
+LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
+MOST_PARAMETERS = 100  # in a request
+PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # its own would wait for minutes
+
+
+def check_mlflow(uri: str) -> None:
+    """ValueError, in one line, where MLflow is not installed."""
+    if importlib.util.find_spec("mlflow") is None:
+        raise ValueError(f"logging.mlflow={uri} needs MLflow, which is not installed: pip install infsample_rl[mlflow], or leave logging.mlflow out")
+
+
+class MlflowTracker:
+    """A run of the experiment logging.wandb_project at the tracking URI logging.mlflow; its id is in run_dir/mlflow_id.
+
+    Raises ValueError when the place cannot be reached at start. Later failures end the tracking with one warning, not the run.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, start_step: int) -> None:
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        from mlflow import MlflowClient
+
+        self.said: list[str] = []
+        self._run_dir, self._uri = run_dir, config.logging.mlflow
+        try:
+            self._client = MlflowClient(tracking_uri=self._uri)
+            self._run_id = self._start(config, start_step)
+        except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
+            raise ValueError(f"logging.mlflow={self._uri} cannot be used: {_one_line(error)}") from error
+        self.place = f"MLflow: run {self._run_id} at {self._uri}"
+
+    def _start(self, config: Config, start_step: int) -> str:
+        from mlflow.entities import Param
+
+        path, name = self._run_dir / "mlflow_id", config.logging.wandb_project
+        run_id = kept_id(path, start_step)
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        run_id = self._client.create_run(experiment_id, run_name=config.run.name).info.run_id
+        path.write_text(run_id + "\n", encoding="utf-8")
+        settings = {f"{section}.{key}": value for section, keys in dataclasses.asdict(config).items() for key, value in keys.items()}
+        params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in settings.items()]
+        for first in range(0, len(params), MOST_PARAMETERS):
+            self._client.log_batch(run_id, params=params[first : first + MOST_PARAMETERS])
+        return run_id
+
+    def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        def send(client: Any) -> None:
+            from mlflow.entities import Metric
+
+            now = int(time.time() * 1000)
+            client.log_batch(self._run_id, metrics=[Metric(mlflow_name(name), value, now, step) for name, value in values.items()])
+
+        self._try(send)
+
+    def show(self, step: int, name: str, picture: Any) -> None:
+        self._try(lambda client: client.log_image(self._run_id, picture, key=name, step=step))
+
+    def close(self, *, failed: bool) -> None:
+        for name in ARTIFACTS:
+            if (self._run_dir / name).exists():
+                self._try(lambda client, name=name: client.log_artifact(self._run_id, str(self._run_dir / name)))
+        self._try(lambda client: client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED"))
+
+    def _try(self, send: Any) -> None:
+        if self._client is None:
+            return
+        try:
+            send(self._client)
+        except Exception as error:  # a tracker must not end a run, whatever its place answers
+            self._client = None
+            self.said.append(f"MLflow gets no more of this run, metrics.jsonl has all of it: {_one_line(error)}")
+
+
+def mlflow_name(name: str) -> str:
+    """MLflow's names have no @. Example: mlflow_name("eval/pass@1") == "eval/pass_at_1" """
+    return name.replace("@", "_at_")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,36 @@
+"""Where else a run's metrics go: W&B, TensorBoard and MLflow behind the same few calls, each imported only when it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infsample_rl.config import Config
+from infsample_rl.observe.trackers.tracker import Tracker
+
+
+def check_trackers(config: Config) -> str:
+    """ValueError for a tracker that cannot be had. The mode of W&B: online, offline or disabled."""
+    from infsample_rl.observe.trackers.mlflow_tracker import check_mlflow
+    from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
+
+    if config.logging.mlflow is not None:
+        check_mlflow(config.logging.mlflow)
+    return wandb_mode(config.logging.wandb)
+
+
+def start_trackers(config: Config, run_dir: Path, start_step: int) -> list[Tracker]:
+    """Those that the settings ask for. ValueError for one that cannot be had; nothing is written before all settings are looked at."""
+    from infsample_rl.observe.trackers.mlflow_tracker import MlflowTracker
+    from infsample_rl.observe.trackers.tensorboard_tracker import TensorboardTracker
+    from infsample_rl.observe.trackers.wandb_tracker import WandbTracker
+
+    mode, logging = check_trackers(config), config.logging
+    run_dir.mkdir(parents=True, exist_ok=True)
+    trackers: list[Tracker] = []
+    if logging.tensorboard:
+        trackers.append(TensorboardTracker(run_dir, start_step))
+    if logging.mlflow is not None:
+        trackers.append(MlflowTracker(config, run_dir, start_step))
+    if mode != "disabled":
+        trackers.append(WandbTracker(config, run_dir, mode, start_step))
+    return trackers

@@ -1,0 +1,125 @@
+"""W&B: metrics over `step`, samples as a table, pictures as media; offline without a key or a server."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import netrc
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from infsample_rl.config import Config
+from infsample_rl.observe.metric_names import GROUPS
+from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
+
+PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of the public server, the older name and the one since 0.31
+INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
+FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
+
+
+def wandb_mode(choice: str) -> str:
+    """online, offline or disabled, for logging.wandb; auto follows WANDB_MODE, else is online with a key and offline without.
+
+    Raises ValueError for online without a key: W&B would stop and ask for one.
+    """
+    if choice == "auto":
+        choice = os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+        if choice not in ("online", "offline", "disabled"):
+            raise ValueError(f"WANDB_MODE must be one of online, offline, disabled, got {choice!r}")
+    if choice == "online" and not has_wandb_key():
+        raise ValueError("logging.wandb=online needs a key: set WANDB_API_KEY, run `wandb login`, or use logging.wandb=offline")
+    return choice
+
+
+def has_wandb_key() -> bool:
+    """Whether WANDB_API_KEY or the netrc file has a key for the W&B server (WANDB_BASE_URL)."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    own = os.environ.get("WANDB_BASE_URL")
+    hosts = (urlsplit(own).netloc,) if own else PUBLIC_HOSTS
+    try:
+        entries = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
+    except (OSError, netrc.NetrcParseError):  # no file, or not one W&B could read either
+        return False
+    return any(entry is not None and bool(entry[2]) for entry in map(entries.authenticators, hosts))
+
+
+class WandbTracker:
+    """A W&B run, with its files in run_dir/wandb, its id in run_dir/wandb_id, and nothing of its own on the console."""
+
+    def __init__(self, config: Config, run_dir: Path, mode: str, start_step: int) -> None:
+        path = run_dir / "wandb_id"
+        self._run, reason = start_wandb(config, run_dir, mode, kept_id(path, start_step) or new_id(path))
+        self.said = [f"W&B goes offline: {reason}"] if reason else []
+        self.place = f"W&B: {self._run.url or 'offline, in ' + str(run_dir / 'wandb')}"
+
+    def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        table = {"completions": wandb_table(samples)} if samples else {}
+        self._run.log({"step": step, **values, **table})
+
+    def show(self, step: int, name: str, picture: Any) -> None:
+        import wandb
+
+        self._run.log({"step": step, name: wandb.Image(picture, caption=f"step {step}")})
+
+    def close(self, *, failed: bool) -> None:
+        try:
+            self._run.finish(exit_code=1 if failed else 0)
+        except TimeoutError:
+            self.said.append(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {self._run.settings.sync_dir}")
+
+
+def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[Any, str]:
+    """Start a W&B run, online or offline. Returns it and, when online did not work and it went offline, the reason (else "")."""
+    import wandb
+
+    reason, quiet = "", wandb.Settings(silent=True)
+    wandb.setup(quiet)  # the login message comes before the settings of init apply
+    try:
+        run = init_wandb(config, run_dir, mode, run_id)
+    except wandb.errors.Error as error:
+        if mode == "offline":
+            raise
+        reason = str(error).splitlines()[0]
+        wandb.teardown()  # the failed run still holds the id
+        wandb.setup(quiet)
+        run = init_wandb(config, run_dir, "offline", run_id)
+    # The step is a value like any other: after a resume, rows given as step= that are older than the last one are dropped.
+    run.define_metric("step", hidden=True)
+    for name in (*(f"{group}/*" for group in GROUPS), "completions", "timeline"):
+        run.define_metric(name, step_metric="step")
+    run.define_metric("eval/accuracy", step_metric="step", summary="max,last")
+    return run, reason
+
+
+def init_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> Any:
+    """wandb.init: silent, stdout left alone, offline or with a bounded wait for the server."""
+    import wandb
+
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S),
+        finish_timeout=FINISH_TIMEOUT_S,
+        finish_timeout_raises=True,
+    )
+    return wandb.init(
+        project=config.logging.wandb_project,
+        name=config.run.name,
+        dir=run_dir,
+        mode=mode,
+        id=run_id,
+        resume="allow",
+        config=dataclasses.asdict(config),
+        settings=settings,
+    )
+
+
+def wandb_table(samples: list[dict[str, Any]]) -> Any:
+    """A W&B table of samples with their rewards, one row each."""
+    import wandb
+
+    rows = [{**sample, "components": json.dumps(sample["components"])} for sample in samples]
+    return wandb.Table(columns=COMPLETION_COLUMNS, data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows])

@@ -1,0 +1,172 @@
+"""The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row, in one call of compiled code (cpu_decoder.h).
+
+Float32 on CPU, over the model's own parameters and the KV pool's pages, which are read where they are. A row's result is bitwise the
+same whatever the batch around it, its place, its pages and the number of threads. Letters: R rows, E hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from infsample_rl.rollout.engine.decoder import ARCHITECTURES, supports
+from infsample_rl.rollout.engine.kv_cache import PagedKV
+from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.kernels.cpu_kernels import Kernels, check
+
+ANGLES = 256  # places that cos and sin are computed for at a time
+WORK_PER_THREAD = 1 << 20  # multiply-adds of a step below which a second thread costs more than it brings
+
+BAD_INDEX = {  # by Bad in cpu_decoder.h
+    1: "lengths or tables",
+    2: "prompt_lengths or prompt_tables",
+    3: "prompt_of_row",
+    4: "tokens",
+}
+BAD_ANGLE = 5
+
+
+def _struct(pointers: str, integers: str, floats: str = "") -> list[tuple[str, type]]:
+    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (floats, ctypes.c_float))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = _struct("layers embedding norm", "num_layers vocab_size hidden heads kv_heads size inner", "eps scaling")
+
+
+class _Step(ctypes.Structure):
+    _fields_ = _struct(
+        "tokens starts positions tables lengths prompt_tables prompt_lengths prompt_of_row store cos sin workspace out",
+        "rows row_pages num_prompts prompt_pages num_pages page_size num_angles angles_by_row threads",
+    )
+
+
+class CompiledDecoder:
+    """Runs `model`'s decoder layers on the rows of a batch. Parameters may change in place, and be replaced by others of the same shape.
+
+    Beside the model and the pool it holds cos and sin by place, 8 D bytes each (2 MB for 4,096 tokens at D = 64), and a workspace of
+    4 (2 E + max(E, query size) + max(query, key and value size, inner size)) bytes for every row of the largest batch so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        """Raises ValueError for a model that decoder.supports does not accept or that is not float32 on CPU."""
+        if not supports(model):
+            raise ValueError(f"CompiledDecoder runs {', '.join(ARCHITECTURES)} with SiLU, got {type(model).__name__}")
+        self.model, self.kernels = model.model, kernels
+        attention, layers = self.model.layers[0].self_attn, self.model.layers
+        self.head_dim, self.hidden_size = attention.head_dim, model.config.hidden_size
+        if self.head_dim % 2:
+            raise ValueError(f"a head size of {self.head_dim} cannot be rotated; it must be even")
+        self._struct = _Model(
+            num_layers=len(layers),
+            vocab_size=self.model.embed_tokens.weight.shape[0],
+            hidden=self.hidden_size,
+            heads=model.config.num_attention_heads,
+            kv_heads=model.config.num_key_value_heads,
+            size=self.head_dim,
+            inner=model.config.intermediate_size,
+            eps=self.model.norm.variance_epsilon,
+            scaling=attention.scaling,
+        )
+        self._places = _weight_places(self.model)
+        self._addresses: list[int] = []
+        self._find_weights(self._weights_at())
+        self._work_per_row = sum(parameter.numel() for parameter in layers.parameters())
+        self._row_floats = kernels.workspace_floats(ctypes.addressof(self._struct))
+        self._workspace = torch.empty(0)
+        rope = self.model.rotary_emb.rope_type
+        self._angles_by_row = "dynamic" in rope or rope == "longrope"  # these depend on the longest position in the step
+        self._cos = self._sin = torch.empty(0, self.head_dim)
+
+    def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> torch.Tensor:
+        """Last hidden states [R, E], normed, of the newest tokens of the batch's first `num_rows` rows; their KV is written to `kv`."""
+        addresses = self._weights_at()
+        if addresses != self._addresses:
+            self._find_weights(addresses)
+        out = torch.empty(num_rows, self.hidden_size)
+        step = self._step(batch, num_rows, kv)
+        step.out = out.data_ptr()
+        if self._workspace.numel() < num_rows * self._row_floats:
+            self._workspace = torch.empty(num_rows * self._row_floats)
+        step.workspace = self._workspace.data_ptr()
+        if self._angles_by_row:
+            places = batch.starts[:num_rows] + batch.positions[:num_rows].clamp(min=0)
+            self._cos, self._sin = self._angles(places)
+        while True:
+            step.cos, step.sin, step.num_angles = self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos)
+            bad, what = divmod(self.kernels.decode(ctypes.addressof(self._struct), ctypes.addressof(step)), 8)
+            if not what:
+                return out
+            if what != BAD_ANGLE:
+                raise ValueError(f"{BAD_INDEX[what]}[{bad}] is out of range: lengths go from 1 to what the pages hold, pages and tokens must exist")
+            self._add_angles(int(batch.starts[bad] + batch.positions[bad]))
+
+    def _step(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> _Step:
+        """The step's tensors, checked, but for output, workspace and angles."""
+        model, store = self._struct, kv.store
+        check("kv.store", store, (2 * model.num_layers, *store.shape[1:3], model.kv_heads, model.size))
+        if not 1 <= num_rows <= batch.max_rows or not batch.tokens.is_cpu:
+            raise ValueError(f"num_rows must be 1 to the batch's {batch.max_rows}, on cpu, got {num_rows} on {batch.device}")
+        columns = (batch.tokens, batch.starts, batch.positions, batch.tables, batch.lengths)
+        prompts = (batch.prompt_tables, batch.prompt_lengths, batch.prompt_of_row)
+        return _Step(
+            *[tensor.data_ptr() for tensor in (*columns, *prompts, store)],
+            rows=num_rows,
+            row_pages=batch.tables.shape[1],
+            num_prompts=batch.prompt_tables.shape[0],
+            prompt_pages=batch.prompt_tables.shape[1],
+            num_pages=store.shape[1],
+            page_size=store.shape[2],
+            angles_by_row=self._angles_by_row,
+            threads=max(1, min(torch.get_num_threads(), num_rows * self._work_per_row // WORK_PER_THREAD)),
+        )
+
+    def _weights_at(self) -> list[int]:
+        """Addresses of the weights in the order of _weight_places, 0 for one that is not there."""
+        return [0 if parameters is None or parameters[name] is None else parameters[name].data_ptr() for parameters, name, _ in self._places]
+
+    def _find_weights(self, addresses: list[int]) -> None:
+        """Take the weights from where they lie now."""
+        model = self._struct
+        query, kv = model.heads * model.size, model.kv_heads * model.size
+        sizes = {"E": model.hidden, "Q": query, "K": kv, "D": model.size, "I": model.inner, "V": model.vocab_size}
+        for parameters, name, shape in self._places:
+            if parameters is not None and parameters[name] is not None:
+                check(f"a {name} of the model", parameters[name], tuple(sizes[letter] for letter in shape[: 1 if name == "bias" else None]))
+        self._addresses, self._layers = addresses, (ctypes.c_void_p * (len(addresses) - 2))(*addresses[2:])
+        model.embedding, model.norm = addresses[:2]
+        model.layers = ctypes.addressof(self._layers)
+
+    def _add_angles(self, place: int) -> None:
+        """Let the tables of cos and sin reach `place`, at least twice as far as before."""
+        if place < 0:
+            raise ValueError(f"starts and positions must be places in a sequence, got {place}")
+        have = len(self._cos)
+        parts = [self._angles(torch.arange(start, start + ANGLES)) for start in range(have, max(place + 1, 2 * have), ANGLES)]
+        self._cos, self._sin = (torch.cat([old, *new]) for old, new in zip((self._cos, self._sin), zip(*parts, strict=True), strict=True))
+
+    def _angles(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [T, D] of `places` [T], by the model's own module."""
+        cos, sin = self.model.rotary_emb(self._cos, places[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+
+def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None] | None, str, str]]:
+    """The model's weights as (its module's parameters, name, shape by letters), in the order of `Layer` in cpu_decoder.h after two others.
+
+    By the module's own table, so that a parameter that replaces one is seen too. None where the module does not exist.
+    """
+    places = [(model.embed_tokens._parameters, "weight", "VE"), (model.norm._parameters, "weight", "E")]
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)  # Qwen3's
+        for norm, shape in ((layer.input_layernorm, "E"), (norms[0], "D"), (norms[1], "D"), (layer.post_attention_layernorm, "E")):
+            places.append((None if norm is None else norm._parameters, "weight", shape))
+        projections = ((attention.q_proj, "QE"), (attention.k_proj, "KE"), (attention.v_proj, "KE"), (attention.o_proj, "EQ"))
+        for module, shape in (*projections, (mlp.gate_proj, "IE"), (mlp.up_proj, "IE"), (mlp.down_proj, "EI")):
+            places += [(module._parameters, "weight", shape), (module._parameters, "bias", shape)]
+    return places

@@ -1,0 +1,267 @@
+"""Decode steps as CUDA graphs: model, head, drawing and book-keeping in one launch per step, for a few numbers of rows.
+
+A step reads and changes the same tensors every time, those of a RowBatch; rows behind the last lie on the scratch page. What it
+drew goes to pinned host memory with an event, so the host may read it while the next step runs. Without CUDA the same step runs
+uncaptured, which tests use. Letters: R rows, M most rows, P prompt places, V vocabulary of the model's head.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import warnings
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from infsample_rl.model.loading import last_hidden_size
+from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
+from infsample_rl.rollout.engine.kv_cache import PagedKV
+from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
+
+if TYPE_CHECKING:  # Triton may be absent
+    from infsample_rl.rollout.kernels.attention_triton import Workspace
+
+HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
+KEPT = 2  # sets of graphs: those of training and of evaluation
+WARM_UP_STEPS = 2  # before a capture: kernels are compiled and cuBLAS takes its workspace
+
+
+def bucket_of(num_rows: int, most_rows: int) -> int:
+    """Rows that a step of `num_rows` runs: bucket_of(17, 256) -> 24; bucket_of(17, 20) -> 20; bucket_of(300, 999) -> 384."""
+    bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 128) * 128)
+    return min(bucket, most_rows)
+
+
+class Decodes(Protocol):
+    """What graphs are made of: the runner of a model on its pool (model_runner.ModelRunner)."""
+
+    model: PreTrainedModel
+    device: torch.device
+    dtype: torch.dtype
+    kv: PagedKV
+    shape: Any  # with vocab_size, num_kv_heads and head_dim
+    decoder: Any  # FusedDecoder, or another that runs a step
+    lm_head_fp32: bool
+
+    def find_decoder(self) -> None:
+        """Look again for the decoder that takes the model's weights, which were replaced."""
+
+    def decode(self, batch: RowBatch, num_rows: int, workspace: Workspace | None = None) -> torch.Tensor:
+        """Last hidden states [R, E] of the newest tokens."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, E] -> [R, V]."""
+
+
+class GraphCache:
+    """The graphs of a runner, kept from call to call as long as its pool and weights stay where they are."""
+
+    def __init__(self, runner: Decodes) -> None:
+        self.is_used = self.uses_triton = self.compiles = False  # `check_device` sets them on CUDA; without CUDA the tests do
+        self._runner = runner
+        self._kept: dict[tuple, DecodeGraphs] = {}
+        self._weights_at: list[int] = []
+
+    def clear(self) -> None:
+        """Let go of all graphs: the pool goes."""
+        self._kept.clear()
+
+    def check_device(self) -> None:
+        """Use graphs from now on where the runner's device and pool can; on CUDA one line says when not, and why."""
+        runner = self._runner
+        if runner.device.type != "cuda":
+            return
+        reason = why_no_graphs(runner)
+        self.is_used = self.uses_triton = self.compiles = not reason
+        if reason:
+            warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
+
+    def take(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:
+        """Graphs whose own batch can take the place of `batch`, or None where steps are not captured.
+
+        A parameter that lies elsewhere than at the last call was replaced, not loaded in place: all is captured anew.
+        """
+        if not self.is_used:
+            return None
+        runner = self._runner
+        if self._weights_at != addresses(runner.model):
+            if self._weights_at:
+                runner.find_decoder()
+            self.clear()
+            self._weights_at = addresses(runner.model)
+        num_prompts, prompt_pages = (1 << (size - 1).bit_length() for size in batch.prompt_tables.shape)  # so that few sizes differ
+        key = (*batch.tables.shape, num_prompts, prompt_pages, sampler.settings)
+        graphs = self._kept.pop(key, None)
+        if graphs is None:
+            own = RowBatch(*batch.tables.shape, num_prompts, prompt_pages, batch.scratch_page, batch.device)
+            graphs = DecodeGraphs(runner, own, sampler, new_workspace(runner, own) if self.uses_triton else None, compiled=self.compiles)
+        while len(self._kept) >= KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = graphs  # the last one used comes last
+        return graphs
+
+
+class DecodeGraphs:
+    """One captured step per bucket of rows, all in one memory pool, over the tensors of `batch`."""
+
+    def __init__(self, runner: Decodes, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool) -> None:
+        """`workspace` None: the runner's attention without Triton. `compiled`: torch.compile for what lies between attentions and for drawing.
+
+        The model's parameters and KV pool must stay where they are.
+        """
+        self.runner, self.batch, self.sampler, self.workspace = runner, batch, sampler, workspace
+        self.captures = 0  # so far
+        device, is_cuda = batch.device, batch.device.type == "cuda"
+        num_places, vocab_size = batch.prompt_tables.shape[0], runner.shape.vocab_size
+        dtype = torch.float32 if runner.lm_head_fp32 else runner.dtype
+        self._prompt_logits = torch.zeros(num_places, vocab_size, dtype=dtype, device=device)
+        # tokens, then the bits of float64 probabilities: one copy takes all to the host
+        num_columns = 3 if sampler.truncates else 2
+        self._drawn = torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, device=device)
+        self._host = [torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
+        self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._turn = 0
+        hidden_size = last_hidden_size(runner.model.config)
+        self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)  # last states of the last step
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._is_compiled = compiled
+        self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
+        if compiled and isinstance(runner.decoder, FusedDecoder):
+            runner.decoder.compile()
+        if workspace is not None and isinstance(runner.decoder, FusedDecoder):
+            runner.decoder.use_triton()
+        self._memory = torch.cuda.graph_pool_handle() if is_cuda else None
+
+    @torch.no_grad()
+    def step(self, first_logits: dict[int, torch.Tensor]) -> DrawnTensors:
+        """Launch one step of the batch's rows. `first_logits`: [V] by place, of prompts that have rows without a token.
+
+        The result lies in host memory once its event has come; it is overwritten two steps later.
+        """
+        for place, logits in first_logits.items():
+            self._prompt_logits[place].copy_(logits)
+        num_rows = bucket_of(self.batch.num_rows, self.batch.max_rows)
+        if num_rows not in self._graphs:
+            self._graphs[num_rows] = self._capture(num_rows)
+        graph = self._graphs[num_rows]
+        if graph is None:
+            self._run(num_rows)
+        else:
+            graph.replay()
+        self.batch.count_step()
+        return self._send_to_host()
+
+    def _run(self, num_rows: int) -> None:
+        """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync, fixed shapes."""
+        batch = self.batch
+        hidden = self.runner.decode(batch, num_rows, self.workspace)
+        self.hidden[:num_rows].copy_(hidden)
+        for start in range(0, num_rows, HEAD_ROWS):
+            rows = slice(start, min(start + HEAD_ROWS, num_rows))
+            of_rows = (self.runner.logits(hidden[rows]), batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])
+            if self._is_compiled and num_rows > 1:
+                for tensor in of_rows:  # any number of rows; one row is compiled apart in any case
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            drawn = self._draw(self.sampler, self._prompt_logits, *of_rows)
+            self._drawn[0, rows].copy_(drawn.tokens)
+            self._drawn[1, rows].view(torch.float64).copy_(drawn.probs)
+            if drawn.sampling_probs is not None:
+                self._drawn[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
+        batch.move_on(self._drawn[0, :num_rows])
+
+    def _send_to_host(self) -> DrawnTensors:
+        host, ready = self._host[self._turn], self._ready[self._turn]
+        self._turn = 1 - self._turn  # the host reads one of the two while the other is written
+        host.copy_(self._drawn, non_blocking=True)
+        if ready is not None:
+            ready.record()
+        tokens, *probs = host[:, : self.batch.num_rows]
+        probs = [column.view(torch.float64) for column in probs]
+        return DrawnTensors(tokens, probs[0], probs[1] if len(probs) > 1 else None, ready)
+
+    def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:
+        """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to capture without CUDA."""
+        batch = self.batch
+        kept = [(tensor, tensor.clone()) for tensor, _ in batch.moving]
+        for tensor, idle in batch.moving:
+            if idle is not None:
+                tensor.fill_(idle)
+        graph = self._capture_on_device(num_rows) if batch.device.type == "cuda" else self._warm_up(num_rows)
+        for tensor, values in kept:
+            tensor.copy_(values)
+        self.captures += 1
+        return graph
+
+    def _capture_on_device(self, num_rows: int) -> torch.cuda.CUDAGraph:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._warm_up(num_rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads of the process may use CUDA meanwhile
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+            self._run(num_rows)
+        return graph
+
+    def _warm_up(self, num_rows: int) -> None:
+        """Run the step, without torch.compile from now on where that does not work."""
+        if self._is_compiled:
+            try:
+                self._run(num_rows)
+            except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: no compiler to be found
+                warnings.warn(f"torch.compile does not work here ({first_line(error)}); steps run uncompiled, slower", stacklevel=2)
+                self._is_compiled, self._draw = False, draw_rows
+                if isinstance(self.runner.decoder, FusedDecoder):
+                    self.runner.decoder.use_eager()
+        for _ in range(WARM_UP_STEPS):
+            self._run(num_rows)
+
+
+def draw_rows(
+    sampler: Sampler, prompt_logits: torch.Tensor, logits: torch.Tensor, prompt_of_row: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+) -> DrawnTensors:
+    """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the newest is -1."""
+    of_prompt = prompt_logits.index_select(0, prompt_of_row)
+    return sampler.draw(torch.where(positions[:, None] < 0, of_prompt, logits), keys, positions + 1)
+
+
+def addresses(model: PreTrainedModel) -> list[int]:
+    """Where the model's parameters lie; a graph reads them there."""
+    return [parameter.data_ptr() for parameter in model.parameters()]
+
+
+def new_workspace(runner: Decodes, batch: RowBatch) -> Workspace:
+    """What the attention kernel needs beside the batch's tensors."""
+    from infsample_rl.rollout.kernels.attention_triton import Workspace  # Triton may be absent
+
+    heads, page_size = runner.model.config.num_attention_heads, runner.kv.page_size
+    tokens = (batch.tables.shape[1] * page_size, batch.prompt_tables.shape[1] * page_size)
+    return Workspace(batch.max_rows, heads, runner.shape.num_kv_heads, runner.shape.head_dim, *tokens, batch.device)
+
+
+def why_no_graphs(runner: Decodes) -> str:
+    """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is tried."""
+    page_size, rope = runner.kv.page_size, runner.model.config.to_dict().get("rope_parameters") or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return f"rope_type={rope['rope_type']} depends on the longest position, which the host would have to read"
+    if page_size < 8 or page_size & (page_size - 1):
+        return f"rollout.page_size={page_size} is not a power of two >= 8, e.g. 16"
+    if runner.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the attention kernel has no {runner.dtype}"
+    try:
+        from infsample_rl.rollout.engine.triton_step import write_tokens  # Triton may be absent
+
+        pages, table = torch.zeros(1, page_size, 1, 16, device=runner.device), torch.zeros(1, 1, dtype=torch.int32, device=runner.device)
+        write_tokens(pages[0, :1], pages[0, :1], pages, pages, table, torch.zeros(1, dtype=torch.int64, device=runner.device))
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:  # absent, or no C compiler for its launchers
+        return f"Triton does not work here ({first_line(error)})"
+    return ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, cut to what fits into a warning."""
+    return str(error).strip().split("\n")[0][:200]

@@ -1,0 +1,140 @@
+"""Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in host memory.
+
+Beside a GPU a copy over PCIe and back costs less than a prefill of the tokens, which reads all weights once (4 KB of KV a token and
+layer against hundreds of MB). On the CPU host memory is the pool's own, and its size is stated; the file is written through the
+system's cache, which gives its memory away when somebody wants it, and a token's KV is copied in a fiftieth of the time that computing
+it takes (SmolLM2-135M: 46 KB). The file has no name, so nothing is left of it when the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Hashable
+
+import torch
+
+from infsample_rl.config.rollout import RolloutConfig
+from infsample_rl.model.disk import check_disk_folder, take_room, unnamed_file
+from infsample_rl.rollout.engine.kv_cache import HostPages, PagedKV, free_bytes
+from infsample_rl.rollout.schedule.parking import Parking
+
+SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
+
+
+class ParkedInMemory(Parking):
+    """KV of preempted samples in host memory."""
+
+    def __init__(self, kv: PagedKV) -> None:
+        free = int(SHARE_OF_FREE * free_bytes(torch.device("cpu")))
+        super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
+        self._kv = kv
+        self._held: dict[Hashable, HostPages] = {}
+
+    def put(self, sample: Hashable, pages: list[int]) -> None:
+        """Copy the KV in `pages`, which are the sample's, out of the pool."""
+        self._held[sample] = self._kv.copy_to_host(pages)
+
+    def fetch(self, sample: Hashable, pages: list[int]) -> None:
+        """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
+        self._kv.copy_from_host(pages, self._held.pop(sample))
+
+    def clear(self) -> None:
+        """Let go of all KV."""
+        self._held.clear()
+
+
+class ParkedInFile(Parking):
+    """KV of preempted samples in a file without a name, which grows to what they need at most at a time."""
+
+    def __init__(self, kv: PagedKV, folder: str) -> None:
+        """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
+        check_disk_folder("rollout.park_folder", folder)
+        free = int(SHARE_OF_FREE * shutil.disk_usage(folder).free)
+        super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
+        self._file, self._folder = unnamed_file(folder), folder
+        self._page = [torch.empty_like(part[:, 0], device="cpu", memory_format=torch.contiguous_format) for part in kv.parts]
+        self._buffers = [part.view(torch.uint8).numpy() for part in self._page]
+        self._page_bytes = sum(part.nbytes for part in self._page)
+        self._parts = kv.parts
+        self._places: dict[Hashable, list[int]] = {}  # of its pages in the file
+        self._free: list[int] = []
+        self._num_places = 0
+
+    def take(self, count: int) -> bool:
+        """Take `count` pages, if as many are free, on the disk too."""
+        if not super().take(count):
+            return False
+        if self.num_taken > self._num_places:
+            try:
+                take_room(self._file, self.num_taken * self._page_bytes)
+            except OSError as error:
+                self.release(count)
+                self.most_pages = self._num_places
+                size = self._num_places * self._page_bytes / 1e9
+                warnings.warn(f"rollout.park_folder={self._folder} has no room for more than {size:.3g} GB of KV: {error.strerror}", stacklevel=2)
+                return False
+            self._free += range(self._num_places, self.num_taken)
+            self._num_places = self.num_taken
+        return True
+
+    def put(self, sample: Hashable, pages: list[int]) -> None:
+        """Copy the KV in `pages`, which are the sample's, out of the pool."""
+        places = self._places[sample] = [self._free.pop() for _ in pages]
+        for place, page in zip(places, pages, strict=True):
+            for part, kept in zip(self._parts, self._page, strict=True):
+                kept.copy_(part[:, page])
+            self._check(os.pwritev(self._file.fileno(), self._buffers, place * self._page_bytes))
+
+    def fetch(self, sample: Hashable, pages: list[int]) -> None:
+        """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
+        places = self._places.pop(sample)
+        for place, page in zip(places, pages, strict=False):
+            self._check(os.preadv(self._file.fileno(), self._buffers, place * self._page_bytes))
+            for part, kept in zip(self._parts, self._page, strict=True):
+                part[:, page].copy_(kept)
+        self._free += places
+
+    def clear(self) -> None:
+        """Let go of all KV."""
+        for places in self._places.values():
+            self._free += places
+        self._places.clear()
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes != self._page_bytes:
+            raise OSError(f"the file of parked KV in rollout.park_folder={self._folder} gave or took {num_bytes} of {self._page_bytes} bytes")
+
+
+ParkedKV = ParkedInMemory | ParkedInFile
+
+
+def check_parking(config: RolloutConfig, device: torch.device) -> None:
+    """ValueError where KV shall be parked and there is no place for it."""
+    if _takes_memory(config, device):
+        return
+    if config.park_folder is not None or config.preemption == "park":
+        check_disk_folder("rollout.park_folder", _folder(config))
+
+
+def open_parking(config: RolloutConfig, kv: PagedKV) -> ParkedKV | None:
+    """Where preempted samples' KV waits beside this pool; None: it is computed again, which one warning says if it is for want of a place."""
+    if config.preemption == "recompute":
+        return None
+    if _takes_memory(config, kv.device):
+        return ParkedInMemory(kv)
+    try:
+        return ParkedInFile(kv, _folder(config))
+    except (OSError, ValueError) as error:
+        warnings.warn(f"KV of preempted samples is computed again, not parked: {error}", stacklevel=2)
+        return None
+
+
+def _takes_memory(config: RolloutConfig, device: torch.device) -> bool:
+    return device.type != "cpu" and config.park_folder is None
+
+
+def _folder(config: RolloutConfig) -> str:
+    return config.park_folder or tempfile.gettempdir()

@@ -1,0 +1,206 @@
+"""Decoder layers of Llama, Qwen2 and Qwen3 for up to 64 rows on CUDA: six Triton kernels a layer, each launched before the last has ended.
+
+Attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output, gate and up, down. Constants
+were chosen on an H200 at the shapes of Qwen3-1.7B. Letters: R rows, E hidden size, D head size, K inputs of a product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from infsample_rl.rollout.engine.triton_step import TritonStep
+from infsample_rl.rollout.kernels.attention_triton import STORED_DTYPES
+from infsample_rl.rollout.kernels.layer_weights import AttentionIn, AttentionOut
+from infsample_rl.rollout.kernels.triton_linear import _embed_kernel, _gated_kernel, _heads_kernel, _hidden_kernel, _norm_kernel
+
+MAX_ROWS = 64
+HIDDEN_TILE, GATED_TILE = 64, 128  # weight rows of a program; of a head's: D
+REGISTERS = 65536  # of a multiprocessor
+STAGED_BYTES = 100 * 1024  # of shared memory for blocks of weights on their way
+
+
+class Settings(NamedTuple):
+    """What a product's kernel does best with."""
+
+    programs: float  # per multiprocessor at least, by splitting K
+    block_k: int  # columns of a block of weights at most
+    preloads: int  # blocks that a program loads before what it depends on is done
+    stages: int  # further blocks on their way
+    warps: int
+
+
+FEW_ROWS = 16  # one block of a matrix product
+SETTINGS = {  # by whether there are more rows
+    False: {
+        "heads": Settings(1.8, 128, 2, 4, 8),
+        "out": Settings(1.8, 128, 2, 4, 4),
+        "gated": Settings(2.8, 64, 2, 4, 4),
+        "down": Settings(1.8, 128, 4, 4, 8),
+    },
+    True: {
+        "heads": Settings(0.9, 64, 4, 4, 8),
+        "out": Settings(1.8, 128, 2, 4, 8),
+        "gated": Settings(1.4, 64, 2, 4, 8),
+        "down": Settings(1.8, 128, 2, 4, 8),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one product is divided among programs."""
+
+    num_inputs: int
+    num_tiles: int
+    tile: int
+    splits: int  # of K
+    settings: Settings
+
+    @property
+    def num_partials(self) -> int:
+        """Sums of all programs for one row."""
+        return self.num_tiles * self.splits * self.tile
+
+    def sizes(self, num_rows: int, *, early: bool, product: tl.dtype) -> dict:
+        """Compile-time sizes and launch options of its kernel."""
+        settings, padded = self.settings, max(16, triton.next_power_of_2(num_rows))
+        width = self.num_inputs // self.splits
+        block = min(settings.block_k, width & -width)  # powers of two
+        stages = max(2, min(settings.stages, STAGED_BYTES // (2 * block * (self.tile + padded))))
+        sizes = {"K": self.num_inputs, "M": padded, "TILE": self.tile, "SPLITS": self.splits, "BLOCK_K": block}
+        sizes["PRELOADS"] = min(settings.preloads, width // block)
+        options = {"num_warps": settings.warps, "num_stages": stages, "launch_pdl": early}
+        if early:  # so many registers that all programs find a place at once
+            options["maxnreg"] = min(248, REGISTERS // (32 * settings.warps * math.ceil(settings.programs)) & -8)
+        return sizes | {"EARLY": early, "PRODUCT": product} | options
+
+
+def plan(settings: Settings, num_inputs: int, num_tiles: int, tile: int, num_processors: int) -> Plan:
+    """The fewest splits of K, of 64 columns or a multiple, that give every multiprocessor its programs."""
+    blocks = num_inputs // 64
+    divisors = [count for count in range(1, blocks + 1) if blocks % count == 0]
+    wanted = settings.programs * num_processors
+    splits = next((count for count in divisors if num_tiles * count >= wanted), blocks)
+    return Plan(num_inputs, num_tiles, tile, splits, settings)
+
+
+def plans(into: AttentionIn, out: AttentionOut, num_processors: int, *, many_rows: bool) -> dict[str, Plan]:
+    """The plans of a layer's four products, by name."""
+    size, inner, settings = into.weight.shape[1], out.down.shape[1], SETTINGS[many_rows]
+    shapes = {  # inputs, blocks of columns, columns of a block
+        "heads": (size, into.weight.shape[0] // into.head_dim, into.head_dim),
+        "out": (out.out.shape[1], size // HIDDEN_TILE, HIDDEN_TILE),
+        "gated": (size, 2 * inner // GATED_TILE, GATED_TILE),
+        "down": (inner, size // HIDDEN_TILE, HIDDEN_TILE),
+    }
+    return {name: plan(settings[name], *shape, num_processors) for name, shape in shapes.items()}
+
+
+class TritonLayers:
+    """The layers whose weights are `ins` and `outs`. Hidden states [R, E] stay in one buffer, beside their sums of squares by tile."""
+
+    def __init__(self, model: nn.Module, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]) -> None:
+        """Raises ValueError for weights that `why_not` has something against."""
+        reason = why_not(ins[0], outs[0])
+        if reason:
+            raise ValueError(f"TritonLayers does not run this model: {reason}")
+        self.model, self.ins, self.outs, self.scalings = model, ins, outs, scalings
+        device, one, other = ins[0].weight.device, ins[0], outs[0]
+        is_cuda = device.type == "cuda"
+        self.early = is_cuda  # the interpreter has no programmatic dependent launch
+        num = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 4
+        self.tiles = one.weight.shape[1] // HIDDEN_TILE  # of hidden states
+        self.plans = {many_rows: plans(one, other, num, many_rows=many_rows) for many_rows in (False, True)}
+        most = {many_rows: max(plan.num_partials for plan in of.values()) for many_rows, of in self.plans.items()}
+        self.partials = torch.empty(max(FEW_ROWS * most[False], MAX_ROWS * most[True]), dtype=torch.float32, device=device)
+        num_tiles = max(plan.num_tiles for plan in self.plans[False].values())
+        self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+        self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weight.dtype]  # the interpreter has no other dot
+        self.square_sizes = {"SQUARE_PARTS": self.tiles, "SQUARE_PAD": triton.next_power_of_2(self.tiles)}
+
+    def takes(self, step: object) -> bool:
+        """Whether the layers can run a step."""
+        return isinstance(step, TritonStep) and step.num_rows <= MAX_ROWS
+
+    def __call__(self, tokens: Tensor, positions: Tensor, step: TritonStep) -> Tensor:
+        """tokens [R], positions [R] in the whole sequence -> last hidden states [R, E], normed."""
+        table = self.model.embed_tokens.weight
+        num_rows, size = len(tokens), table.shape[1]
+        cos, sin = (part[:, 0].contiguous() for part in self.model.rotary_emb(table[:1, None], positions[:, None]))
+        hidden = torch.empty(num_rows, size, dtype=table.dtype, device=table.device)
+        squares = torch.empty(num_rows, self.tiles, dtype=torch.float32, device=table.device)
+        _embed_kernel[(num_rows, self.tiles)](tokens, table, hidden, squares, E=size, TILE=HIDDEN_TILE)
+        for index, (into, out) in enumerate(zip(self.ins, self.outs, strict=True)):
+            query = self.project(into, hidden, squares, cos, sin, step, index)
+            attended = step.attend_written(index, query, self.scalings[index], early=self.early)
+            self.add_product("out", attended, out.out, out.out_bias, hidden, squares)
+            gated = self.gate(out, hidden, squares)
+            self.add_product("down", gated, out.down, out.down_bias, hidden, squares)
+        normed = torch.empty_like(hidden)
+        _norm_kernel[(num_rows, self.tiles)](
+            hidden, squares, self.model.norm.weight, normed, self.ins[0].epsilon,
+            E=size, TILE=HIDDEN_TILE, **self.square_sizes, EARLY=self.early, launch_pdl=self.early,
+        )  # fmt: skip
+        return normed
+
+    def _plan(self, name: str, num_rows: int) -> Plan:
+        return self.plans[num_rows > FEW_ROWS][name]
+
+    def project(self, weights: AttentionIn, hidden: Tensor, squares: Tensor, cos: Tensor, sin: Tensor, step: TritonStep, layer: int) -> Tensor:
+        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [R, D]; keys and values are written to the layer's pages."""
+        num_rows, kv, plan = len(hidden), step.kv, self._plan("heads", len(hidden))
+        shape = (num_rows, weights.num_kv_heads, weights.head_dim)
+        query = torch.empty(num_rows, weights.num_heads, weights.head_dim, dtype=hidden.dtype, device=hidden.device)
+        is_direct = kv.scales is None
+        keys, values = kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
+        tables = step.batch.tables
+        _heads_kernel[(plan.num_tiles * plan.splits,)](
+            hidden, squares, weights.norm, weights.weight, weights.bias, weights.query_norm, weights.key_norm, cos, sin, query, keys, values,
+            tables, step.positions, tables.stride(0), self.partials, self.counters, num_rows, weights.epsilon,
+            HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0, **self.square_sizes,
+            **plan.sizes(num_rows, early=self.early, product=self.product),
+        )  # fmt: skip
+        if not is_direct:
+            kv.write(layer, step.write_index, keys, values)
+        return query
+
+    def gate(self, weights: AttentionOut, hidden: Tensor, squares: Tensor) -> Tensor:
+        """hidden [R, E] -> silu(gate) * up of its norm [R, intermediate size]."""
+        num_rows, plan = len(hidden), self._plan("gated", len(hidden))
+        out = torch.empty(num_rows, weights.down.shape[1], dtype=hidden.dtype, device=hidden.device)
+        _gated_kernel[(plan.num_tiles * plan.splits,)](
+            hidden, squares, weights.norm, weights.gate_up, weights.gate_up_bias, out, self.partials, self.counters, num_rows, weights.epsilon,
+            N=out.shape[1], **self.square_sizes, **plan.sizes(num_rows, early=self.early, product=self.product),
+        )  # fmt: skip
+        return out
+
+    def add_product(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, squares: Tensor) -> None:
+        """hidden [R, E] += x @ weight.T + bias, and its sums of squares anew. `name`: out or down."""
+        num_rows, plan = len(hidden), self._plan(name, len(hidden))
+        _hidden_kernel[(plan.num_tiles * plan.splits,)](
+            x, weight, bias, hidden, squares, self.partials, self.counters, num_rows,
+            N=hidden.shape[1], **plan.sizes(num_rows, early=self.early, product=self.product),
+        )  # fmt: skip
+
+
+def why_not(into: AttentionIn, out: AttentionOut) -> str:
+    """What keeps the kernels from running layers of these weights, as half a sentence; "" for nothing."""
+    weight, head_dim, inner = into.weight, into.head_dim, out.down.shape[1]
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"weights are {weight.dtype}, not bfloat16 or float16"
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10):  # others have too little shared memory
+        return "the GPU is not of compute capability 9 or 10"
+    if head_dim & (head_dim - 1) or not 32 <= head_dim <= 256:
+        return f"head_dim={head_dim} is not 32, 64, 128 or 256"
+    for name, size, multiple in (("hidden_size", weight.shape[1], 64), ("intermediate_size", inner, 64), ("heads x head_dim", out.out.shape[1], 64)):
+        if size % multiple:
+            return f"{name}={size} is not a multiple of {multiple}"
+    tensors = [tensor for tensor in (*into, *out) if isinstance(tensor, Tensor)]
+    return "" if all(tensor.is_contiguous() for tensor in tensors) else "a weight is not contiguous"

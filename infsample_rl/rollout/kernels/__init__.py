@@ -1,0 +1,1 @@
+"""Decode kernels: Triton on CUDA, compiled C++ on the CPU."""

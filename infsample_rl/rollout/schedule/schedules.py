@@ -1,0 +1,315 @@
+"""Which sample of a prompt group decodes next: plain ints, so the engine and a simulator run the same objects.
+
+A schedule is made for one group of `num_samples` samples and `slots` slots. Whoever drives it offers a free slot with
+`next_sample(slot)`, starts the sample it answers, and reports its end with `finished(index, slot)`. None means nothing for
+this slot now; `holds(slot)` then says whether the group will want the slot later. Indices count the samples asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Sequence
+from numbers import Real
+
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
+
+BUDGETED = ("fptas", "infinite")
+
+
+class PredictedKV:
+    """The KV budget of `fptas` and `infinite`, counted in predicted tokens.
+
+    The paper wants "the total cost in each bin" below "a predefined memory threshold" and promotes samples "if they fit the current
+    memory profile". A slot decodes its bin one sample after another and gives each one's KV back, so what a bin takes is its longest
+    sample, never the sum, and what decodes together is one sample of each slot. Hence: a bin whose longest sample is above the budget
+    is refused, and a sample that does not fit beside those decoding is passed over for the next in line. Nothing waits for ever: where
+    no sample of the group decodes, any one fits. Predictions may be wrong; the pool itself is kept within bounds by the planner.
+    """
+
+    def __init__(self, lengths: Sequence[float], budget: float = math.inf, bins: Sequence[Sequence[int]] = ()) -> None:
+        """Raises ValueError for a bin above `budget` tokens, prompt not counted."""
+        self._lengths, self._budget = lengths, budget
+        self._running: set[int] = set()
+        for number, samples in enumerate(bins):
+            load = max((lengths[index] for index in samples), default=0)
+            if load > budget:
+                smallest = f"the least that works is {math.ceil(max(lengths))}"
+                raise ValueError(f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g} without prompt; {smallest}")
+
+    def start(self, index: int) -> bool:
+        """Count sample `index` in, if it fits now. Summed anew each time: a running difference of floats would never return to 0."""
+        if self._budget < math.inf:
+            if math.fsum(self._lengths[other] for other in (*self._running, index)) > self._budget:
+                return False
+            self._running.add(index)
+        return True
+
+    def end(self, index: int) -> None:
+        """Sample `index` has given its KV back."""
+        self._running.discard(index)
+
+
+class SharedQueue:
+    """One queue for all slots: continuous sampling without barriers (`arrival`, `full_group`, `sjf`, `lpt`, `infinite`).
+
+    `first` reserves a sample for a slot's first turn (Algorithm 1 starts the first sample of each FPTAS group). A reserved
+    sample may still be drawn by another slot when it is next in line: Algorithm 3 draws from samples outside `mask`, which
+    after phase 1 is none, so we read it as those not started.
+    """
+
+    def __init__(self, order: Sequence[int], first: dict[int, int] | None = None, kv: PredictedKV | None = None) -> None:
+        self._order = deque(order)
+        self._first = dict(first or {})
+        self._kv = kv or PredictedKV(())
+        self._started: set[int] = set()
+        self._num_samples = self._unfinished = len(self._order)
+
+    def next_sample(self, slot: int) -> int | None:
+        """The sample that starts in `slot` now, or None."""
+        while self._order and self._order[0] in self._started:
+            self._order.popleft()
+        reserved = self._first.pop(slot, None)
+        for index in self._order if reserved is None else (reserved, *self._order):
+            if index not in self._started and self._kv.start(index):
+                self._started.add(index)
+                return index
+        return None
+
+    def finished(self, index: int, slot: int) -> None:
+        """Sample `index` has ended in `slot`."""
+        self._kv.end(index)
+        self._unfinished -= 1
+
+    def withdraw(self, count: int) -> list[int]:
+        """Up to `count` samples that have not started and now never will, the last in line first."""
+        withdrawn = self._free_to_go()[::-1][:count]
+        self._order = deque(index for index in self._order if index not in withdrawn)
+        self._num_samples -= len(withdrawn)
+        self._unfinished -= len(withdrawn)
+        return withdrawn
+
+    def holds(self, slot: int) -> bool:
+        """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is free once it fits."""
+        return False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return len(self._started) < self._num_samples
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that withdraw() could name."""
+        return len(self._free_to_go())
+
+    def _free_to_go(self) -> list[int]:
+        """Samples that have not started and are promised to no slot, in line."""
+        kept = {*self._started, *self._first.values()}
+        return [index for index in self._order if index not in kept]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return self._unfinished == 0
+
+
+class SlotQueues:
+    """Each slot has its own queue and no other slot helps (`fixed_slot`, `fptas`)."""
+
+    def __init__(self, queues: Sequence[Sequence[int]], kv: PredictedKV | None = None) -> None:
+        self._queues = [list(queue) for queue in queues]
+        self._kv = kv or PredictedKV(())
+        self._unfinished = sum(len(queue) for queue in queues)
+
+    def next_sample(self, slot: int) -> int | None:
+        """The first sample of the slot's own queue that fits now, or None."""
+        queue = self._queues[slot]
+        return next((queue.pop(place) for place, index in enumerate(queue) if self._kv.start(index)), None)
+
+    def finished(self, index: int, slot: int) -> None:
+        """Sample `index` has ended in `slot`."""
+        self._kv.end(index)
+        self._unfinished -= 1
+
+    def holds(self, slot: int) -> bool:
+        """Whether `slot`, free now, will be wanted later."""
+        return bool(self._queues[slot])
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return any(self._queues)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return self._unfinished == 0
+
+
+class Rounds:
+    """Micro groups of `slots` samples one after another, with a barrier between (`naive`, the paper's section 3.1)."""
+
+    def __init__(self, num_samples: int, slots: int) -> None:
+        self._num_samples, self._slots = num_samples, slots
+        self._round_start = 0
+        self._waiting = set(range(min(slots, num_samples)))  # of this round, by slot
+        self._running = 0
+
+    def next_sample(self, slot: int) -> int | None:
+        """This round's sample of `slot`, or None when it has started or the round has none for the slot."""
+        if slot not in self._waiting:
+            return None
+        self._waiting.discard(slot)
+        self._running += 1
+        return self._round_start + slot
+
+    def finished(self, index: int, slot: int) -> None:
+        """Sample `index` has ended in `slot`; the last one of a round opens the next."""
+        self._running -= 1
+        if self._running or self._waiting:
+            return
+        self._round_start += self._slots
+        self._waiting = set(range(max(0, min(self._slots, self._num_samples - self._round_start))))
+
+    def holds(self, slot: int) -> bool:
+        """Whether `slot`, free now, has a sample in a later round."""
+        return self._round_start + self._slots + slot < self._num_samples
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some sample has not started."""
+        return bool(self._waiting) or self._round_start + self._slots < self._num_samples
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample has ended."""
+        return self._round_start >= self._num_samples
+
+
+class Endless:
+    """Freed slots start new samples without end; the first `num_samples` to finish are kept (`dynamic_slot`).
+
+    Short samples finish first, so the kept ones are shorter than the policy's (the paper's figures 3b and table 1).
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._unfinished = num_samples
+        self._next = 0
+
+    def next_sample(self, slot: int) -> int | None:
+        """The next new sample; indices num_samples and above are extra ones."""
+        if self.is_done:
+            return None
+        self._next += 1
+        return self._next - 1
+
+    def finished(self, index: int, slot: int) -> None:
+        """Sample `index` has ended in `slot` and is kept."""
+        self._unfinished -= 1
+
+    def holds(self, slot: int) -> bool:
+        """Whether `slot`, free now, will be wanted later."""
+        return False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether another sample would start: until enough have ended, always."""
+        return not self.is_done
+
+    @property
+    def is_done(self) -> bool:
+        """Whether as many samples as asked for have ended; those still running are dropped."""
+        return self._unfinished == 0
+
+
+Schedule = SharedQueue | SlotQueues | Rounds | Endless
+
+
+def make_schedule(
+    name: str,
+    num_samples: int,
+    slots: int,
+    lengths: Sequence[float] | None = None,
+    epsilon: float = 0.1,
+    kv_budget_tokens: float | None = None,
+) -> Schedule:
+    """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and token_budget.
+
+    `kv_budget_tokens`: of fptas and infinite, what their slots may hold at a time by prediction, prompt not counted (PredictedKV).
+    Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not finite and positive, and a bin
+    above the budget.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
+    if num_samples < 1 or slots < 1:
+        raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
+    if kv_budget_tokens is not None and name not in BUDGETED:
+        raise ValueError(f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}")
+    reads = name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None)
+    if reads and (lengths is None or len(lengths) != num_samples):
+        raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}")
+    if lengths is not None:
+        check_predictions(lengths)
+    everyone = range(num_samples)
+    if name in ("arrival", "full_group") or (name == "token_budget" and not reads):  # full_group differs in its slot count alone
+        return SharedQueue(everyone)
+    if name in ("lpt", "token_budget"):  # token_budget: how many at once is the planner's to decide
+        return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
+    if name == "sjf":
+        return SharedQueue(sorted(everyone, key=lambda index: lengths[index]))
+    if name == "naive":
+        return Rounds(num_samples, slots)
+    if name == "fixed_slot":
+        return SlotQueues([list(everyone[slot::slots]) for slot in range(slots)])
+    if name == "dynamic_slot":
+        return Endless(num_samples)
+    return _binned(name, slots, lengths, epsilon, kv_budget_tokens)
+
+
+def _binned(name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_budget_tokens: float | None) -> Schedule:
+    """`fptas`: each slot its own bin. `infinite`, Algorithm 1: the first of each bin, then Algorithm 3, the shortest that fits."""
+    groups = fptas_groups(lengths, slots, epsilon)
+    kv = PredictedKV(lengths, math.inf if kv_budget_tokens is None else kv_budget_tokens, groups)
+    if name == "fptas":
+        return SlotQueues(groups, kv)
+    first = {slot: group[0] for slot, group in enumerate(groups) if group}
+    return SharedQueue(sorted(range(len(lengths)), key=lambda index: lengths[index]), first, kv)
+
+
+def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
+    """Raise ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what they are called."""
+    for index, length in enumerate(lengths):
+        if not (isinstance(length, Real) and 0 < length <= sys.float_info.max):
+            raise ValueError(f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense is 1")
+
+
+def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:
+    """Algorithm 2: assign samples to `num_groups` groups of near equal total length; each group in its decoding order.
+
+    fptas_groups([6, 5, 4, 3, 2], 2, 0.1) -> [[0, 2], [1, 3, 4]] (loads 10 and 10)
+
+    As the paper has it this is first-fit-decreasing on rounded lengths, with no (1 + epsilon) guarantee, and it drops a
+    sample that fits in no group; here such a sample goes to the least loaded one. Raises ValueError for no lengths, lengths
+    that are not finite and positive, no groups, epsilon not above 0.
+    """
+    if len(lengths) == 0:
+        raise ValueError("lengths must be positive and at least one, got none")
+    check_predictions(lengths)
+    lengths = [float(length) for length in lengths]
+    if num_groups < 1 or not 0 < epsilon < math.inf:
+        raise ValueError(f"num_groups must be >= 1 and epsilon > 0, got {num_groups} and {epsilon}")
+    unit = epsilon * sum(lengths) / num_groups
+    if not (0 < unit < math.inf and max(lengths) / unit < math.inf):
+        raise ValueError(f"lengths from {min(lengths):g} to {max(lengths):g} tokens cannot be rounded to units of {unit:g}")
+    rounded = [math.ceil(length / unit) for length in lengths]
+    capacity = math.ceil(sum(rounded) / num_groups)
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [0] * num_groups
+    for index in sorted(range(len(lengths)), key=lambda i: -rounded[i]):
+        fitting = [group for group in range(num_groups) if loads[group] + rounded[index] <= capacity]
+        group = fitting[0] if fitting else min(range(num_groups), key=lambda g: loads[g])
+        groups[group].append(index)
+        loads[group] += rounded[index]
+    return groups

@@ -1,0 +1,40 @@
+"""Who decodes in which row of an engine, from when to when: noted where rows come and go, which is rare beside the steps. Plain ints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from infsample_rl.rollout.schedule.prompt_group import Sample
+from infsample_rl.types import RowStay
+
+
+class StayLog:
+    """The stays of one call's samples, until each is asked for."""
+
+    def __init__(self) -> None:
+        self._open: dict[Sample, tuple[int, int, float, int]] = {}  # row, running step, time.time(), tokens it had
+        self._stays: dict[Sample, list[RowStay]] = {}
+
+    def arrange(self, rows: Iterable[Sample], step: int) -> None:
+        """From the running step that follows `step` others on, these samples decode, each in its slot."""
+        now, staying = time.time(), set(rows)
+        for sample, (row, *_) in list(self._open.items()):
+            if sample not in staying or sample.slot != row:  # preempted, or waits with its prefix
+                self._close(sample, step, now)
+        for sample in staying - self._open.keys():
+            self._open[sample] = (sample.slot, step, now, len(sample.tokens))
+
+    def end(self, samples: Iterable[Sample], step: int) -> None:
+        """These samples have ended, after `step` running steps."""
+        now = time.time()
+        for sample in samples:
+            self._close(sample, step, now)
+
+    def take(self, sample: Sample) -> list[RowStay]:
+        """The stays of a sample that has ended, first to last."""
+        return self._stays.pop(sample, [])
+
+    def _close(self, sample: Sample, step: int, now: float) -> None:
+        row, start, started, before = self._open.pop(sample)
+        self._stays.setdefault(sample, []).append(RowStay(row, start, step, started, now, len(sample.tokens) - before))

@@ -1,0 +1,326 @@
+"""What every running step does: which samples decode, which start, grow, give way or come back. Plain ints.
+
+The engine and the simulator drive the same planner: `next_step()` says what to run, `end_step(ended)` what has come of it.
+KV pages are taken as rows grow and never beyond the pool. Fixed-slot schedules start a sample only when a full response fits
+beside those that decode, so they never run short; `token_budget` starts what its policy lets in and preempts when pages run out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from infsample_rl.rollout.schedule.kv_pool import KVPool
+from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One running step, to be carried out in the order of the fields."""
+
+    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)  # preempted: copy the KV of these pages out of the pool
+    prefills: list[PromptGroup] = field(default_factory=list)  # compute the prompt's KV into the group's pages
+    restored: list[Sample] = field(default_factory=list)  # copy the KV back
+    rebuilt: list[Sample] = field(default_factory=list)  # compute the KV from token num_kv_tokens to the newest but one again, one prefill each
+    rows: list[Sample] = field(default_factory=list)  # each gets one token; rows of one prompt are neighbours
+    rows_changed: bool = False  # other rows than in the step before
+    pages_changed: bool = False  # some row has a new page
+
+
+class StepPlanner:
+    """The prompts of one call that wait, those resident, the samples that decode and those in line."""
+
+    def __init__(
+        self,
+        groups: Sequence[PromptGroup],
+        pool: KVPool,
+        *,
+        num_slots: int,
+        prompts_at_once: int,
+        max_new_tokens: int,
+        policy: TokenBudgetPolicy | None = None,
+        parking: Parking | None = None,
+    ) -> None:
+        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there is room; what finds
+        none, and with None all, keeps its pages until they are needed and is rebuilt."""
+        self.pool, self.policy, self.parking = pool, policy, parking
+        self.prompts_at_once = prompts_at_once
+        for place, group in enumerate(groups):
+            group.place = place
+        self.waiting = deque(groups)
+        self.resident: list[PromptGroup] = []
+        self.running: list[Sample] = []
+        self.line: list[Sample] = []  # token_budget: preempted samples, and at most one that has not started
+        self.running_steps = self.num_preemptions = self.recomputed_tokens = self.parked_tokens = self.num_tokens = self.most_rows = 0
+        self.num_slots, self._max_new_tokens = num_slots, max_new_tokens
+        self._free_slots = list(range(num_slots))  # ascending
+        self._full_pages = pool.pages_for(max_new_tokens)
+        self._keepers: list[Sample] = []  # samples that wait with the KV of their prefix
+        self._num_admitted = 0
+        self._rows_left = False  # since the last plan
+        self._plan = StepPlan()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample of every prompt has ended."""
+        return not self.waiting and not self.resident
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether rows decode of which none came, went or ended a prefix in the last planned step or since."""
+        return bool(self.running) and not (self._plan.rows_changed or self._rows_left or self._keepers)
+
+    def next_step(self) -> StepPlan:
+        """Plan one running step. RuntimeError when nothing can run although samples are left (never, unless a schedule is broken)."""
+        plan = self._plan = StepPlan()
+        self._grow_rows()
+        self._fill_slots()
+        if not self.running:
+            raise RuntimeError("no sample could start, yet some are not finished")
+        if plan.rows_changed or self._rows_left:
+            plan.rows_changed = True
+            place = {id(group): position for position, group in enumerate(self.resident)}
+            self.running.sort(key=lambda sample: (place[id(sample.group)], sample.slot))
+        self._rows_left = False
+        self.running_steps += len(plan.rebuilt)
+        return self._run_rows(plan)
+
+    def repeat_step(self) -> StepPlan | None:
+        """A step of the same rows, or None when a row is at its end or has left, or some need pages and too few are free.
+
+        It may be planned before it is known which rows the last step has ended: their token is then thrown away.
+        """
+        if self._rows_left or not self.running or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running):
+            return None
+        growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.num_tokens]
+        if len(growing) > self.pool.num_free:
+            return None
+        for sample in growing:
+            sample.pages += self.pool.take(1)
+        return self._run_rows(StepPlan(pages_changed=bool(growing)))
+
+    def _run_rows(self, plan: StepPlan) -> StepPlan:
+        plan.rows = list(self.running)
+        for sample in plan.rows:
+            sample.num_tokens += 1
+        self.num_tokens += len(plan.rows)
+        self.most_rows = max(self.most_rows, len(plan.rows))
+        self.running_steps += 1
+        return plan
+
+    def end_step(self, ended: Sequence[Sample]) -> None:
+        """`ended`: rows whose newest token was their last. Samples at the end of their prefix leave by themselves."""
+        for sample in ended:
+            self._leave(sample)
+            self._forget(sample)
+            if sample.group.finish(sample) and self.policy is not None:
+                self.policy.observe_finished(sample.group_id, sample.num_tokens)
+        for sample in [sample for sample in self.running if sample.num_tokens == sample.wait_at]:
+            self._leave(sample)
+            sample.num_kv_tokens = sample.num_tokens - 1
+            self._keepers.append(sample)
+            sample.group.keep_waiting(sample)
+        for group in [group for group in self.resident if group.is_done]:
+            self._drop_group(group)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples that have not started and that give_back() could hand over."""
+        return sum(group.num_waiting for group in (*self.resident, *self.waiting))
+
+    def give_back(self) -> dict[int, list[int]]:
+        """Half of the samples that have not started, the last in line first; they are no longer wanted. {prompt_index: sample indices}."""
+        groups = [*self.resident, *self.waiting]
+        left, given = self.num_waiting // 2, {}
+        for group in reversed(groups):
+            indices = group.withdraw(left)
+            left -= len(indices)
+            if indices:
+                given[group.prompt_index] = sorted(indices)
+        self.waiting = deque(group for group in self.waiting if not group.is_done)
+        for group in [group for group in self.resident if group.is_done]:
+            self._drop_group(group)
+        return given
+
+    def drop_all(self) -> None:
+        """Let go of all samples and prompts."""
+        self.waiting.clear()
+        for group in list(self.resident):
+            self._drop_group(group)
+
+    # pages
+
+    def _grow_rows(self) -> None:
+        """A page for every row whose newest token has none, the one that has run longest first."""
+        page_size = self.pool.page_size
+        growing = [sample for sample in self.running if len(sample.pages) * page_size < sample.num_tokens]
+        for sample in sorted(growing, key=lambda sample: sample.admitted_order):
+            if sample.slot >= 0 and self._make_room(1, sample):
+                sample.pages += self.pool.take(1)
+                self._plan.pages_changed = True
+
+    def _make_room(self, count: int, taker: Sample) -> bool:
+        """Free pages until there are `count`. False: `taker` itself had to go.
+
+        Kept prefixes give way first, then what preempted samples still hold, page by page, then prompts without rows, then rows.
+        """
+        while self.pool.num_free < count:
+            if self._keepers:
+                self._forget(self._keepers.pop())
+            elif donors := [sample for sample in self.line if sample.pages]:
+                donor = donors[self.policy.donor(donors)]
+                self.pool.release([donor.pages.pop()])
+            elif idle := [group for group in self.resident if group.pages and not group.num_running and group is not taker.group]:
+                self._release_prompt(idle[-1])
+            elif self.policy is None:
+                raise RuntimeError(f"the KV pool of {self.pool.num_pages} pages has run out")
+            else:
+                victim = self.running[self.policy.victim(self.running)]
+                self._preempt(victim)
+                if victim is taker:
+                    return False
+        return True
+
+    def _preempt(self, sample: Sample) -> None:
+        self.num_preemptions += 1
+        self._leave(sample)
+        self._plan.rows_changed = True
+        sample.num_kv_tokens = max(0, sample.num_tokens - 1)
+        count = self.pool.pages_for(sample.num_kv_tokens)
+        if self.parking is not None and count and self.parking.take(count):
+            sample.num_parked_pages = count
+            self.parked_tokens += sample.num_kv_tokens
+            self._plan.parked.append((sample, sample.pages[:count]))
+            self.pool.release(sample.pages)
+            sample.pages = []
+        self.line.append(sample)
+
+    def _forget(self, sample: Sample) -> None:
+        self.pool.release(sample.pages)
+        sample.pages, sample.num_kv_tokens = [], 0
+        self._unpark(sample)
+
+    def _unpark(self, sample: Sample) -> None:
+        if sample.num_parked_pages:
+            self.parking.release(sample.num_parked_pages)
+            sample.num_parked_pages = 0
+
+    def _leave(self, sample: Sample) -> None:
+        self.running.remove(sample)
+        self._rows_left = True
+        sample.group.num_running -= 1
+        self.pool.release(sample.group.pages)
+        self._free_slots.append(sample.slot)
+        self._free_slots.sort()
+        sample.slot = -1
+
+    # admission
+
+    def _fill_slots(self) -> None:
+        for slot in list(self._free_slots):
+            sample = self._next_of_slot(slot) if self.policy is None else self._next_of_line(slot)
+            if sample is not None:
+                self._start(sample, slot)
+            elif self.policy is not None:
+                return  # slots of token_budget are all alike
+
+    def _next_of_slot(self, slot: int) -> Sample | None:
+        """Fixed slots: what the groups' schedules start in `slot`, if a full response fits."""
+        for group in self._groups_with_samples():
+            # Kept prefixes give way, so they do not count; nor do, where nothing runs, the prompts of others.
+            prompts = [other for other in self.resident if other.pages and (self.running or other is group)]
+            held = sum(len(other.pages) for other in prompts) + (len(self.running) + 1) * self._full_pages
+            if held + self._missing_prompt_pages(group) > self.pool.num_pages:
+                return None
+            if group not in self.resident:
+                self.resident.append(self.waiting.popleft())
+            sample = group.next_sample(slot)
+            if sample is not None or group.holds(slot):
+                return sample
+        return None
+
+    def _next_of_line(self, slot: int) -> Sample | None:
+        """token_budget: the policy's first in line, if it lets it in."""
+        if all(sample.num_tokens for sample in self.line):
+            group = next(self._groups_with_samples(), None)
+            if group is not None:
+                if group not in self.resident:
+                    self.resident.append(self.waiting.popleft())
+                self.line.append(group.next_sample(slot))
+        if not self.line:
+            return None
+        sample = self.line[self.policy.next_waiting(self.line)]
+        prompt_pages = self._missing_prompt_pages(sample.group)
+        missing = self.pool.pages_for(sample.num_tokens) - len(sample.pages) + prompt_pages
+        for_responses = self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
+        others_wait = self.prompts_at_once > 1 and bool(self.waiting or len(self.resident) > 1)
+        if not self.policy.may_admit(self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait):
+            return None
+        self.line.remove(sample)
+        return sample
+
+    def _groups_with_samples(self) -> Iterator[PromptGroup]:
+        """Resident prompts some of whose samples have not started, then those that may become resident."""
+        yield from [group for group in self.resident if group.has_waiting]
+        while self.waiting and len(self.resident) < self.prompts_at_once:
+            yield self.waiting[0]
+
+    def _missing_prompt_pages(self, group: PromptGroup) -> int:
+        return 0 if group.pages is not None else self.pool.pages_for(len(group.prompt_ids))
+
+    def _start(self, sample: Sample, slot: int) -> None:
+        """`sample` decodes in `slot` from this step on."""
+        group, pool = sample.group, self.pool
+        sample.admitted_order, self._num_admitted = self._num_admitted, self._num_admitted + 1
+        if sample in self._keepers:
+            self._keepers.remove(sample)
+        prompt_pages, new_pages = self._missing_prompt_pages(group), pool.pages_for(sample.num_tokens) - len(sample.pages)
+        self._make_room(new_pages + prompt_pages, sample)
+        if group.pages is None:
+            self._make_resident(group, prompt_pages)
+        pool.share(group.pages)
+        group.num_running += 1
+        if sample.num_parked_pages:
+            self._unpark(sample)
+            self._plan.restored.append(sample)
+        else:
+            sample.num_kv_tokens = min(sample.num_kv_tokens, len(sample.pages) * pool.page_size)
+            lost = max(0, sample.num_tokens - 1) - sample.num_kv_tokens
+            if lost:
+                self._plan.rebuilt.append(sample)
+                self.recomputed_tokens += lost
+        sample.pages += pool.take(new_pages)
+        sample.slot = slot
+        self._free_slots.remove(slot)
+        self.running.append(sample)
+        self._plan.rows_changed = True
+
+    def _make_resident(self, group: PromptGroup, num_pages: int) -> None:
+        group.pages = self.pool.take(num_pages)
+        self._plan.prefills.append(group)
+        if group.was_resident:  # its prompt had to give way: computed once more
+            self.recomputed_tokens += len(group.prompt_ids)
+            self.running_steps += 1
+        group.was_resident = True
+
+    def _release_prompt(self, group: PromptGroup) -> None:
+        self.pool.release(group.pages)
+        group.pages = None
+
+    def _drop_group(self, group: PromptGroup) -> None:
+        """A group whose samples are all in, or a stream closed early: nothing of it stays."""
+        for sample in [sample for sample in self.running if sample.group is group]:
+            self._leave(sample)
+            self._forget(sample)
+        for sample in [sample for sample in self._keepers if sample.group is group]:
+            self._forget(sample)
+        self._keepers = [sample for sample in self._keepers if sample.group is not group]
+        for sample in [sample for sample in self.line if sample.group is group]:
+            self._forget(sample)
+            self.line.remove(sample)
+        self.resident.remove(group)
+        if group.pages is not None:
+            self._release_prompt(group)

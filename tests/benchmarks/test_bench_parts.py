@@ -1,0 +1,122 @@
+"""Roofline, fit and row counts of the benchmarks, with the expected values written out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks import models, process
+from benchmarks.engine import EngineOptions
+from benchmarks.memory import MemoryOptions, points, record_of
+from benchmarks.memory_points import early_stop_ids
+from benchmarks.rival_settings import micro_batch_rows, rival_measurements
+from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
+from benchmarks.workload import Workload
+from infsample_rl.commands import measurements
+
+
+def test_kv_budget_counts_slots_and_the_resident_prompt():
+    assert Workload(slots=4, max_new_tokens=128, prompt_tokens=100).kv_budget_tokens() == 612
+    assert Workload(slots=4, max_new_tokens=128, prompt_tokens=100).kv_budget_tokens(2) == 712
+
+
+def test_kv_bytes_read_by_hand():
+    # 3 steps x 10 prompt tokens; lengths 3 and 2 read 0 + 1 + 2 and 0 + 1 earlier response tokens; 4 bytes each
+    assert kv_bytes_read([3, 2], running_steps=3, prompt_tokens=10, kv_bytes_per_token=4) == 4 * (30 + 3 + 1)
+
+
+def test_roofline_is_bytes_over_bandwidth():
+    assert roofline_seconds(running_steps=10, weight_bytes_read=100, kv_bytes=500, bandwidth=1000.0) == 1.5
+
+
+def test_step_time_is_fitted_by_least_squares():
+    c0, c1 = fit_step_time({1: 0.012, 2: 0.014, 4: 0.018, 8: 0.026})
+    assert (c0, c1) == (pytest.approx(0.010), pytest.approx(0.002))
+    with pytest.raises(ValueError, match="two different counts"):
+        fit_step_time({4: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("budget", "row", "group", "rows"),
+    [
+        (612, 228, 32, 2),  # 2 rows fit
+        (4196, 228, 32, 16),  # 18 fit, so two batches, of 16 each
+        (228, 228, 32, 1),
+        (100, 228, 32, 1),  # never none
+        (100000, 228, 32, 32),
+    ],
+)
+def test_micro_batches_are_as_few_as_the_budget_allows_and_even(budget, row, group, rows):
+    assert micro_batch_rows(budget, row, group) == rows
+
+
+def test_every_rival_runs_at_its_best_and_at_equal_kv():
+    options = EngineOptions(vllm_python="python", group_size=32, slots=4, max_new_tokens=128, prompt_tokens=100)
+    found = {each.name: each.variants for each in rival_measurements(options, {"kv_bytes_per_token": 8, "device": "cpu"})}
+    assert list(found) == ["generate", "generate/equal_kv", "generate_batch", "generate_batch/equal_kv", "vllm", "vllm/equal_kv"]
+    assert {variant["rows"] for variant in found["generate"]} == {32}
+    assert {variant["rows"] for variant in found["generate/equal_kv"]} == {2}
+    assert {variant["kv_tokens"] for variant in found["generate_batch/equal_kv"]} == {612}
+    assert {variant["num_blocks"] for variant in found["vllm/equal_kv"]} == {19}  # 19 x 32 = 608 <= 612
+
+
+def test_weight_and_kv_bytes_of_a_shape():
+    config = models.shape_config("qwen3_1.7b")
+    with torch.device("meta"):
+        model = models.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert models.weight_bytes(model) == models.weight_bytes_read(model) == 3_441_149_952  # tied: the head is read
+    assert models.kv_bytes_per_token(model) == 114_688
+
+
+def test_an_embedding_that_is_not_the_head_is_not_read():
+    config = models.shape_config("qwen3_8b")
+    with torch.device("meta"):
+        model = models.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert models.weight_bytes(model) - models.weight_bytes_read(model) == 151936 * 4096 * 2
+    assert models.kv_bytes_per_token(model) == 147_456
+
+
+def test_prompts_differ_and_have_the_length_asked_for(tiny_qwen3):
+    tokenizer = models.load_tokenizer(models.ModelConfig(path=str(tiny_qwen3)))
+    for length in (5, 60, 300):
+        prompts = models.make_prompts(Workload(prompt_tokens=length), tokenizer, 3)
+        assert [len(prompt) for prompt in prompts] == [length] * 3
+    assert len({tuple(prompt) for prompt in prompts}) == 3
+    assert tokenizer.decode(prompts[0]).endswith("<|im_start|>assistant\n")
+
+
+def test_early_stop_ids_are_a_share_of_the_vocabulary():
+    assert len(early_stop_ids(1000, 8, seed=0)) == 125
+    assert early_stop_ids(1000, 8, seed=0) < set(range(1000))
+    assert len(early_stop_ids(3, 8, seed=0)) == 1
+
+
+def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
+    options = MemoryOptions(groups=[8, 32, 64], slot_counts=[1], shape="qwen3_1.7b")
+    found = [(point["kind"], point["group_size"], point["slots"]) for point in points(options)]
+    assert found[:4] == [("generate", 32, None), ("generate", 8, None), ("ours", 8, 8), ("ours", 32, 32)]
+    assert found[4:] == [("ours", 8, 1), ("ours", 32, 1), ("ours", 64, 1)]
+    facts = {"weight_bytes": 30, "device": "cpu", "versions": {}}
+    raw = {"seconds": 2.0, "lengths": [3, 4], "running_steps": 7, "peak_kv_bytes": 9, "kv_pool_bytes": 10, "reserved_memory_bytes": None}
+    rival = record_of(options, facts, points(options)[0], raw | {"peak_memory_bytes": 100}, [])
+    ours = record_of(options, facts, points(options)[5], raw | {"peak_memory_bytes": 45}, [rival])
+    assert (rival["paper_peak_memory_bytes"], ours["paper_peak_memory_bytes"]) == (21.55e9, 10.64e9)
+    assert (ours["saved_share"], ours["rest_bytes"], ours["tokens_per_s"]) == (pytest.approx(0.55), 5, 3.5)
+
+
+def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path):
+    talks = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
+    with pytest.raises(RuntimeError, match="status 3: the reason"):
+        process.measure(talks, {}, threads=1, timeout_s=20)
+    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '61']); print('waiting', flush=True); time.sleep(60)"
+    with pytest.raises(RuntimeError, match="longer than timeout_s=1; last words: waiting"):
+        process.measure([sys.executable, "-c", child], {}, threads=1, timeout_s=1)
+
+
+def test_a_table_says_what_was_not_measured():
+    assert measurements.cell("c0", None) == "-"
+    assert measurements.cell("peak_kv_bytes", 2_500_000) == "2.5"
+    assert measurements.cell("c1", 0.00123) == "1.23"
+    assert measurements.cell("roofline_fraction", 0.614) == "61.4%"

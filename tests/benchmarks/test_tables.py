@@ -1,0 +1,116 @@
+"""The paper's tables: what they count, what stands beside what, and the bound on dynamic_slot's mean length."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.paper_figures import ABLATION, SCHEDULER_CHOICE, least_kept_mean
+from benchmarks.tables import TableOptions, groups_of, main, markdown, rows_of
+from infsample_rl.rollout.length_prediction.recordings import Recording
+from infsample_rl.rollout.simulator import simulate
+
+LENGTHS = [6, 5, 4, 3, 2, 1]
+
+
+def write(folder, **extra):
+    path = folder / "toy.jsonl"
+    line = {"dataset": "gsm8k", "model": "toy", "prompt_id": "0", "lengths": LENGTHS, "max_new_tokens": 8} | extra
+    path.write_text(json.dumps(line) + "\n")
+    return path
+
+
+def steps_of(rows):
+    return {row["method"]: row["steps"] for row in rows}
+
+
+def test_rows_hold_the_steps_of_every_method_on_a_worked_group(tmp_path):
+    rows = rows_of(write(tmp_path), TableOptions(slots=2, sigma=0))
+    steps = steps_of(rows)
+    assert steps["naive"] == 6 + 4 + 2  # rounds (6, 5), (4, 3), (2, 1)
+    assert steps["fixed_slot"] == 6 + 4 + 2  # slot 0 decodes 6, 4, 2
+    assert steps["arrival"] == 11  # slots (6, 3, 2) and (5, 4, 1)
+    assert steps["sjf"] == 12  # (1, 3, 5) and (2, 4, 6)
+    assert steps["lpt *"] == steps["lpt"] == steps["optimum of the slots"] == 11  # 21 tokens on two slots
+    assert steps["bound of the slots"] == 10.5
+    assert steps["bound of the memory"] == 6  # 56 token-steps in 16 tokens would take 3.5, the longest takes 6
+    assert {row["true_mean"] for row in rows} == {3.5}
+
+
+def test_predictions_of_a_recording_are_used_and_only_prompts_that_have_them_count(tmp_path):
+    path = write(tmp_path, predictions={"probe": [1, 2, 3, 4, 5, 6]})  # reversed: sjf becomes longest first
+    path.write_text(path.read_text() + json.dumps({"dataset": "gsm8k", "model": "toy", "prompt_id": "1", "lengths": [8] * 6}) + "\n")
+    rows = rows_of(path, TableOptions(slots=2))
+    assert {(row["prompts"], row["predictions"]) for row in rows} == {(1, "probe, held-out prompts")}
+    assert steps_of(rows)["sjf"] == 11
+
+
+def test_the_papers_figures_stand_beside_its_data_sets_alone(tmp_path):
+    options = TableOptions(slots=2)
+    lines = markdown(rows_of(write(tmp_path), options), options).splitlines()
+    assert "| naive | 12 (x1.00) | 4 (x1.00) | 3,250 (x1.00), 186 (x1.00) | 3,250 (x1.00), 186 (x1.00) |" in lines
+    assert "| dynamic_slot | 11 (x0.92) | 4 (x1.00) | 748 (x0.23), 72 (x0.39) | 360 (x0.11), 21 (x0.11) |" in lines
+    assert "| infinite * | 12 (x1.00) | 1,739 (x0.70) | 1,739 (x0.70) |" in lines
+    assert "| arrival | 11 (x0.92) |  |  |" in lines
+    text = markdown(rows_of(write(tmp_path, dataset="another"), options), options)
+    assert "the paper," not in text
+
+
+def test_files_of_one_name_are_kept_apart_and_an_optimum_not_proven_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / "b").mkdir()
+    one, other = write(tmp_path), write(tmp_path / "b", lengths=[7, 7])
+    monkeypatch.setattr(sys, "argv", ["tables", f"recordings=[{one},{other}]", "json=true"])
+    assert main() == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(row["file"], row["true_mean"]) for row in rows} == {(str(one), 3.5), (str(other), 7)}
+    draw = random.Random(0)
+    one.write_text(one.read_text() + json.dumps({**json.loads(one.read_text()), "lengths": [draw.randrange(500, 1000) for _ in range(17)]}) + "\n")
+    steps = steps_of(rows_of(one, TableOptions(slots=7)))
+    assert steps["optimum of the slots (1 of 2 proven)"] == (6 + 2077) / 2 and "optimum of the slots" not in steps
+
+
+def test_noisy_predictions_stay_within_1_and_the_cap(tmp_path):
+    recording = Recording(dataset="d", model="m", prompt_id="0", lengths=[5] * 50)
+    predicted = groups_of([recording], TableOptions(sigma=10), 8)[0][0].predicted
+    assert min(predicted) == 1 and max(predicted) == 8
+
+
+def test_printed_ratios_of_the_paper_follow_from_its_figures():
+    for name, methods in SCHEDULER_CHOICE.items():
+        for method in ("fixed_slot", "infinite *", "infinite"):  # the two tables print these twice
+            assert methods[method] == tuple(steps for steps, _ in ABLATION[name][method])
+
+
+def test_dynamic_slot_never_keeps_less_than_the_bound_on_average():
+    assert least_kept_mean(186) == pytest.approx(107.4, abs=0.1)
+    draw = random.Random(0)
+    kept, true = [], []
+    for _ in range(400):  # two kinds of samples, the cap and a few tokens: what the bound is tightest for
+        lengths = [1024 if draw.random() < 0.15 else 20 for _ in range(35)]
+        completed = simulate(lengths, "dynamic_slot", slots=4, group_size=32, max_new_tokens=1024).completed
+        kept.append(sum(lengths[index] for index in completed) / 32)
+        true.append(sum(lengths) / 35)
+    mean_true = sum(true) / len(true)
+    assert least_kept_mean(mean_true) < sum(kept) / len(kept) < mean_true
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recordings=[absent.jsonl]"], "absent.jsonl: there is no such file"),
+        (["slots=0"], "slots=0: must be >= 1"),
+        (["sigma=nan"], "sigma must be >= 0 and <= 10, got nan"),
+        (["json=true", "out=x.md"], "json=true writes to stdout and out=x.md is for the Markdown tables: give one of them"),
+        (["recordings=[{path}]", "out={path}/x.md"], "cannot be made: File exists"),
+        (["recordings=[{path}]", "out=."], "out=.: cannot be written to; give a file"),
+        (["recordings=[{path}]", "slots=[4]"], "slots=[4]: must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_one_line(tmp_path, arguments, message):
+    path = str(write(tmp_path))
+    command = [sys.executable, "-m", "benchmarks.tables", *(argument.replace("{path}", path) for argument in arguments)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2 and found.stdout == ""
+    assert message in found.stderr and found.stderr.count("\n") == 1

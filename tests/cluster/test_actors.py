@@ -1,0 +1,40 @@
+"""What the wrappers of workers add: progress within a call. The classes without Ray around them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from infsample_rl.cluster.actors import ColocatedCalls, LearnerCalls, ReferenceCalls
+from infsample_rl.cluster.colocated import TurnLock
+from infsample_rl.cluster.messages import seal
+from infsample_rl.types import ReferenceReport, ReferenceResult, RowWork
+
+ROWS = seal([RowWork(row=None, prompt_ids={}, totals=totals, row_id=None) for totals in (None, "totals", "totals")])
+
+
+def test_a_learner_ranks_progress_grows_with_every_row_of_a_call():
+    calls, seen = LearnerCalls.__new__(LearnerCalls), []
+    calls.learner = SimpleNamespace(remember=lambda *_: seen.append(calls.progress()), accumulate=lambda *_: seen.append(calls.progress()) or {})
+    assert len(calls.learn_rows(ROWS)) == 3 and seen == [0, 1, 2] and calls.progress() == 3
+
+
+def test_a_process_that_also_samples_counts_rows_and_running_steps():
+    calls = ColocatedCalls.__new__(ColocatedCalls)
+    calls.learner = SimpleNamespace(remember=lambda *_: None, accumulate=lambda *_: {})
+    calls.rollout, calls.turn = SimpleNamespace(progress=lambda: 40), TurnLock()
+    calls.learn_rows(ROWS)
+    assert calls.progress() == 43
+
+
+def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call():
+    calls, seen = ReferenceCalls.__new__(ReferenceCalls), []
+
+    def logprobs(prompt, completions):
+        seen.append(calls.progress())
+        return ReferenceResult(logprobs=[np.zeros(3, np.float32)], report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7))
+
+    calls.worker, calls.metrics = SimpleNamespace(logprobs=logprobs), SimpleNamespace(count=lambda *_: None)
+    assert len(calls.logprobs([seal("a prompt")] * 2, ["a micro-group"], ["another"])) == 3
+    assert seen == [0, 1] and calls.progress() == 2

@@ -1,0 +1,397 @@
+"""A run's place in a real Ray cluster: two raylets on one machine, nodes that come late, disks that differ, tokens, two runs at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+from ray._private.services import JEMALLOC_SO
+from ray.cluster_utils import Cluster
+
+from infsample_rl.cluster import session as ray_session
+from infsample_rl.cluster.connection import allocator_environment
+from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.session import RaySession
+from infsample_rl.config.loading import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = {"num_cpus": 4, "num_gpus": 0, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+SECOND = {key: value for key, value in NODE.items() if key != "include_dashboard"}
+
+
+class Notes(list):
+    """What a run said while it opened its session."""
+
+    def text(self) -> str:
+        return "\n".join(self)
+
+
+def session(address: str | None, run_dir: Path, *overrides: str) -> tuple[RaySession, Notes]:
+    joined = [f"cluster.address={address}", "cluster.allow_unauthenticated=true"] if address else []
+    notes = Notes()
+    return RaySession(load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append, Interruption()), notes
+
+
+def patiently(start):
+    """Ray gives a raylet 30 s to start, which a busy machine may not keep: try again."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:  # Ray's is a bare one
+            failed = error
+    raise failed
+
+
+@pytest.fixture(scope="module")
+def raylets():
+    """A head and a second node of 4 CPUs each, without a GPU."""
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=NODE))
+    try:
+        patiently(lambda: cluster.add_node(**SECOND))
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def two_nodes(raylets):
+    """The same, and no session of a test before."""
+    yield raylets
+    ray.shutdown()
+
+
+def wait_for_nodes(count: int) -> None:
+    """Until Ray knows of just so many."""
+    deadline = time.monotonic() + 90
+    while sum(node["Alive"] for node in ray.nodes()) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@ray.remote
+class Probe:
+    """An actor in a worker's place."""
+
+    def __init__(self, secrets):
+        from infsample_rl.cluster.worker_secrets import take_secrets
+
+        take_secrets(secrets)
+
+    def where(self) -> tuple[str, dict[str, str]]:
+        return ray.get_runtime_context().get_node_id(), dict(os.environ)
+
+
+def everything_written(folder: Path) -> str:
+    return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 10**8)
+
+
+@pytest.mark.slow
+def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "planted-judge-key")
+    monkeypatch.setenv("WANDB_API_KEY", "planted-wandb-key")
+    mine, notes = session(None, tmp_path, "reward.environment=[JUDGE_API_KEY]")
+    signal.signal(signal.SIGTERM, handler := lambda *_: None)
+    try:
+        mine.open()
+        assert signal.getsignal(signal.SIGTERM) is handler, "Ray's own handler does not stay"
+        assert "2 rollout workers, 2 learner ranks, 1 reward worker" in notes.text()
+        actor = Probe.options(**mine.options("reward", 0)).remote({"JUDGE_API_KEY": "planted-judge-key"})
+        _, environment = ray.get(actor.where.remote())
+        assert environment["JUDGE_API_KEY"] == "planted-judge-key" and "WANDB_API_KEY" not in environment
+        assert "LD_PRELOAD" not in environment, "reward functions start programs of their own"
+        _, environment = ray.get(Probe.options(**mine.options("learner", 0)).remote({}).where.remote())
+        assert environment["LD_PRELOAD"] == JEMALLOC_SO and environment["OMP_NUM_THREADS"] == "1", "the run's variables stay beside it"
+        assert "planted" not in str(ray.get_runtime_context().runtime_env)
+        logs = Path(ray._private.worker._global_node.get_session_dir_path())
+        assert "planted" not in everything_written(logs)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mine.close()
+
+
+def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_library_is_preloaded(monkeypatch):
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    given = {role: allocator_environment(role, 0.0).get("LD_PRELOAD") for role in ("rollout", "reference", "learner", "reward")}
+    assert given == {"rollout": JEMALLOC_SO, "reference": JEMALLOC_SO, "learner": JEMALLOC_SO, "reward": None}
+    few = {role: "ONEDNN_PRIMITIVE_CACHE_CAPACITY" in allocator_environment(role, 0.0) for role in ("rollout", "reference", "learner")}
+    assert few == {"rollout": False, "reference": True, "learner": True}
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in allocator_environment("learner", 0.0, samples=True), "decoding meets its row counts again"
+    assert allocator_environment("learner", 0.5) == {}, "its tensors are on a GPU"
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
+    assert allocator_environment("learner", 0.0) == {}
+
+
+@pytest.mark.slow
+def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_found_again(two_nodes, tmp_path):
+    mine, notes = session(two_nodes.address, tmp_path)
+    mine.open()
+    assert mine.node_of("learner", 0) == mine.node_of("learner", 1)
+    assert mine.node_of("rollout", 0) != mine.node_of("rollout", 1)
+    assert "placement\n" in notes.text() and not (tmp_path / ".cluster_check").exists()
+    for role, index in [("learner", 1), ("rollout", 0), ("rollout", 1)]:
+        actor = Probe.options(**mine.options(role, index)).remote({})
+        assert ray.get(actor.where.remote())[0] == mine.node_of(role, index)
+    assert [mine.add("rollout", index) for index in (2, 3, 4)] == [True] * 3 and not mine.add("rollout", 5), "8 CPUs"
+    lost = next(node for node in two_nodes.list_all_nodes() if node is not two_nodes.head_node)
+    there = next(index for index in (0, 1) if mine.node_of("rollout", index) == lost.node_id)
+    two_nodes.remove_node(lost, allow_graceful=False)
+    deadline = time.monotonic() + 90
+    while mine.node_of("rollout", there) == lost.node_id:
+        assert time.monotonic() < deadline, "a place on a lost node is none"
+        time.sleep(0.2)
+    patiently(lambda: two_nodes.add_node(**SECOND))
+    deadline = time.monotonic() + 90
+    while mine.node_of("rollout", there) is None:  # Ray found it a place on the new node
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert mine.node_of("rollout", there) not in mine._sees_files
+    assert mine.check_new_nodes()
+    assert mine._sees_files[mine.node_of("rollout", there)] and not (tmp_path / ".cluster_check").exists()
+
+
+def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_path, monkeypatch):
+    mine, _ = session("10.0.0.1:6379", tmp_path)
+    places = {("learner", 0): "old", ("learner", 1): "old", ("reward", 0): None, ("rollout", 0): "new"}
+    mine._bundles, mine._sees_files, asked = dict.fromkeys(places), {"old": True}, []
+    monkeypatch.setattr(mine, "node_of", lambda *worker: places[worker])
+    monkeypatch.setattr(mine, "_check_files", lambda nodes: asked.append(nodes) or {"new": "node b: run.dir=/runs/1 is another folder there"})
+    with pytest.raises(RuntimeError, match="every node must see .* node b: run.dir=/runs/1 is another folder there; put them on"):
+        mine.check_new_nodes()
+    assert asked == [["new"]]
+    places["rollout", 0] = "old"
+    assert not mine.check_new_nodes(), "one has no place yet: it is asked for again"
+    places["reward", 0] = "old"
+    assert mine.check_new_nodes() and len(asked) == 1
+    alone, _ = session(None, tmp_path)
+    assert alone.check_new_nodes()
+
+
+def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_again(tmp_path, monkeypatch):
+    """Two runs that start in the same moment would otherwise each hold what the other waits for."""
+    mine, notes = session("10.0.0.1:6379", tmp_path, "cluster.wait_for_nodes_s=60")
+    asked, removed = [], []
+
+    def table(group: int) -> dict:
+        state = "CREATED" if group == 0 or removed else "PENDING"
+        return {"state": state, "stats": {"scheduling_state": "QUEUED"}, "bundles_to_node_id": dict.fromkeys(range(9), "n")}
+
+    monkeypatch.setattr(ray_session, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
+    monkeypatch.setattr(ray_session, "placement_group_table", table)
+    monkeypatch.setattr(ray_session, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_session, "HOLD_S", 0.2)
+    monkeypatch.setattr(mine, "_why", lambda *_: "another run is there")
+    mine._reserve()
+    half = len(asked) // 2
+    assert half > 1 and removed == asked[:half] and {group for group, _ in mine._bundles.values()} == set(asked[half:])
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_nodes, tmp_path):
+    large, _ = session(two_nodes.address, tmp_path, "cluster.rollout_workers=9")
+    with pytest.raises(ValueError, match="no place for .* rollout workers") as refused:
+        large.open()
+    assert "8 CPUs free" in str(refused.value) and "cluster.wait_for_nodes_s=600" in str(refused.value)
+    large.close()
+    gpus, _ = session(two_nodes.address, tmp_path, "cluster.learner_gpus=1")
+    with pytest.raises(ValueError, match="without a GPU: cluster.learner_gpus=0"):
+        gpus.open()
+    gpus.close()
+    hold = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from infsample_rl.config.loading import load_config
+from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.session import RaySession
+settings = ["run.dir={tmp_path}/first", "objective=no_kl", "cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true"]
+RaySession(load_config(settings), print, Interruption()).open()
+print("open", flush=True)
+time.sleep(600)
+"""
+    first = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    try:
+        assert any(line.strip() == "open" for line in first.stdout)
+        second, _ = session(two_nodes.address, tmp_path / "second")
+        with pytest.raises(ValueError, match="it fits once other work on these nodes has ended"):
+            second.open()
+        second.close()
+        beside, notes = session(two_nodes.address, tmp_path / "third", "cluster.learner_ranks=1", "cluster.rollout_workers=1")
+        beside.open()
+        assert "1 learner rank" in notes.text()
+        beside.close()
+    finally:
+        first.kill()
+        first.wait()
+    again, _ = session(two_nodes.address, tmp_path / "second", "cluster.wait_for_nodes_s=60")
+    again.open()  # what the killed run held has come back
+
+
+@pytest.fixture
+def short_path():
+    """A folder for a node of Ray: the paths of its sockets may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def start_node(arguments: list[str], environment: dict[str, str], prefix: list[str] | None = None) -> subprocess.Popen:
+    """`ray start --block` in a process group of its own."""
+    ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=4", "--num-gpus=0", "--object-store-memory=80000000"]
+    return subprocess.Popen(
+        [*(prefix or []), *ray_command, *arguments],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def stop_node(node: subprocess.Popen) -> None:
+    """End a node and what it started; Ray's processes have sessions of their own, so they are found by their parents first."""
+    children, seen = [node.pid], []
+    while children:
+        pid = children.pop()
+        seen.append(pid)
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout.split()
+        children += [int(child) for child in found]
+    for pid in reversed(seen):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    node.wait()
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, short_path):
+    mine, notes = session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
+    ports = ["--min-worker-port=23000", "--max-worker-port=23900"]
+    arguments = [f"--address={two_nodes.address}", f"--temp-dir={short_path}", *ports]
+    added = []
+    late = threading.Timer(3.0, lambda: added.append(start_node(arguments, os.environ | {"RAY_AUTH_MODE": "disabled"})))
+    late.start()
+    try:
+        mine.open()
+    finally:
+        late.join()
+        stop_node(added[0])
+    waiting = [note for note in notes if note.startswith("waiting for nodes")]
+    assert waiting and "of 120 s" in waiting[0] and "no place for" in waiting[0]
+    assert "7 rollout workers" not in notes.text().split("placement")[1], "on three nodes"
+    wait_for_nodes(2)
+
+
+def has_mount_namespaces() -> bool:
+    return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_mount_namespaces(), reason="a second node with another disk needs a mount namespace: unshare -m as root")
+@pytest.mark.parametrize("hidden", ["run.dir", "model.path"])
+def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path, short_path, tiny_qwen3):
+    """A third raylet runs with an empty tmpfs over the folder: the same path, another disk."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    mount = f'mount -t tmpfs none {run_dir if hidden == "run.dir" else tiny_qwen3} && exec "$@"'
+    third = start_node(
+        [f"--address={two_nodes.address}", f"--temp-dir={short_path}", "--min-worker-port=21000", "--max-worker-port=21900"],
+        os.environ | {"RAY_AUTH_MODE": "disabled"},
+        ["unshare", "-m", "bash", "-c", mount, "node"],
+    )
+    try:
+        mine, _ = session(two_nodes.address, run_dir, f"model.path={tiny_qwen3}", "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=200")
+        with pytest.raises(ValueError, match="every node must see the driver's run folder, model and data: node ") as refused:
+            mine.open()
+        good = {node.node_id for node in two_nodes.list_all_nodes()}
+        (bad,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - good
+        assert f"({bad[:8]})" in str(refused.value), "the third node is named"
+        assert not any(node_id[:8] in str(refused.value) for node_id in good)
+        what = "is another folder there (a local disk?)" if hidden == "run.dir" else "is not there"
+        assert f"{hidden}" in str(refused.value) and what in str(refused.value)
+        assert not (run_dir / ".cluster_check").exists()
+    finally:
+        stop_node(third)
+        wait_for_nodes(2)
+
+
+@pytest.mark.slow
+def test_a_cluster_without_tokens_is_joined_only_when_that_is_accepted(two_nodes, tmp_path):
+    mine, _ = session(two_nodes.address, tmp_path, "cluster.allow_unauthenticated=false")
+    with pytest.raises(ValueError, match="asks for no token, .*ray get-auth-token --generate.*or accept it with cluster.allow_unauthenticated=true"):
+        mine.open()
+    assert not ray.is_initialized()
+    accepted, notes = session(two_nodes.address, tmp_path)
+    accepted.open()
+    assert "asks for no token (cluster.allow_unauthenticated=true)" in notes.text()
+
+
+@pytest.mark.slow
+def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_path):
+    token, wrong = tmp_path / "token", tmp_path / "wrong"
+    token.write_text("ab" * 32)
+    wrong.write_text("cd" * 32)
+    plain = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {"HOME": str(tmp_path)}
+    head = start_node(
+        ["--head", "--port=26391", "--include-dashboard=false", f"--temp-dir={short_path}", "--min-worker-port=22000", "--max-worker-port=22900"],
+        plain | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
+    )
+    settings = [f"run.dir={tmp_path}/run", "objective=no_kl", "cluster.address=127.0.0.1:26391", "cluster.wait_for_nodes_s=60"]
+    settings.append("cluster.rollout_workers=1")  # the head has 4 CPUs
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from infsample_rl.config.loading import load_config\n"
+        "from infsample_rl.cluster.interruption import Interruption\n"
+        "from infsample_rl.cluster.session import RaySession\n"
+        f"mine = RaySession(load_config({settings!r}), print, Interruption())\n"
+        "try:\n    mine.open()\n    print('opened', mine.node_of('learner', 0))\nexcept ValueError as error:\n    print('refused', error)\n"
+    )
+
+    def join(environment: dict[str, str]) -> str:
+        return subprocess.run([sys.executable, "-c", script], env=plain | environment, capture_output=True, text=True, timeout=300).stdout
+
+    try:
+        assert "opened" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+        assert "opened" in join({"RAY_AUTH_TOKEN_PATH": str(token)}), "the cluster's answer turns token mode on"
+        assert "asks for a token, and this process has none" in join({})
+        assert "refuses this process's token" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)})
+        assert "cannot be opened or is empty" in join({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nowhere")})
+    finally:
+        stop_node(head)
+
+
+@pytest.mark.slow
+def test_no_cluster_at_an_address_is_one_line(tmp_path):
+    mine, _ = session("127.0.0.1:1", tmp_path)
+    with pytest.raises(ValueError, match="cluster.address=127.0.0.1:1: nothing answers at .*; start Ray there"):
+        mine.open()
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_on_one_cluster_both_finish(two_nodes, tmp_path, tiny_qwen3, sums_file):
+    reward = tmp_path / "mine.py"
+    reward.write_text("def digits(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 9 for text in completions]\n")
+    settings = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.max_prompt_tokens=64", "data.prompts_per_step=2"]
+    settings += [f"reward.functions=[{{name: '{reward}:digits'}}]", "rollout.group_size=4", "rollout.max_new_tokens=12", "run.steps=2"]
+    settings += ["learner.max_tokens_per_micro_batch=128", "learner.warmup_steps=0", "cluster.rollout_workers=1", "cluster.learner_ranks=2"]
+    settings += [f"cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true", "logging.wandb=disabled", "objective=no_kl"]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "infsample_rl.main", *settings, f"run.dir={tmp_path}/run{index}"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    outputs = [run.communicate(timeout=500)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    for index, output in enumerate(outputs):
+        assert "placement\n" in output and "asks for no token" in output
+        assert (tmp_path / f"run{index}" / "checkpoints" / "step_000002" / "model.safetensors").is_file()

@@ -1,0 +1,84 @@
+"""Keys and tokens: who gets which, and what a worker's environment holds afterwards."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from infsample_rl.cluster.worker_secrets import check_reward_environment, is_secret_name, take_secrets, without_secrets, worker_secrets
+from infsample_rl.config.loading import load_config
+
+KEYS = {"WANDB_API_KEY": "w-planted", "HF_TOKEN": "h-planted", "JUDGE_API_KEY": "j-planted", "AWS_SECRET_ACCESS_KEY": "a-planted"}
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch):
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "OPENAI_APIKEY", "DB_PASSWORD", "my_token"])
+def test_names_of_keys(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", ["PATH", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "KEYBOARD", "HOME", "MONKEY"])
+def test_names_of_no_keys(name):
+    assert not is_secret_name(name)
+
+
+def test_local_models_need_no_key_and_nobody_gets_wandbs():
+    assert worker_secrets(load_config(["objective=default"])) == {"rollout": {}, "reward": {}, "learner": {}, "reference": {}}
+
+
+def test_the_hubs_token_goes_where_a_model_comes_from_the_hub():
+    given = worker_secrets(load_config(["+experiment=gsm8k_qwen3_1.7b"]))
+    hub = {"HF_TOKEN": "h-planted", "HUGGING_FACE_HUB_TOKEN": None}
+    assert given == {"rollout": hub, "reward": {}, "learner": hub, "reference": hub}
+    with_reward_model = load_config(["reward.functions=[{name: 'model:org/judge'}]"])
+    assert worker_secrets(with_reward_model) == {"rollout": {}, "reward": hub, "learner": {}}
+
+
+def test_named_keys_go_to_reward_workers_alone():
+    given = worker_secrets(load_config(["objective=no_kl", "reward.environment=[JUDGE_API_KEY]"]))
+    assert given == {"rollout": {}, "reward": {"JUDGE_API_KEY": "j-planted"}, "learner": {}}
+
+
+@pytest.mark.parametrize(("name", "message"), [("WANDB_API_KEY", "must not hold WANDB_API_KEY"), ("NO_SUCH_KEY", "NO_SUCH_KEY, which is not set")])
+def test_a_name_that_cannot_be_given_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        check_reward_environment(load_config([f"reward.environment=[{name}]"]))
+
+
+def test_a_value_in_place_of_a_name_is_refused_and_not_repeated():
+    with pytest.raises(ValueError, match="names of environment variables, never values") as refused:
+        load_config(["reward.environment=['sk-planted=']"])
+    assert "planted" not in str(refused.value)
+
+
+def test_a_worker_keeps_what_it_is_given_and_no_other_key():
+    os.environ["HUGGING_FACE_HUB_TOKEN"] = "of the node"
+    take_secrets({"JUDGE_API_KEY": "given", "HUGGING_FACE_HUB_TOKEN": None})
+    left = {name: value for name, value in os.environ.items() if is_secret_name(name)}
+    assert left == {"JUDGE_API_KEY": "given", "HUGGING_FACE_HUB_TOKEN": "of the node"} and "PATH" in os.environ
+
+
+def test_what_is_started_inside_inherits_no_key():
+    with without_secrets():
+        assert not any(is_secret_name(name) for name in os.environ)
+    assert KEYS.items() <= os.environ.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "who"),
+    [
+        (["reference.path=org/reference"], "reference"),
+        (["reference.path=org/reference", "reference.placement=learner"], "learner"),
+        (["rollout.predictor=bert", "rollout.predictor_path=org/predictor", "rollout.schedule=infinite"], "rollout"),
+    ],
+)
+def test_the_hubs_token_goes_only_to_who_loads_the_model(settings, who):
+    given = worker_secrets(load_config(["objective=default", *settings]))
+    assert {role: keys for role, keys in given.items() if keys} == {who: {"HF_TOKEN": "h-planted", "HUGGING_FACE_HUB_TOKEN": None}}

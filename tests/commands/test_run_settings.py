@@ -1,0 +1,76 @@
+"""What a command may be given as CHECKPOINT or RUN, and what it says of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.commands import chat, evaluate, merge, replay
+from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted
+from infsample_rl.config.loading import load_config
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder with checkpoints of steps 2 and 4."""
+    folder = tmp_path / "run"
+    for step in (2, 4):
+        checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "driver_state.json").write_text("{}")
+    (folder / "config.yaml").write_text("")
+    return folder
+
+
+def test_a_folder_is_taken_and_what_may_be_a_hub_name(run, monkeypatch):
+    assert checkpoint_folder(f"{run}/checkpoints/step_000004") == run / "checkpoints" / "step_000004"
+    monkeypatch.chdir(run)
+    assert checkpoint_folder("checkpoints/step_000002") == Path("checkpoints/step_000002")
+    assert checkpoint_folder("gpt2") is None and checkpoint_folder("Qwen/Qwen3-1.7B") is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ("{run}/checkpoints/step_000099", "there is no such folder; the run has kept: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004"),
+        ("{run}", "is a run folder; give a checkpoint of it: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004"),
+        ("{run}/config.yaml", "is a file; give the folder it is in"),
+        ("{run}/../mine", "there is no such folder, and a hub name is owner/name"),
+        ("~/no/such/model", "there is no such folder"),
+        ("./model", "there is no such folder"),
+        ("", "there is no such folder"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(checkpoint, said, run):
+    with pytest.raises(ValueError) as error:
+        checkpoint_folder(checkpoint.format(run=run))
+    assert said.format(run=run) in str(error.value) and f"CHECKPOINT={checkpoint.format(run=run)}" in str(error.value)
+
+
+@pytest.mark.parametrize("command", [evaluate, chat, merge])
+def test_every_command_says_which_checkpoints_there_are(command, run, tmp_path, refused):
+    arguments = [f"{run}/checkpoints/step_000099", *([str(tmp_path / "out")] if command is merge else [])]
+    assert f"the run has kept: {run}/checkpoints/step_000002" in refused(command.main, *arguments)
+
+
+def test_replay_says_what_is_wrong_with_a_run(run, refused):
+    assert f"RUN={run}/zzz is no folder" in refused(replay.main, f"{run}/zzz", "step=1")
+    assert f"RUN={run}/checkpoints is no run folder: it has no config.yaml" in refused(replay.main, f"{run}/checkpoints", "step=1")
+
+
+@pytest.mark.parametrize("text", ["a ${y} b", "it's", "a\\b", "\\${y}", "x\\\\", "a\\", "\\'", "a=b,c [1] {2: 3}", "", "a\nb", "\\\\${a}'\\"])
+def test_a_quoted_text_reaches_a_setting_as_it_is(text):
+    assert load_config([f"data.system_prompt={quoted(text)}"]).data.system_prompt == text
+
+
+@pytest.mark.parametrize("content", [b"a: [", b"\xff\xfe", b"a: 1\n b: 2"])
+def test_a_damaged_config_is_named(run, content):
+    (run / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match="run/config.yaml cannot be read"):
+        load_run_config(run, [])
+
+
+def test_replay_refuses_what_is_recorded(run):
+    with pytest.raises(ValueError, match="rollout.group_size=9 would change nothing"):
+        replay.replay_config(run, ["learner.lr=1e-3", "rollout.group_size=9"])

@@ -1,0 +1,195 @@
+"""`python -m infsample_rl.simulate` as a user calls it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.commands.simulate import main
+from infsample_rl.config.rollout import SCHEDULES
+from infsample_rl.rollout.optimum import token_optimum
+
+LENGTHS = Path(__file__).parents[1] / "data" / "lengths"
+AIME = LENGTHS / "llama3b_rgrl_step400_aime2024_n50.jsonl"
+
+
+TWO = [("long prompt", 60, [4] * 4), ("short prompt", 2, [40] * 12)]
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    """Two prompts of which the first is the worked example of tests/rollout/schedule/test_simulator.py."""
+    path = tmp_path / "lengths.jsonl"
+    lines = [{"dataset": "d", "model": "m", "prompt_id": str(index), "lengths": each} for index, each in enumerate([[6, 1, 4, 2, 5, 3], [2] * 6])]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def records(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["simulate", *arguments, "json=true"])
+    assert main() == 0
+    captured = capsys.readouterr()
+    return {record["name"]: record for record in map(json.loads, captured.out.splitlines())}, captured.err
+
+
+def test_a_record_by_hand(lengths_file, capsys, monkeypatch):
+    found, said = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=2", "schedules=[arrival,lpt]", "c0=0.1", "c1=0.01")
+    assert said == "" and list(found) == ["arrival", "lpt, true lengths"]
+    arrival = found["arrival"]
+    # 11 and 6 steps, 21 and 12 tokens; each sample of the second prompt ends at 2, 4 or 6
+    assert (arrival["running_steps"], arrival["steps_per_prompt"], arrival["prompts"], arrival["group_size"]) == (17, 8.5, 2, 6)
+    assert arrival["seconds_per_prompt"] == pytest.approx((17 * 0.1 + 33 * 0.01) / 2)
+    assert (arrival["slot_bound"], arrival["of_bound"]) == ((10.5 + 6) / 2, pytest.approx(17 / 16.5))
+    assert arrival["token_bound"] == (6 + 2) / 2  # 56 / 12 and 18 / 12 are below the longest
+    assert (arrival["kv_budget_tokens"], arrival["peak_kv_tokens"]) == (2 * 6, 7)
+    assert arrival["row_utilisation"] == pytest.approx(33 / 34)
+    assert arrival["completion_steps"] == pytest.approx((1 + 5 + 6 + 7 + 10 + 11 + 2 + 2 + 4 + 4 + 6 + 6) / 12)
+    assert (arrival["mean_length"], arrival["recomputed_share"], arrival["sigma"]) == (33 / 12, 0, None)
+
+
+def test_designs_figures_on_recorded_lengths(capsys, monkeypatch):
+    schedules = "schedules=[naive,fixed_slot,sjf,arrival,lpt]"
+    found, _ = records(capsys, monkeypatch, f"lengths={AIME}", "slots=4", "group_size=32", schedules, "optimum=true", "cap=2048")
+    steps = {name.removesuffix(", true lengths"): round(record["steps_per_prompt"]) for name, record in found.items()}
+    memory = steps.pop("optimum, memory")
+    assert steps == {"naive": 9234, "fixed_slot": 6488, "sjf": 5928, "arrival": 5824, "lpt": 5339, "optimum, slots": 5253}
+    assert 1886 <= memory <= 1.08 * 1886
+    assert round(found["lpt, true lengths"]["slot_bound"]) == 5253 and found["optimum, slots"]["proven_share"] == 1
+
+
+def test_no_schedule_beats_the_optimum_that_is_shown(tmp_path, capsys, monkeypatch):
+    """Two prompts of which the larger ends early: its room then takes more responses than the budget beside both."""
+    path = tmp_path / "two.jsonl"
+    lines = [{"dataset": "d", "model": "m", "prompt_id": name, "prompt_tokens": prompt, "lengths": lengths} for name, prompt, lengths in TWO]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["schedules=[token_budget]", "prompts_at_once=2", "prompt_tokens=null", "slots=2", "optimum=true"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *options)
+    assert found["optimum, memory"]["running_steps"] <= found["token_budget, true lengths"]["running_steps"]
+
+
+def test_noise_is_the_same_for_the_same_seed_and_grows_with_sigma(lengths_file, capsys, monkeypatch):
+    path = lengths_file.with_name("few.jsonl")
+    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:6]))
+    arguments = [f"lengths={path}", "schedules=[lpt,token_budget]", "noise=[0,0.5,1]", "group_size=16"]
+    found, _ = records(capsys, monkeypatch, *arguments)
+    assert list(found) == [f"lpt, {known}" for known in ("true lengths", "sigma 0.5", "sigma 1")] + [
+        f"token_budget{known}" for known in ("", ", true lengths", ", sigma 0.5", ", sigma 1")
+    ]
+    lpt = [found[f"lpt, {known}"]["running_steps"] for known in ("true lengths", "sigma 0.5", "sigma 1")]
+    assert lpt == sorted(lpt) and lpt[0] < lpt[2]
+    assert records(capsys, monkeypatch, *arguments)[0] == found
+    assert records(capsys, monkeypatch, *arguments, "seed=1")[0] != found
+
+
+def test_several_prompts_share_the_memory(capsys, monkeypatch):
+    arguments = [f"lengths={AIME}", "schedules=[arrival,token_budget]", "group_size=8", "noise=[]"]
+    alone, _ = records(capsys, monkeypatch, *arguments)
+    together, _ = records(capsys, monkeypatch, *arguments, "prompts_at_once=4", "prompts_per_call=6")
+    for name in ("arrival", "token_budget"):
+        assert together[name]["running_steps"] < 0.9 * alone[name]["running_steps"]
+        assert together[name]["kv_budget_tokens"] == alone[name]["kv_budget_tokens"] == 4 * 2048
+        assert together[name]["of_bound"] >= 1
+
+
+def test_a_table_names_the_bounds_and_figures_are_written(lengths_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulate", f"lengths={lengths_file}", "slots=2", f"out={tmp_path / 'figures'}"])
+    assert main() == 0
+    said = capsys.readouterr().out
+    assert "lengths: 2 prompts, G = 6, g = 2, cap 6, one prompt at a time" in said
+    assert "8 steps: lower bound of the slots; 4 steps: memory bound sum l(l+1)/2 / budget (counts the newest token as held; our" in said
+    assert all(f"\n{name}" in said for name in ("naive", "infinite, true lengths", "token_budget"))
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["schedule.png", "slots.png"]
+
+
+def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path, capsys, monkeypatch):
+    other = tmp_path / "b" / lengths_file.name
+    other.parent.mkdir()
+    other.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [9]}) + "\n")
+    monkeypatch.setattr(sys, "argv", ["simulate", f"lengths={lengths_file},{other},{other}", "slots=2", "schedules=[arrival]"])
+    assert main() == 0
+    first, second = capsys.readouterr().out.strip().split("\n\n")
+    assert first.startswith(f"{lengths_file}: 2 prompts") and first.count("\narrival ") == 1
+    assert second.startswith(f"{other}: 1 prompts") and second.count("\narrival ") == 1 and second.split("\n")[-1].split()[1] == "9"
+
+
+def test_the_best_within_the_memory_pays_for_what_it_parks(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "eights.jsonl"
+    path.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [8, 8, 8]}) + "\n")
+    settings = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true", "c0=1", "c1=0.01", "c2=0.001"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
+    best, lost, parked = token_optimum([8, 8, 8], 8, page_size=2)
+    assert lost == 0 < parked and found["optimum, memory"]["parked_share"] == parked / 24
+    assert found["optimum, memory"]["seconds_per_prompt"] == pytest.approx(best + 0.24 + 0.001 * parked)
+    assert found["optimum, slots"]["seconds_per_prompt"] == pytest.approx(24 + 0.24)
+
+
+def test_prompts_of_unequal_size_keep_their_own_in_one_call(lengths_file, capsys, monkeypatch):
+    lengths_file.write_text(lengths_file.read_text() + json.dumps({"dataset": "d", "model": "m", "prompt_id": "2", "lengths": [3, 1]}) + "\n")
+    found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3")
+    assert found["dynamic_slot"]["mean_length"] == (21 + 12 + 4) / 14  # all of 6, 6 and 2 samples
+
+
+def test_a_hundred_million_slots_need_no_memory(lengths_file, capsys, monkeypatch):
+    found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=100000000", "optimum=true")
+    steps = {name: record["running_steps"] for name, record in found.items() if name != "dynamic_slot"}
+    assert len(steps) == 12 and set(steps.values()) == {6 + 2}
+
+
+def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "few.jsonl"
+    path.write_text("".join(AIME.read_text().splitlines(keepends=True)[:4]))
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", "group_size=32")
+    assert {name.split(",")[0] for name in found} == set(SCHEDULES)
+    both = ["group_size=32", "schedules=[token_budget]", "preemptions=[park,recompute]", "noise=[]"]
+    again, _ = records(capsys, monkeypatch, f"lengths={path}", *both)
+    parked, computed = again["token_budget"], again["token_budget, computed again"]
+    assert parked == found["token_budget"] and parked["running_steps"] <= computed["running_steps"]
+    assert parked["recomputed_share"] == 0 == computed["parked_share"] and min(parked["parked_share"], computed["recomputed_share"]) > 0
+    assert len(found) == 11  # ten schedules, token_budget also with true lengths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "lengths is empty: give lengths=FILE.jsonl"),
+        (["lengths=nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
+        (["lengths={bad}"], "line 2 is not valid JSON"),
+        (["lengths={good}", "schedules=[lpt,fastest]"], "schedules=[lpt,fastest]: must be of token_budget"),
+        (["lengths={good}", "noise=[0,-0.5]"], "noise=[0,-0.5]: must be >= 0"),
+        (["lengths={good}", "noise=[nan]"], "noise must be >= 0 and <= 10"),
+        (["lengths={good}", "kv_budget_tokens=5"], "kv_budget_tokens must be >= 6 to hold one prompt and one full response of 6 tokens, got 5"),
+        (["lengths={good}", "cap=4"], "the nearest that works is cap=6"),
+        (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
+        (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),
+        (["lengths={good}", "c0=inf"], "c0 must be at most 1,000,000 seconds, got inf"),
+        (["lengths={good}", "c1=1e308"], "c1 must be at most 1,000,000 seconds"),
+        (["lengths={good}", "out={good}"], "cannot be made: File exists"),
+        (["lengths={good}", "out={good}/figures"], "cannot be made: Not a directory"),
+        (["lengths={good}", "slts=4"], "did you mean slots=...?"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, said, lengths_file, tmp_path, capsys, monkeypatch):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(lengths_file.read_text().splitlines()[0] + '\n{"dataset": \n')
+    monkeypatch.setattr(sys, "argv", ["simulate", *(argument.format(good=lengths_file, bad=bad) for argument in arguments)])
+    assert main() == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(lengths_file):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "infsample_rl.simulate", f"lengths={lengths_file}", "slots=2"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_no_model_code_is_imported():
+    code = "import sys, infsample_rl.commands.simulate; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'matplotlib')))"
+    subprocess.run([sys.executable, "-c", code], check=True)

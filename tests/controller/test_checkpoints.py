@@ -1,0 +1,159 @@
+"""Checkpoints: renamed into place, the last few kept, found on resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.controller.checkpoints import (
+    checkpoints,
+    drop_old,
+    find_checkpoint,
+    folders_after,
+    lock_run_folder,
+    read_state,
+    set_aside_after,
+    write_checkpoint,
+)
+
+
+def save(folder: str) -> None:
+    Path(folder, "model.safetensors").write_text("weights")
+
+
+def write(run_dir: Path, step: int, keep: int = 2) -> Path:
+    folder = write_checkpoint(run_dir, {"step": step, "data": {"position": step}}, save)
+    assert drop_old(run_dir, keep) == []
+    return folder
+
+
+def test_last_two_are_kept_and_auto_takes_the_newest(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
+    newest, warnings = find_checkpoint(tmp_path, "auto")
+    assert newest is not None and warnings == [] and read_state(newest) == {"step": 3, "data": {"position": 3}}
+
+
+def test_a_save_that_fails_leaves_the_last_one_and_nothing_half_done(tmp_path):
+    write(tmp_path, 1)
+
+    def full_disk(folder: str) -> None:
+        save(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError):
+        write_checkpoint(tmp_path, {"step": 2}, full_disk)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
+    assert write(tmp_path, 2).name == "step_000002"
+
+
+def test_old_checkpoints_are_told_by_number_and_a_link_or_one_that_cannot_go_harms_nothing(tmp_path, monkeypatch):
+    for step in (999_999, 1_000_000):
+        write(tmp_path, step)
+    assert write(tmp_path, 1_000_001).name == "step_1000001"
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
+    elsewhere = tmp_path / "other_disk"
+    (tmp_path / "checkpoints" / "step_1000000").rename(elsewhere)
+    (tmp_path / "checkpoints" / "step_1000000").symlink_to(elsewhere)
+    assert drop_old(tmp_path, 1) == [] and elsewhere.is_dir() and len(checkpoints(tmp_path)) == 1
+    write(tmp_path, 1_000_002)
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    (said,) = drop_old(tmp_path, 1)
+    assert "step_1000001 could not be removed (Operation not permitted)" in said
+
+
+def test_recordings_of_steps_that_are_done_again_are_set_aside_too(tmp_path):
+    for step in (1, 2):
+        (tmp_path / "recordings" / f"step_{step:06d}").mkdir(parents=True)
+    set_aside_after(tmp_path, 1)
+    assert [path.name for path in sorted((tmp_path / "recordings").iterdir())] == ["step_000001", "superseded"]
+
+
+def test_a_folder_without_state_is_no_checkpoint(tmp_path):
+    (tmp_path / "checkpoints" / "step_000009").mkdir(parents=True)
+    with pytest.raises(ValueError, match="driver_state.json is missing; put one back, or begin in another run.dir"):
+        find_checkpoint(tmp_path, "auto")
+    assert read_state(write(tmp_path, 8))["step"] == 8
+    found, (said,) = find_checkpoint(tmp_path, "auto")
+    assert found == tmp_path / "checkpoints" / "step_000008" and "step_000009 is damaged" in said
+
+
+def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()  # a start was refused before its first step
+    assert find_checkpoint(tmp_path, "never") == (None, [])
+    write(tmp_path, 1)
+    with pytest.raises(ValueError, match="run.resume=never, but run.dir=.* already holds a run"):
+        find_checkpoint(tmp_path, "never")
+
+
+def test_a_wrong_path_lists_the_checkpoints_there_are(tmp_path):
+    write(tmp_path, 4)
+    with pytest.raises(ValueError, match="is not a checkpoint .*step_000004"):
+        find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_000005"))
+    assert find_checkpoint(tmp_path, str(tmp_path / "checkpoints" / "step_000004"))[0] is not None
+
+
+def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written_ones_dropped(tmp_path):
+    for step in (1, 2, 3):
+        write(tmp_path, step, keep=3)
+    (tmp_path / "checkpoints" / ".partial_step_000004").mkdir()
+    (tmp_path / "checkpoints" / "step_000003_merged").mkdir()  # the user's own
+    assert [path.name for path in folders_after(tmp_path / "checkpoints", 1)] == ["step_000002", "step_000003"]
+    set_aside_after(tmp_path, 1)
+    assert write(tmp_path, 2, keep=1).is_dir(), "pruning by name no longer drops it in favour of step 3"
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+    assert (tmp_path / "checkpoints" / "step_000003_merged").is_dir()
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == ["step_000002", "step_000003"]
+    assert not (tmp_path / "checkpoints" / ".partial_step_000004").exists()
+
+
+def test_a_save_that_went_to_another_nodes_disk_is_refused_and_nothing_is_pruned(tmp_path):
+    write(tmp_path, 1)
+    with pytest.raises(RuntimeError, match="run.dir must be a folder that every node shares"):
+        write_checkpoint(tmp_path, {"step": 2}, lambda folder: None)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
+
+
+def test_two_processes_cannot_share_a_run_folder(tmp_path):
+    lock = lock_run_folder(tmp_path)
+    with pytest.raises(ValueError, match="is in use by a running process; give another run.dir"):
+        lock_run_folder(tmp_path)
+    lock.close()
+    lock_run_folder(tmp_path).close()
+
+
+@pytest.mark.parametrize("harm", ["cut short", "flipped bit", "file missing", "no checksums"])
+def test_a_damaged_checkpoint_is_found_out_and_the_one_before_is_used(tmp_path, harm):
+    before, newest = write(tmp_path, 1), write(tmp_path, 2)
+    weights = newest / "model.safetensors"
+    if harm == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif harm == "flipped bit":
+        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
+    elif harm == "file missing":
+        weights.unlink()
+    else:
+        (newest / "checksums.json").unlink()
+    found, [warning] = find_checkpoint(tmp_path, "auto")
+    assert found == before and str(newest) in warning
+    with pytest.raises(ValueError, match="step_000002 is damaged"):
+        find_checkpoint(tmp_path, str(newest))
+
+
+def test_a_checkpoint_set_aside_again_replaces_the_one_set_aside_before(tmp_path):
+    for text in ("first", "second"):
+        write_checkpoint(tmp_path, {"step": 2, "data": {}}, lambda folder, text=text: Path(folder, "model.safetensors").write_text(text))
+        set_aside_after(tmp_path, 1)
+    assert (tmp_path / "checkpoints/superseded/step_000002/model.safetensors").read_text() == "second"
+
+
+def test_a_run_with_metrics_and_no_checkpoint_is_not_gone_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError):
+        find_checkpoint(tmp_path, "never")

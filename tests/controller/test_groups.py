@@ -1,0 +1,209 @@
+"""The driver's book of a step: dealing, completion, advantages, totals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from infsample_rl.cluster.dealing import deal
+from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
+from infsample_rl.controller.step_metrics import sample_metrics
+from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
+
+
+def config(deterministic: bool = False, **objective) -> Config:
+    return Config(
+        run=RunConfig(deterministic=deterministic),
+        model=ModelConfig(path="x"),
+        data=DataConfig(source="x", prompts_per_step=2),
+        rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
+        objective=ObjectiveConfig(**{"kl": "none", **objective}),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+    )
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.array([7, i], np.int32)) for i in range(count)]
+
+
+def header(prompt_index: int, samples: list[int], at: float = 1.0) -> MicroGroupHeader:
+    return MicroGroupHeader(
+        prompt_index=prompt_index,
+        sample_indices=samples,
+        lengths=[3 + s for s in samples],
+        finish_reasons=["stop"] * len(samples),
+        policy_version=0,
+        finished_at=at,
+    )
+
+
+def rewards(*values) -> RewardResult:
+    return RewardResult(rewards=list(values), components={"kk": list(values)}, failures=[], started_at=0.5, finished_at=0.6)
+
+
+def dealt_samples(parts):
+    return [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
+
+
+def test_one_prompt_is_split_over_workers():
+    assert dealt_samples(deal(prompts(1), 4, 2, whole_prompts=False)) == [[(0, [0, 1])], [(0, [2, 3])]]
+
+
+def test_one_prompt_keeps_four_workers_busy():
+    assert dealt_samples(deal(prompts(1), 32, 4, whole_prompts=False)) == [[(0, list(range(start, start + 8)))] for start in (0, 8, 16, 24)]
+
+
+def test_uneven_work_is_dealt_near_equally_and_completely():
+    parts = deal(prompts(3), 2, 4, whole_prompts=False)
+    flat = [(work.prompt_index, sample) for part in parts for work in part for sample in work.sample_indices]
+    assert flat == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [sum(len(work.sample_indices) for work in part) for part in parts] == [1, 2, 1, 2]
+
+
+def test_whole_prompts_stay_on_one_worker():
+    assert dealt_samples(deal(prompts(3), 2, 2, whole_prompts=True)) == [[(0, [0, 1]), (2, [0, 1])], [(1, [0, 1])]]
+
+
+def test_group_is_complete_with_its_last_reward_and_advantages_span_the_group():
+    groups = StepGroups(prompts(2), config(advantage="mean_only"), group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(1, [1]))
+    groups.add_micro_group(1, header(1, [0]))
+    groups.add_rewards(0, rewards(1.0))
+    assert groups.take_complete() == []
+    groups.add_rewards(1, rewards(0.0))
+    (group,) = groups.take_complete()
+    assert [(sample.sample_index, sample.advantage) for sample in group.samples] == [(0, -0.5), (1, 0.5)]
+    assert groups.take_complete() == [] and not groups.all_complete()
+
+
+def test_deterministic_groups_come_in_prompt_order():
+    groups = StepGroups(prompts(2), config(deterministic=True), group_size=2, step=0, with_reference=False)
+    for key, prompt in ((0, 1), (1, 0)):
+        groups.add_micro_group(key, header(prompt, [0, 1]))
+    groups.add_rewards(0, rewards(1.0, 0.0))
+    assert groups.take_complete() == []
+    groups.add_rewards(1, rewards(1.0, 0.0))
+    assert [group.prompt.prompt_index for group in groups.take_complete()] == [0, 1]
+
+
+def test_failed_reward_is_outside_mean_and_every_denominator():
+    settings = config(advantage="mean_only")
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_rewards(0, rewards(None, 1.0))
+    (group,) = groups.take_complete()
+    assert [sample.advantage for sample in group.samples] == [0.0, 0.0]
+    assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
+
+
+def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl():
+    for kl, sent in (("none", 0), ("k3", 2)):
+        settings = config(kl=kl, kl_coef=0.01)
+        groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+        groups.add_micro_group(0, header(0, [0, 1]))
+        groups.add_rewards(0, rewards(1.0, 1.0))
+        assert len(trainable_specs(groups.take_complete()[0], settings)) == sent
+
+
+def test_kl_in_reward_is_subtracted_before_the_advantages():
+    settings = config(advantage="mean_only", kl_in_reward=True, kl_reward_coef=0.5)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=True)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_rewards(0, rewards(1.0, 1.0))
+    assert groups.take_complete() == []
+    groups.add_reference(0, ReferenceReport([2.0, 0.0], 3_000))
+    assert [sample.advantage for sample in groups.take_complete()[0].samples] == [-0.5, 0.5]
+    assert sample_metrics(groups)["memory/reference_peak_bytes"] == 3_000
+
+
+def shuffled_advantages(step, shuffle=True):
+    settings = config(shuffle_advantages=shuffle, advantage="mean_only")
+    groups = StepGroups(prompts(1), settings, group_size=8, step=step, with_reference=False)
+    groups.add_micro_group(0, header(0, list(range(8))))
+    groups.add_rewards(0, rewards(*map(float, range(8))))
+    return [sample.advantage for sample in groups.take_complete()[0].samples]
+
+
+def test_shuffled_advantages_are_a_permutation_of_their_step():
+    in_order, shuffled = shuffled_advantages(3, shuffle=False), shuffled_advantages(3)
+    assert sorted(shuffled) == in_order and shuffled != in_order
+    assert shuffled_advantages(3) == shuffled and shuffled_advantages(4) != shuffled
+
+
+def test_more_samples_than_the_group_has_is_an_error():
+    groups = StepGroups(prompts(1), config(), group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    with pytest.raises(RuntimeError, match="got 3 samples, its group has 2"):
+        groups.add_micro_group(1, header(0, [2]))
+
+
+def test_an_overlong_response_loses_some_of_its_reward():
+    settings = config(advantage="mean_only", overlong_buffer_tokens=6, overlong_penalty=3.0)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))  # of 3 and 4 tokens: 1 and 2 beyond 8 - 6
+    groups.add_rewards(0, rewards(1.0, 1.0))
+    assert [sample.advantage for sample in groups.take_complete()[0].samples] == [0.25, -0.25]
+
+
+def test_with_dynamic_sampling_a_group_of_equal_rewards_is_outside_the_update_and_its_denominators():
+    settings = config(dynamic_sampling=True)
+    groups = StepGroups(prompts(2), settings, group_size=2, step=0, with_reference=False)
+    for index, earned in enumerate(((1.0, 1.0), (1.0, 0.0))):
+        groups.add_micro_group(index, header(index, [0, 1]))
+        groups.add_rewards(index, rewards(*earned))
+    assert [groups.trains(group) for group in groups.take_complete()] == [False, True]
+    assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=2, num_tokens=7, length_normalizer=8)
+    groups.extend([Prompt(prompt_index=2, row=5, messages=[], text="", token_ids=np.array([7], np.int32))])
+    assert not groups.all_complete()
+
+
+def test_a_micro_group_that_is_lost_comes_again_under_another_key_and_the_group_is_handed_out_once():
+    groups = StepGroups(prompts(1), config(), group_size=4, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_micro_group(1, header(0, [2, 3]))
+    groups.add_rewards(0, rewards(1.0, 0.0))
+    groups.forget(1)
+    assert groups.take_complete() == [] and groups.micro_groups == [0]
+    groups.add_micro_group(2, header(0, [3, 2]))
+    groups.add_rewards(2, rewards(0.5, 0.25))
+    [group] = groups.take_complete()
+    assert [(sample.sample_index, sample.reward, sample.micro_group) for sample in group.samples] == [
+        *((0, 1.0, 0), (1, 0.0, 0)),
+        *((2, 0.25, 2), (3, 0.5, 2)),
+    ]
+    assert groups.take_complete() == []
+
+
+@pytest.mark.parametrize("last", ["rewards", "reference"])
+def test_what_a_lost_micro_group_had_does_not_count_for_the_one_drawn_again(last):
+    groups = StepGroups(prompts(1), config(kl="k3", kl_coef=0.1), group_size=4, step=0, with_reference=True)
+    adds = {
+        "rewards": lambda key: groups.add_rewards(key, rewards(1.0, 0.0)),
+        "reference": lambda key: groups.add_reference(key, ReferenceReport([0.5, 0.5], 1)),
+    }
+    (first,) = adds.keys() - {last}
+    for key, samples in ((0, [0, 1]), (1, [2, 3])):
+        groups.add_micro_group(key, header(0, samples))
+        adds[last](key)
+    adds[first](0)
+    groups.forget(1)
+    groups.add_micro_group(2, header(0, [2, 3]))
+    adds[first](2)
+    assert groups.take_complete() == []
+    adds[last](2)
+    assert [sample.reward for sample in groups.take_complete()[0].samples] == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_mini_batches_are_in_prompt_order():
+    groups = StepGroups(prompts(4), config(), group_size=2, step=0, with_reference=False)
+    batches = mini_batches([groups.groups[index] for index in (3, 0, 2, 1)], 2)
+    assert [[group.prompt.prompt_index for group in batch] for batch in batches] == [[0, 1], [2, 3]]
+
+
+def test_a_group_without_signal_is_sent_where_the_loss_has_an_entropy_term():
+    settings = config(entropy_coef=0.1)
+    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
+    groups.add_micro_group(0, header(0, [0, 1]))
+    groups.add_rewards(0, rewards(1.0, 1.0))
+    assert len(trainable_specs(groups.take_complete()[0], settings)) == 2

@@ -1,0 +1,66 @@
+"""samples.jsonl: what is kept of who decoded when."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.sample_records import TEXT_END, ends_of, sample_records
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
+
+CONFIG = load_config([])
+STAYS = [[RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 15, 102.0, 102.5, 3)], [RowStay(1, 4, 8, 100.5, 101.5, 4)]]
+
+
+def book() -> StepGroups:
+    """Two prompts of two samples; of the second no stays were wanted."""
+    prompts = [Prompt(prompt_index=i, row=7 + i, messages=[], text="who is what?", token_ids=np.zeros(3, np.int32)) for i in range(2)]
+    groups = StepGroups(prompts, CONFIG, group_size=2, step=0, with_reference=False)
+    for key in range(2):
+        header = MicroGroupHeader(
+            prompt_index=key, sample_indices=[1, 0], lengths=[13, 4], finish_reasons=["stop", "length"], policy_version=0, finished_at=103.0,
+            worker=5, forecasts=[Forecast(8, 11.26), None], stays=[] if key else STAYS,
+        )  # fmt: skip
+        groups.add_micro_group(key, header)
+        groups.add_rewards(key, RewardResult(rewards=[1.0, None], components={}, failures=[], started_at=9.0, finished_at=9.5))
+    return groups
+
+
+def test_a_record_says_who_decoded_when_and_what_came_of_it():
+    tokenizer = load_tokenizer(CONFIG.model)
+    ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
+    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    fetched = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in (1, 0)]
+    (record,) = sample_records(book(), lambda key: fetched, tokenizer, CONFIG, step=3)
+    first = {
+        "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None, "text": " knight. knave.",
+        "stays": [[1, 4, 8, 0.5, 1.5, 4]],
+    }  # fmt: skip
+    second = {
+        "sample_index": 1, "length": 13, "finish_reason": "stop", "reward": 1.0, "worker": 5, "forecast": [8, 11.3], "text": " knight. knave.",
+        "stays": [[2, 0, 10, 0.0, 1.0, 10], [0, 12, 15, 2.0, 2.5, 3]],
+    }  # fmt: skip
+    assert record == {"step": 3, "prompt_index": 0, "row": 7, "started": 100.0, "prompt": "who is what?", "samples": [first, second]}
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_texts_that_are_gone_are_none():
+    (record,) = sample_records(book(), lambda key: None, load_tokenizer(CONFIG.model), CONFIG, step=3)
+    assert [sample["text"] for sample in record["samples"]] == [None, None]
+
+
+def test_of_a_long_text_both_ends_are_kept():
+    assert ends_of("a" * 100 + "b" * 100) == "a" * TEXT_END + " ... " + "b" * TEXT_END
+    assert ends_of("a" * (2 * TEXT_END + 5)) == "a" * (2 * TEXT_END + 5)
+
+
+def test_prompts_with_timelines_are_spread_over_the_batch_and_bounded():
+    chosen = {}
+    for prompts, wanted in ((8, 2), (8, 3), (5, 2), (4, 9), (4, 0)):
+        config = load_config([f"data.prompts_per_step={prompts}", f"logging.timeline_prompts_per_step={wanted}"])
+        chosen[prompts, wanted] = list(config.timeline_prompts)
+    assert chosen == {(8, 2): [0, 4], (8, 3): [0, 3, 6], (5, 2): [0, 3], (4, 9): [0, 1, 2, 3], (4, 0): []}

@@ -1,0 +1,95 @@
+"""What a resumed run finds: its length probe, or a line that it starts anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller import checkpoints
+from infsample_rl.controller.checkpoints import write_checkpoint
+from infsample_rl.controller.checksums import write_checksums
+from infsample_rl.controller.startup import Start, prepare, take_over
+from infsample_rl.rollout.length_prediction.run_probe import FILE
+from infsample_rl.types import ProbeReport, ProbeStatistics
+
+
+def begin(run_dir: Path, *overrides: str) -> Start:
+    start = prepare(load_config([f"run.dir={run_dir}", *overrides]))
+    start.lock.close()  # as when the process ends
+    return start
+
+
+def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
+    start = begin(tmp_path)
+    size = start.probe.statistics.xy.shape[1]
+    assert size == 2 * 128 + 2  # kk_tiny's hidden size is 128
+    seen = ProbeStatistics(np.ones((2, size, size)), np.ones((2, size)), np.ones(2))
+    start.probe.enter([ProbeReport(statistics=seen, steps_with=9, steps_without=10)])
+
+    def save(folder: str) -> None:
+        Path(folder, "model.safetensors").write_text("weights")
+        start.probe.save(Path(folder))
+
+    checkpoint = write_checkpoint(tmp_path, {"step": 3, "data": start.prompts.state()}, save)
+    again = begin(tmp_path)
+    assert again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
+    assert not any("length probe" in warning for warning in again.warnings)
+    (checkpoint / FILE).unlink()
+    write_checksums(checkpoint)
+    anew = begin(tmp_path)
+    assert anew.probe.statistics.counts.tolist() == [0, 0]
+    assert f"{checkpoint / FILE} is not there: the length probe starts anew" in anew.warnings
+
+
+def test_a_run_folder_is_locked_before_its_checkpoints_are_looked_at(tmp_path, monkeypatch):
+    """A process that SIGTERM ends may save once more: who comes after it must not have chosen a checkpoint by then."""
+    (tmp_path / "run").mkdir()
+    real = checkpoints.find_checkpoint
+
+    def looked_at(run_dir, resume):
+        with pytest.raises(ValueError, match="is in use by a running process"):
+            checkpoints.lock_run_folder(run_dir)
+        return real(run_dir, resume)
+
+    monkeypatch.setattr(checkpoints, "find_checkpoint", looked_at)
+    start = begin(tmp_path / "run")
+    start.lock.close()
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        begin(tmp_path / "run", "rollout.stop_token_ids=[99999]")
+    checkpoints.lock_run_folder(tmp_path / "run").close()  # given back where the settings were refused
+
+
+def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_path):
+    assert begin(tmp_path / "one", "run.deterministic=true").probe is None
+    assert begin(tmp_path / "two", "rollout.schedule=arrival").probe is None
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_train(tmp_path):
+    data = begin(tmp_path).prompts.state()
+    write_checkpoint(tmp_path, {"step": 3, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
+    said = f"run.dir={tmp_path} has all of its 3 steps: nothing is left to train; raise run.steps or run.epochs to go on"
+    assert said in begin(tmp_path, "run.steps=3").warnings and said not in begin(tmp_path, "run.steps=4").warnings
+
+
+def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path):
+    data = begin(tmp_path).prompts.state()
+    first = load_config([f"run.dir={tmp_path}", "learner.lr=1e-3"])
+    take_over(first, tmp_path, 0)
+    for step in (1, 2):
+        write_checkpoint(tmp_path, {"step": step, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
+
+    def folder() -> dict[str, bytes]:
+        kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("plan.json", ".lock")]
+        return {str(path): path.read_bytes() for path in kept}
+
+    before, older = folder(), f"run.resume={tmp_path / 'checkpoints' / 'step_000001'}"
+    start = begin(tmp_path, "learner.lr=1e-4", older)
+    assert folder() == before
+    assert any("learner.lr: 0.001 -> 0.0001" in warning for warning in start.warnings)
+    assert any("step_000002 is of a step that is done again" in warning for warning in start.warnings)
+    take_over(load_config([f"run.dir={tmp_path}", "learner.lr=1e-4"]), tmp_path, start.step)
+    assert not (tmp_path / "checkpoints" / "step_000002").exists() and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()
+    assert not any("learner.lr" in warning for warning in begin(tmp_path, "learner.lr=1e-4").warnings)

@@ -1,0 +1,90 @@
+"""The reference: the frozen policy's log-probabilities, whatever the rows."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from infsample_rl.config import Config, DataConfig, ModelConfig, ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.types import Completion, Prompt
+
+
+def save_policy(folder, seed, vocab_size=64):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, initializer_range=0.2, **sizes)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    return str(folder)
+
+
+def make_config(path, max_tokens, reference_path=None):
+    return Config(
+        model=ModelConfig(path=path),
+        data=DataConfig(source="unused.jsonl", max_prompt_tokens=8),
+        rollout=RolloutConfig(max_new_tokens=8, temperature=0.8),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
+        reference=ReferenceConfig(path=reference_path, max_tokens_per_micro_batch=max_tokens),
+    )
+
+
+def completion(sample_index, ids, logprob):
+    return Completion(
+        **{"prompt_index": 0, "sample_index": sample_index, "token_ids": np.array(ids, np.int32), "logprobs": np.full(len(ids), logprob, np.float32)},
+        **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
+    )
+
+
+PROMPT = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=np.array([5, 9, 7], np.int32))
+COMPLETIONS = [completion(3, [11, 4, 2], -1.0), completion(1, [6], -2.0), completion(0, [1, 2, 3, 4, 5, 6, 7, 8], -3.0), completion(2, [9, 9], -0.5)]
+
+
+@pytest.mark.parametrize(("max_tokens", "rows"), [(16, [15, 5]), (17, [17]), (100, [17])])
+def test_logprobs_equal_the_frozen_model_for_any_row_size(tmp_path, max_tokens, rows):
+    policy, frozen = save_policy(tmp_path / "policy", 0), save_policy(tmp_path / "frozen", 1)
+    worker, seen = ReferenceWorker(make_config(policy, max_tokens, frozen)), []
+    worker.policy.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].input_ids.shape[1]))
+    worker.memory = SimpleNamespace(peak_bytes=lambda: 123)
+    result = worker.logprobs(PROMPT, COMPLETIONS)
+    assert seen == rows  # tokens of each row, the prompt of 3 in every one
+    assert result.report.peak_memory_bytes == 123
+    lm = LlamaForCausalLM.from_pretrained(frozen)
+    for own, kl_sum, sampled in zip(result.logprobs, result.report.kl_sums, COMPLETIONS, strict=True):
+        ids = torch.from_numpy(np.concatenate([PROMPT.token_ids, sampled.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            table = (lm(input_ids=ids[None]).logits[0, 2:-1, :60] / 0.8).log_softmax(-1)
+        expected = table.gather(-1, ids[3:, None])[:, 0].numpy()
+        assert own.dtype == np.float32
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+        assert kl_sum == pytest.approx(float((sampled.logprobs - expected).sum()), abs=1e-4)
+
+
+def test_bad_ids_have_no_probability_in_the_reference_either(tmp_path):
+    policy = save_policy(tmp_path, 0)
+    config = make_config(policy, 100)
+    config.rollout.bad_token_ids = [0, 20, 59]
+    own = ReferenceWorker(config).logprobs(PROMPT, COMPLETIONS[:1]).logprobs[0]
+    lm = LlamaForCausalLM.from_pretrained(policy)
+    with torch.no_grad():
+        logits = lm(input_ids=torch.tensor([[5, 9, 7, 11, 4, 2]])).logits[0, 2:-1, :60] / 0.8
+    table = logits.index_fill(-1, torch.tensor([0, 20, 59]), -torch.inf).log_softmax(-1)
+    np.testing.assert_allclose(own, table[[0, 1, 2], [11, 4, 2]].numpy(), atol=1e-5)
+
+
+def test_without_a_path_of_its_own_the_reference_is_the_policy_at_the_start(tmp_path):
+    policy = save_policy(tmp_path, 0)
+    own = ReferenceWorker(make_config(policy, 100)).logprobs(PROMPT, COMPLETIONS)
+    named = ReferenceWorker(make_config(policy, 100, policy)).logprobs(PROMPT, COMPLETIONS)
+    assert [logprobs.tolist() for logprobs in own.logprobs] == [logprobs.tolist() for logprobs in named.logprobs]
+
+
+def test_a_response_that_fits_in_no_row_and_a_smaller_vocabulary_are_refused(tmp_path):
+    policy, small = save_policy(tmp_path / "policy", 0), save_policy(tmp_path / "small", 1, vocab_size=50)
+    with pytest.raises(ValueError, match="reference.max_tokens_per_micro_batch must be >= 23 .* got 16"):
+        ReferenceWorker(make_config(policy, 16)).logprobs(PROMPT, [completion(0, list(range(20)), 0.0)])
+    with pytest.raises(ValueError, match="has a vocabulary of 50 ids, the policy's tokenizer has 60"):
+        ReferenceWorker(make_config(policy, 16, small))

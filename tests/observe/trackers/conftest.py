@@ -1,0 +1,147 @@
+"""A config whose trackers are the only thing that differs, and a W&B server on the loopback address that keeps what it is sent."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.config import Config, DataConfig, LoggingConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
+from infsample_rl.observe.run_log import RunLogger
+
+
+def sample(step: int) -> dict:
+    """A completion as the driver gives it."""
+    return {
+        "step": step, "prompt_index": 0, "sample_index": 0, "prompt": "1 + 1 = ?", "response": "2", "reward": 1.0, "components": {"kk": 1.0},
+        "advantage": 0.5, "length": 2, "finish_reason": "stop", "policy_version": step - 1,
+    }  # fmt: skip
+
+
+def trace_of(step: int) -> str:
+    """A trace of one step: a rollout worker that decodes, a learner rank that trains."""
+    names = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in ((1, "rollout 0 on a"), (2, "learner 0 on a"))]
+    phases = [("decode", 1, 0, 3_000_000), ("backward", 2, 1_000_000, 2_500_000)]
+    events = [{"name": name, "ph": "X", "pid": pid, "tid": 0, "ts": ts, "dur": dur, "args": {"step": step}} for name, pid, ts, dur in phases]
+    return json.dumps(names + events)
+
+
+@pytest.fixture
+def log_run():
+    """A start of a run in `run_dir`: reward/mean is step / 10, one sample a step, a timeline of the last step."""
+
+    def log(run_dir: Path, steps: range, *, start_step: int = 0, failed: bool = False, **logging: object) -> None:
+        config = Config(
+            run=RunConfig(name="tiny"),
+            model=ModelConfig(path="model"),
+            data=DataConfig(source="rows.jsonl"),
+            reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
+            logging=LoggingConfig(**{"wandb": "disabled", "progress": False, **logging}),
+        )
+        logger = RunLogger(config, run_dir, total_steps=9, start_step=start_step)
+        if start_step:
+            logger.rewind(start_step)
+        for step in steps:
+            logger.log_step(step, {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None}, [sample(step)])
+        (run_dir / "trace.json").write_text(trace_of(steps[-1]))
+        (run_dir / "config.yaml").write_text("run: {name: tiny}\n")
+        logger.close(failed=failed)
+
+    return log
+
+
+class Recorder:
+    """Answers what the W&B client asks, as one run of the project `infsample_rl`, and keeps every request."""
+
+    def __init__(self) -> None:
+        self.queries: list[tuple[str, dict]] = []  # operation, variables
+        self.streamed: list[dict] = []  # bodies of the file stream
+        self.uploaded: dict[str, bytes] = {}
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self._body() or "{}")
+                self._answer(recorder.query(body) if self.path.endswith("/graphql") else recorder.stream(body))
+
+            def do_PUT(self) -> None:
+                recorder.uploaded[self.path.removeprefix("/upload/")] = self._body()
+                self._answer({})
+
+            def do_GET(self) -> None:
+                self._answer({})
+
+            def _body(self) -> bytes:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
+
+            def _answer(self, answer: dict) -> None:
+                body = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def query(self, body: dict) -> dict:
+        """The answer to a GraphQL request."""
+        found = re.search(r"(?:query|mutation)\s+(\w+)", body.get("query", ""))
+        name, variables = found[1] if found else "", body.get("variables") or {}
+        self.queries.append((name, variables))
+        entity = {"name": "team", "organization": None}
+        project = {"id": "p", "name": "infsample_rl", "entity": entity}
+        if name == "UpsertBucket":
+            run = {"id": "r", "name": variables["name"], "displayName": "tiny", "description": "", "config": "{}", "sweepName": None}
+            return {"data": {"upsertBucket": {"bucket": run | {"project": project, "historyLineCount": 0}, "inserted": True}}}
+        if name == "CreateRunFiles":
+            files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
+            return {"data": {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}}
+        if name == "CreateArtifact":  # of the table; it is there already, so nothing of it is uploaded
+            sequence = {"id": "s", "latestArtifact": {"id": "a", "versionIndex": 0}}
+            return {"data": {"createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}}}}
+        if body.get("query", "").lstrip().startswith("mutation"):
+            return {"errors": [{"message": f"{name}: the recorder knows no such mutation"}]}
+        viewer = {"id": "v", "entity": "team", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}, "apiKeys": {"edges": []}}
+        return {"data": {"viewer": viewer, "serverInfo": {"features": []}, "model": None, "project": None, "entity": None}}
+
+    def stream(self, body: dict) -> dict:
+        """A piece of the run's file stream."""
+        self.streamed.append(body)
+        return {"exitcode": None, "limits": {}}
+
+    def history(self) -> list[dict]:
+        """Rows of metrics that have come."""
+        lines = [line for body in self.streamed for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])]
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recording W&B server, and the environment that makes W&B report to it."""
+    import wandb
+
+    wandb.teardown()  # a process reads the environment once
+    server = Recorder()
+    for name, value in {"WANDB_API_KEY": "local-" + "0" * 40, "WANDB_BASE_URL": server.url, "WANDB_MODE": "online"}.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    wandb.teardown()
+    server.close()

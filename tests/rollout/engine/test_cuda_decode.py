@@ -1,0 +1,255 @@
+"""The CUDA path of a decode step without CUDA: static tensors, buckets of rows, steps launched ahead, and the kernels in Triton's interpreter.
+
+Graphs themselves are in test_cuda_graphs.py; here the step that they capture runs uncaptured.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout.engine import sampling_engine as engine_module
+from infsample_rl.rollout.engine.cuda_decode import bucket_of
+from infsample_rl.rollout.engine.decode_loop import DecodeLoop
+from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
+
+PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
+STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
+
+
+def make_engine(model, tokenizer, *, static=False, stop=STOP, deterministic=False, **settings):
+    """`static`: steps run as they are captured on CUDA."""
+    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
+    made.runner.graphs.is_used = static
+    return made
+
+
+def results(groups):
+    """(tokens, finish reason) of every completion."""
+    return [[(completion.token_ids.tolist(), completion.finish_reason) for completion in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Engines launch repeated steps ahead, as on CUDA; the loops they make."""
+    made = []
+
+    def build(*args, **options):
+        made.append(DecodeLoop(*args, **(options | {"run_ahead": True})))
+        return made[-1]
+
+    monkeypatch.setattr(engine_module, "DecodeLoop", build)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most_rows", "bucket"), [(1, 256, 1), (3, 256, 4), (17, 256, 24), (17, 20, 20), (256, 256, 256), (300, 999, 384), (5, 5, 5)]
+)
+def test_a_step_runs_the_next_larger_bucket_of_rows(num_rows, most_rows, bucket):
+    assert bucket_of(num_rows, most_rows) == bucket
+
+
+SETTINGS = [
+    {},
+    {"prompts_at_once": 3, "slots": 8},
+    {"kv_budget_tokens": 48, "page_size": 4, "group_size": 12},  # preempts all the time
+    {"kv_budget_tokens": 48, "page_size": 1, "group_size": 12, "preemption": "park", "prompts_at_once": 2},
+    {"schedule": "arrival", "page_size": 8},
+    {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4},
+    {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 1, "slots": 2},
+    {"schedule": "dynamic_slot", "slots": 4},
+    {"stop_strings": ["w12 w", "w6"]},
+    {"top_p": 0.8, "temperature": 0.9},
+    {"max_new_tokens": 1},
+    {"group_size": 40, "prompts_at_once": 2, "slots": 40, "max_new_tokens": 6},  # logits in several pieces
+    {"deterministic": True, "slots": 5, "prompts_at_once": 2},
+]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_steps_launched_ahead_change_no_completion(model, tokenizer, request, settings, static):
+    wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
+    loops = request.getfixturevalue("ahead")
+    engine = make_engine(model, tokenizer, static=static, **settings)
+    assert results(engine.generate(PROMPTS, seed=4, step=2)) == results(wanted)
+    assert loops[0].run_ahead == (settings.get("schedule") != "dynamic_slot")
+    assert engine.stats.peak_kv_bytes <= engine.stats.kv_pool_bytes
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS[:3], {"temperature": 0.0}, {"bad_token_ids": [1, 2]}], ids=str)
+def test_static_steps_draw_what_others_draw(model, tokenizer, settings):
+    wanted, found = (make_engine(model, tokenizer, static=static, **settings) for static in (False, True))
+    wanted_groups, found_groups = (engine.generate(PROMPTS, seed=9) for engine in (wanted, found))
+    assert results(found_groups) == results(wanted_groups)
+    assert found.stats == wanted.stats
+    for one, other in zip(sum(found_groups, []), sum(wanted_groups, []), strict=True):
+        torch.testing.assert_close(torch.from_numpy(one.logprobs), torch.from_numpy(other.logprobs), atol=1e-5, rtol=0)
+
+
+def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
+    engine = make_engine(model, tokenizer, schedule="lpt", predictor="bert", prefix_tokens=4)
+    seen = []
+
+    def predict(prompt_ids, prefixes):
+        seen.extend(len(prefix) for prefix in prefixes)
+        return [float(len(prefixes))] * len(prefixes)
+
+    engine._predictor = predict
+    groups = engine.generate(PROMPTS, seed=4, step=2)
+    assert set(seen) == {4}
+    assert ahead[0].planner.num_tokens >= sum(len(completion.token_ids) for group in groups for completion in group)
+
+
+def test_the_policy_observes_true_lengths(model, tokenizer, ahead):
+    engine = make_engine(model, tokenizer, prompts_at_once=2)
+    engine.generate([PROMPTS[0]], seed=4)
+    finished = []
+    loop_class = engine._new_loop
+
+    def new_loop(*args):
+        loop = loop_class(*args)
+        observe = loop.planner.policy.observe_finished
+        loop.planner.policy.observe_finished = lambda prompt, length: (finished.append(length), observe(prompt, length))
+        return loop
+
+    engine._new_loop = new_loop
+    group = engine.generate([PROMPTS[0]], seed=4)[0]
+    assert sorted(finished) == sorted(len(completion.token_ids) for completion in group)
+
+
+def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
+    model, other = make_model(), make_model("qwen3", initializer_range=0.3)
+    engine = make_engine(model, tokenizer, static=True, max_new_tokens=8)
+    cache = engine.runner.graphs
+
+    def kept():
+        engine.generate(PROMPTS, seed=1)
+        (graphs,) = cache._kept.values()
+        return graphs
+
+    first = kept()
+    captures = first.captures
+    assert kept() is first and first.captures == captures
+    with torch.no_grad():
+        model.load_state_dict(other.state_dict())  # in place
+    assert kept() is first and first.captures == len(first._graphs)  # other samples may need another bucket, none is captured twice
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
+    second = kept()
+    assert second is not first
+    engine.runner.allocate(engine.runner.kv.num_pages + 1, 16)
+    assert cache._kept == {}
+    wanted = make_engine(model, tokenizer, max_new_tokens=8).generate(PROMPTS, seed=1)
+    assert results(engine.generate(PROMPTS, seed=1)) == results(wanted)
+
+
+def test_training_and_evaluation_each_keep_their_graphs(model, tokenizer):
+    engine = make_engine(model, tokenizer, static=True, max_new_tokens=4, kv_budget_tokens=400)
+    for _ in range(2):
+        engine.generate(PROMPTS, seed=1)
+        engine.generate(PROMPTS, seed=1, evaluation=True, temperature=0.0)
+        engine.generate(PROMPTS[:1], seed=1)
+    assert [graphs.sampler.temperature for graphs in engine.runner.graphs._kept.values()] == [0.0, 1.0]
+    assert sum(graphs.captures for graphs in engine.runner.graphs._kept.values()) <= 6
+
+
+def make_group(pool_pages, tokens=0):
+    """A prompt of three tokens on page 0 and two samples on pages 1 and 2."""
+    group = PromptGroup(0, [5, 6, 7], [0, 1], GroupSettings("arrival", 2, 2), lambda index: 100 + index)
+    group.pages = [0]
+    samples = [group.next_sample(0), group.next_sample(1)]
+    for sample, page in zip(samples, pool_pages, strict=True):
+        sample.pages = [page]
+        sample.tokens.extend(range(tokens))
+    return group, samples
+
+
+def test_a_warm_up_leaves_rows_and_pages_as_they_were(model, tokenizer):
+    engine = make_engine(model, tokenizer, static=True, kv_budget_tokens=160, max_new_tokens=16)
+    runner = engine.runner
+    batch = RowBatch(3, 1, 1, 1, runner.kv.scratch_page, runner.device)
+    graphs = runner.graphs.take(batch, engine._new_sampler(None))
+    batch = graphs.batch
+    _, samples = make_group((1, 2), tokens=4)
+    batch.arrange(samples)
+    before = [tensor.clone() for tensor, _ in batch.moving]
+    runner.kv.store[:, :-1] = 7.0
+    graphs._capture(3)
+    for (tensor, _), wanted in zip(batch.moving, before, strict=True):
+        assert torch.equal(tensor, wanted)
+    assert (runner.kv.store[:, :-1] == 7.0).all()
+
+
+def test_rows_behind_the_last_stay_on_the_scratch_page():
+    batch = RowBatch(4, 2, 1, 1, 9, torch.device("cpu"))
+    _, samples = make_group((1, 2), tokens=3)
+    batch.arrange([samples[0], None, samples[1]])
+    for _ in range(5):
+        batch.move_on(torch.tensor([8, 8, 8, 8]))
+        batch.count_step()
+    assert batch.positions.tolist() == [7, -1, 7, -1]
+    assert batch.lengths.tolist() == [8, 1, 8, 1]
+    assert batch.tables.tolist() == [[1, 9], [9, 9], [2, 9], [9, 9]]
+    assert batch.row_order.tolist() == [0, 2, 1, 3] and batch.prompt_row_starts.tolist() == [0, 2]
+    batch.arrange(samples[:1])
+    assert batch.lengths.tolist() == [3, 1, 1, 1] and batch.tables[1:].unique().tolist() == [9]
+
+
+def test_new_pages_are_added_to_the_tables():
+    batch = RowBatch(2, 3, 1, 1, 9, torch.device("cpu"))
+    _, samples = make_group((1, 2), tokens=3)
+    batch.arrange(samples)
+    samples[1].pages += [5, 6]
+    batch.write_pages(samples)
+    assert batch.tables.tolist() == [[1, 9, 9], [2, 5, 6]]
+
+
+def step_in_triton(config, kv_dtype):
+    """Hidden states of one step of a bucket with idle rows, and the KV pool after it: (in plain torch, in Triton)."""
+    from transformers import AutoModelForCausalLM
+
+    from infsample_rl.rollout.engine.model_runner import ModelRunner
+    from infsample_rl.rollout.kernels.attention_triton import Workspace
+
+    torch.manual_seed(0)
+    runner = ModelRunner(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), kv_dtype=kv_dtype)
+    runner.kernels, out = None, []
+    for in_triton in (False, True):
+        runner.kv = None
+        runner.allocate(4, 8)
+        runner.prefill([5, 6, 7], [0])
+        _, samples = make_group((1, 2))
+        for sample, count in zip(samples, (3, 1), strict=True):
+            sample.tokens.extend(range(9, 9 + count))
+            if count > 1:
+                runner.rebuild(list(sample.tokens[:-1]), 0, sample.pages, [0], 3)
+        batch = RowBatch(4, 1, 1, 1, runner.kv.scratch_page, runner.device)
+        batch.arrange([samples[0], None, samples[1]])
+        workspace = Workspace(4, 4, 2, 16, 8, 8, "cpu", 4) if in_triton else None
+        hidden = runner.decode(batch, 4, workspace)[[0, 2]]
+        out.append((hidden.numpy(), runner.kv.store[:, :-1].float().numpy()))
+    return out
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_step_in_triton_writes_and_attends_as_in_plain_torch(make_model, request, kv_dtype):
+    pytest.importorskip("triton")
+    config = make_model(num_hidden_layers=1).config
+    (wanted, wanted_kv), (found, found_kv) = request.getfixturevalue("interpreted")(step_in_triton, config, kv_dtype)
+    torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(found_kv), torch.from_numpy(wanted_kv), atol=1e-6, rtol=0)
+    assert abs(wanted_kv[:, 1, 2]).min() > 0  # the newest token's place

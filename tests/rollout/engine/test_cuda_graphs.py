@@ -1,0 +1,177 @@
+"""Steps captured as CUDA graphs: the same tokens, no host sync, no allocation, memory flat in G."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
+STOP = {3, 17, 40}
+
+
+@pytest.fixture(scope="module")
+def gpu_model(make_model):
+    """float32, or bfloat16, of a family on the GPU."""
+    return lambda family="qwen3", dtype=torch.float32, **changes: make_model(family, **changes).to("cuda", dtype)
+
+
+def make_engine(model, tokenizer, *, captured=True, stop=STOP, deterministic=False, **settings):
+    """`captured` False: the engine's step in plain torch, without graphs, Triton and torch.compile."""
+    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
+    engine._allocate([16] * 3)  # large enough for all calls, so that it is not allocated again
+    assert engine.runner.graphs.is_used and engine.runner.graphs.uses_triton
+    engine.runner.graphs.is_used = captured
+    return engine
+
+
+def results(groups):
+    return [[(completion.token_ids.tolist(), completion.finish_reason) for completion in group] for group in groups]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_greedy_tokens_equal_generate(gpu_model, tokenizer, family):
+    model = gpu_model(family)
+    plain = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+    wanted = [model.generate(torch.tensor([prompt], device="cuda"), **plain)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
+    found = engine.generate(PROMPTS, seed=0, temperature=0)
+    assert [[completion.token_ids.tolist() for completion in group] for group in found] == [[tokens] * 6 for tokens in wanted]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prompts_at_once": 3, "slots": 8},
+        {"kv_budget_tokens": 64, "page_size": 8, "group_size": 12},  # preempts and parks
+        {"kv_budget_tokens": 64, "page_size": 8, "group_size": 12, "preemption": "recompute"},
+        {"schedule": "arrival", "slots": 2},
+        {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4},
+        {"schedule": "dynamic_slot"},
+        {"stop_strings": ["w12 w", "w6"]},
+        {"top_p": 0.8, "temperature": 0.9},
+        {"top_k": 9, "min_p": 0.02, "bad_token_ids": [1]},
+        {"group_size": 40, "slots": 40},
+        {"deterministic": True, "slots": 5, "prompts_at_once": 2},
+    ],
+    ids=str,
+)
+def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings):
+    model = gpu_model()
+    wanted = make_engine(model, tokenizer, captured=False, **settings).generate(PROMPTS, seed=4)
+    engine = make_engine(model, tokenizer, **settings)
+    found = engine.generate(PROMPTS, seed=4)
+    assert results(found) == results(wanted)
+    for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
+        torch.testing.assert_close(torch.from_numpy(one.logprobs), torch.from_numpy(other.logprobs), atol=1e-4, rtol=0)
+    (graphs,) = engine.runner.graphs._kept.values()
+    assert graphs._is_compiled and all(graph is not None for graph in graphs._graphs.values())
+
+
+def test_int8_pages_are_read_by_the_captured_step_as_by_the_plain_one(gpu_model, tokenizer):
+    model = gpu_model()
+    engines = [make_engine(model, tokenizer, captured=captured, kv_dtype="int8", max_new_tokens=12) for captured in (False, True)]
+    first, second = ([sample.logprobs[:2] for sample in engine.generate(PROMPTS[:1], seed=4)[0]] for engine in engines)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=1e-2, rtol=0)
+
+
+def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):
+    model, other = gpu_model(), gpu_model(initializer_range=0.3)
+    engine = make_engine(model, tokenizer)
+    engine.generate(PROMPTS, seed=4)
+    (graphs,) = engine.runner.graphs._kept.values()
+    captured = dict(graphs._graphs)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
+    assert results(engine.generate(PROMPTS, seed=4)) == results(make_engine(other, tokenizer).generate(PROMPTS, seed=4))
+    assert engine.runner.graphs._kept == {next(iter(engine.runner.graphs._kept)): graphs}
+    assert all(graphs._graphs[rows] is graph for rows, graph in captured.items())  # other lengths may need other numbers of rows
+
+
+def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
+    model = gpu_model(dtype=torch.bfloat16)
+    group = make_engine(model, tokenizer, prompts_at_once=3).generate(PROMPTS, seed=1)[0]
+    for completion in group:
+        response = completion.token_ids.tolist()
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([PROMPTS[0] + response], device="cuda"), use_cache=False).logits[0, len(PROMPTS[0]) - 1 : -1]
+        wanted = torch.log_softmax(logits.float(), -1).cpu()[torch.arange(len(response)), torch.tensor(response)]
+        assert (torch.from_numpy(completion.logprobs) - wanted).abs().mean() < 0.05
+
+
+@pytest.fixture(scope="module")
+def make_running(gpu_model, tokenizer):
+    """The loop of a call whose rows never end within 200 tokens, in one page each; its graph is captured and it has taken 3 steps."""
+    model = gpu_model(max_position_embeddings=512)
+
+    def build(group_size=8, **settings):
+        options = {"group_size": group_size, "slots": group_size, "max_new_tokens": 200, "page_size": 256, "schedule": "full_group"}
+        engine = make_engine(model, tokenizer, stop=set(), **(options | settings))
+        engine.generate([PROMPTS[0]], seed=1)
+        engine.stream([PROMPTS[0]], seed=1)
+        for _ in range(3):
+            engine._loop.step()
+        return engine._loop
+
+    return build
+
+
+def test_a_step_never_waits_for_the_device(make_running):
+    loop = make_running()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loop.stats.running_steps == 53 and loop._launched is not None
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}], ids=str)
+def test_fifty_steps_allocate_nothing(make_running, settings):
+    loop = make_running(**settings)
+    before = torch.cuda.memory_stats()
+    for _ in range(50):
+        loop.step()
+    after = torch.cuda.memory_stats()
+    assert after["allocation.all.allocated"] == before["allocation.all.allocated"]
+    assert after["reserved_bytes.all.current"] == before["reserved_bytes.all.current"]
+
+
+def test_a_step_is_one_launch_and_the_graph_holds_the_rest(make_running):
+    loop = make_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(10):
+            loop.step()
+        torch.cuda.synchronize()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["cudaGraphLaunch"] == 10
+    assert counts.get("cudaLaunchKernel", 0) == counts.get("cuLaunchKernel", 0) == counts.get("cudaMalloc", 0) == 0
+
+
+def test_peak_memory_is_flat_in_the_group_size(gpu_model, tokenizer):
+    model = gpu_model(max_position_embeddings=512)
+    peaks = []
+    for group_size in (8, 64, 256):
+        settings = {"slots": 4, "kv_budget_tokens": 1024, "max_rows": 8, "max_new_tokens": 64, "group_size": group_size}
+        engine = make_engine(model, tokenizer, stop=set(), **settings)
+        engine.generate([PROMPTS[0]], seed=1)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        engine.generate([PROMPTS[0]], seed=1)
+        peaks.append(torch.cuda.max_memory_allocated())
+        del engine
+    assert max(peaks) <= 1.02 * min(peaks), peaks

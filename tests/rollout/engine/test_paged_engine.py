@@ -1,0 +1,282 @@
+"""The engine in pools of every size: preemption, sharing, exactness on random models, and the memory it really takes."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.model.disk import IN_MEMORY, file_system
+from infsample_rl.rollout.engine import parked_kv
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+
+PROMPT = [5, 9, 7, 30, 2]
+
+
+def make_engine(model, tokenizer, *, stop=(3, 17, 40), max_prompt_tokens=None, **settings):
+    config = RolloutConfig(**({"group_size": 12, "max_new_tokens": 24, "page_size": 4} | settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return SamplingEngine(model, tokenizer, config, stop_token_ids=set(stop), max_prompt_tokens=max_prompt_tokens)
+
+
+def tokens_of(groups):
+    return [[completion.token_ids.tolist() for completion in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model, tokenizer):
+    return make_engine(model, tokenizer, schedule="full_group").generate([PROMPT, PROMPT[:2]], seed=4)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "park"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monkeypatch, preemption, page_size, compiled):
+    if not compiled:
+        monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
+    budget = smallest_budget_tokens(5, 24, page_size)
+    engine = make_engine(model, tokenizer, page_size=page_size, kv_budget_tokens=budget, preemption=preemption, prompts_at_once=2)
+    if preemption == "park":
+        monkeypatch.setattr(parked_kv, "check_disk_folder", lambda name, folder: None)  # whatever the folder of this machine is
+    engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
+    assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
+    stats = engine.stats
+    assert stats.preemptions >= 10 and stats.peak_kv_bytes <= stats.kv_pool_bytes == budget * 2 * 2 * 2 * 16 * 4
+    if preemption == "park":
+        assert stats.parked_tokens > 0 and stats.recomputed_tokens < stats.parked_tokens
+    else:
+        assert stats.parked_tokens == 0 < stats.recomputed_tokens
+
+
+def engine_that_parks(model, tokenizer, folder, **settings):
+    budget = smallest_budget_tokens(5, 24, 4)
+    engine = make_engine(model, tokenizer, page_size=4, kv_budget_tokens=budget, park_folder=str(folder), prompts_at_once=2, **settings)
+    engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
+    return engine
+
+
+def test_the_file_holds_the_kv_of_those_alone_who_wait(model, tokenizer, disk_folder):
+    engine, largest = engine_that_parks(model, tokenizer, disk_folder), 0
+    for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
+        waiting = {sample for sample in engine._loop.planner.line if sample.num_parked_pages}
+        assert waiting == set(engine.parking._places) and list(disk_folder.iterdir()) == []
+        assert engine.parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
+        largest = max(largest, engine.parking.num_taken)
+    assert engine.stats.parked_tokens > 0 and largest > 0
+    size = os.fstat(engine.parking._file.fileno()).st_size
+    assert size == engine.parking._num_places * engine.runner.kv.page_bytes, "it has grown to what was wanted at most at a time"
+    engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert os.fstat(engine.parking._file.fileno()).st_size == size, "and is used again"
+    for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
+        break
+    engine.generate([PROMPT], seed=5)  # which ends the stream that was left
+    assert engine.parking.num_taken == 0 and not engine.parking._places
+
+
+def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected, disk_folder, monkeypatch):
+    engine, real = engine_that_parks(model, tokenizer, disk_folder), parked_kv.take_room
+
+    def take_room(file, size):
+        if size > 3 * engine.runner.kv.page_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file, size)
+
+    monkeypatch.setattr(parked_kv, "take_room", take_room)
+    with pytest.warns(UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device") as warned:
+        found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
+    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.parking.most_pages <= 3
+
+
+def test_half_of_what_the_disk_has_free_is_left_to_others(model, tokenizer, disk_folder, monkeypatch):
+    engine = engine_that_parks(model, tokenizer, disk_folder)
+    room = type("Usage", (), {"free": 9 * engine.runner.kv.page_bytes})
+    monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: room)
+    engine.generate([PROMPT, PROMPT[:2]], seed=4)
+    assert engine.parking.most_pages == 4
+
+
+def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
+    if file_system(Path("/dev/shm")) not in IN_MEMORY:
+        pytest.skip("/dev/shm does not lie in memory")
+    monkeypatch.setattr(parked_kv.tempfile, "gettempdir", lambda: "/dev/shm")
+    engine = make_engine(model, tokenizer, prompts_at_once=2)
+    with pytest.warns(UserWarning, match="KV of preempted samples is computed again, not parked: .* must be on a disk, got /dev/shm"):
+        assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
+    for asked in ({"preemption": "park"}, {"park_folder": "/dev/shm"}):
+        with pytest.raises(ValueError, match="rollout.park_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"):
+            make_engine(model, tokenizer, **asked)
+
+
+def eager(loop):
+    """Let every sample in that finds a page, so that rows are preempted all the time."""
+    policy = loop.planner.policy
+    policy.may_admit = lambda running, candidate, missing, free, pages, **others: not running or missing < free
+    return loop
+
+
+def test_random_models_and_prompts_equal_generate(make_tokenizer):
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    draw = random.Random(7)
+    for seed in range(9):
+        torch.manual_seed(seed)
+        heads = draw.choice([(4, 4), (4, 2), (6, 2), (4, 1)])
+        shape = {
+            "vocab_size": 50,
+            "hidden_size": 48,
+            "num_hidden_layers": draw.choice([1, 3]),
+            "num_attention_heads": heads[0],
+            "num_key_value_heads": heads[1],
+            "head_dim": draw.choice([8, 24]),
+            "intermediate_size": 40,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": draw.random() < 0.5,
+            "initializer_range": 0.2,
+            "eos_token_id": None,
+        }
+        family = [LlamaConfig, Qwen2Config, Qwen3Config][seed % 3]
+        model = AutoModelForCausalLM.from_config(family(**shape), dtype=torch.float32).eval()
+        prompts = [[draw.randrange(50) for _ in range(size)] for size in (1, draw.randint(2, 20), 44)]  # the last fills the context
+        plain = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+        wanted = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            wanted.append(model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0, len(prompt) :].tolist())
+        settings = {"group_size": 3, "max_new_tokens": 20, "page_size": draw.choice([1, 3, 16]), "prompts_at_once": draw.randint(1, 3)}
+        engine = make_engine(model, make_tokenizer(50), stop=(), kv_budget_tokens=draw.choice([80, 100, 300]), **settings)
+        assert tokens_of(engine.generate(prompts, seed=0, temperature=0)) == [[tokens] * 3 for tokens in wanted]
+
+
+def test_four_workers_give_what_one_gives(model, tokenizer, expected):
+    parts = [make_engine(model, tokenizer).generate([PROMPT], seed=4, sample_indices=[list(range(start, start + 3))]) for start in (0, 3, 6, 9)]
+    assert sum((tokens_of(part)[0] for part in parts), []) == tokens_of(expected)[0]
+
+
+@pytest.mark.parametrize("schedule", ["token_budget", "arrival", "infinite"])
+def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule):
+    pools, peaks = set(), []
+    for group_size in (8, 64, 512):
+        engine = make_engine(model, tokenizer, group_size=group_size, schedule=schedule, slots=2, max_new_tokens=6)
+        engine.generate([PROMPT], seed=0)
+        pools.add(engine.stats.kv_pool_bytes)
+        peaks.append(engine.stats.peak_kv_bytes)
+    assert len(pools) == 1 and max(peaks) <= pools.pop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's call is Linux's")
+def test_a_pool_that_nobody_uses_is_given_back_to_the_system_and_comes_again(model, tokenizer):
+    engine = make_engine(model, tokenizer, group_size=400, max_new_tokens=24, page_size=16, slots=400)
+    first = tokens_of(engine.generate([PROMPT], seed=4))
+    pages = engine.runner.kv.store
+    held = resident_kilobytes(pages)
+    assert engine.stats.peak_kv_bytes > 1e6 and held * 1024 < 0.02 * engine.stats.peak_kv_bytes + 8192, "the pages at its ends are shared"
+    assert pages.count_nonzero() * pages.element_size() <= 8192
+    assert tokens_of(engine.generate([PROMPT], seed=4)) == first
+
+
+def resident_kilobytes(tensor):
+    """Of the memory a tensor lies in, as far as it is there: from mincore of its whole pages."""
+    import ctypes
+    import mmap
+
+    size = mmap.PAGESIZE
+    start = tensor.data_ptr() // size * size
+    count = -(-(tensor.data_ptr() + tensor.nbytes - start) // size)
+    there = (ctypes.c_ubyte * count)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(count * size), there) == 0
+    return sum(page & 1 for page in there) * size // 1024
+
+
+def test_a_budget_in_bytes_holds_as_many_pages_as_fit(model, tokenizer):
+    engine = make_engine(model, tokenizer, kv_budget_bytes="100KB", page_size=16)
+    assert engine.runner.kv.num_pages == 100_000 // (16 * 2 * 2 * 2 * 16 * 4)
+    engine = make_engine(model, tokenizer, kv_budget_bytes="auto", max_new_tokens=6, max_prompt_tokens=1)
+    assert engine.runner.kv.num_pages == 2 * (12 * 2 + 1)  # all that could be used
+
+
+def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, tokenizer):
+    with pytest.raises(ValueError, match="kv_budget_tokens=24 holds 6 pages .* the smallest that would do is rollout.kv_budget_tokens=28"):
+        make_engine(model, tokenizer, kv_budget_tokens=24)
+    with pytest.raises(ValueError, match="kv_budget_bytes=1KB holds 0 pages"):
+        make_engine(model, tokenizer, kv_budget_bytes="1KB")
+    engine = make_engine(model, tokenizer, kv_budget_tokens=28)
+    with pytest.raises(ValueError, match="too few for prompt 0 of 5 tokens .* rollout.kv_budget_tokens=32"):
+        engine.generate([PROMPT], seed=0)
+
+
+def test_a_stop_string_ends_a_sample_across_token_borders(model, make_tokenizer, expected):
+    tokenizer = make_tokenizer()
+    plain = expected[0][0].token_ids.tolist()
+    word = f"w{plain[1]} w{plain[2]}"  # two tokens, decoded with the space between
+    found = make_engine(model, tokenizer, stop_strings=[word]).generate([PROMPT], seed=4)[0]
+    ends = [index for index in range(1, len(plain)) if f"w{plain[index - 1]} w{plain[index]}".startswith(word)]
+    assert found[0].token_ids.tolist() == plain[: ends[0] + 1] and found[0].finish_reason == "stop"
+    assert len(found[0].logprobs) == len(found[0].token_ids)
+
+
+def test_bad_ids_are_never_sampled(model, tokenizer):
+    bad = list(range(1, 60))
+    groups = make_engine(model, tokenizer, stop=(), bad_token_ids=bad).generate([PROMPT], seed=4)
+    sampled = {token for tokens in tokens_of(groups)[0] for token in tokens}
+    assert sampled <= set(range(64)) - set(bad) and len(sampled) > 1
+
+
+def test_models_with_windows_or_caps_are_refused(make_model, tokenizer):
+    with pytest.raises(ValueError, match="sliding"):
+        make_engine(make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0), tokenizer)
+
+
+MEASURE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, Qwen3Config, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models
+from infsample_rl.config import RolloutConfig
+from infsample_rl.model.disk import IN_MEMORY, file_system
+from infsample_rl.rollout.engine import parked_kv
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+torch.set_num_threads(1)
+def kilobytes(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+shape = dict(vocab_size=2000, hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8, head_dim=32, intermediate_size=512)
+model = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(2000)}, unk_token="w0")))
+def sample(group_size, budget):
+    config = RolloutConfig(group_size=group_size, max_new_tokens=40, kv_budget_bytes=budget)
+    engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set())
+    engine.generate([list(range(1, 301))], seed=0)
+    return engine.stats
+sample(2, "10MB")  # compiled kernels and libraries are in memory from here on
+open("/proc/self/clear_refs", "w").write("5")
+before = kilobytes("VmRSS")
+stats = sample(int(sys.argv[1]), "256MB")
+print(json.dumps({"risen": (kilobytes("VmHWM") - before) * 1024, "pool": stats.kv_pool_bytes, "peak": stats.peak_kv_bytes}))
+"""
+
+
+@pytest.mark.slow
+def test_a_pool_of_256_mb_is_what_the_process_grows_by():
+    found = []
+    for group_size in (64, 192):
+        command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(group_size)]
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]  # the allocator's peak varies by 5 MB
+        found.append(min((json.loads(run.stdout.splitlines()[-1]) for run in runs), key=lambda measured: measured["risen"]))
+    for measured in found:
+        assert 0.95 * 256e6 < measured["pool"] <= 256e6
+        assert measured["risen"] <= 1.15 * measured["pool"], measured
+    assert found[0]["pool"] == found[1]["pool"]
+    assert found[1]["risen"] < 1.02 * found[0]["risen"], found

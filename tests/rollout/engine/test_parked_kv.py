@@ -1,0 +1,89 @@
+"""KV of preempted samples outside the pool: what comes back is what was put there, in memory and in a file."""
+
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.model.disk import check_disk_folder
+from infsample_rl.rollout.engine import sampling_engine as engine_module
+from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
+from infsample_rl.rollout.engine.parked_kv import ParkedInFile, ParkedInMemory
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+
+PAGES = 9
+
+
+def make_kv(kind):
+    """A pool full of random numbers, which no page shares with another."""
+    dtype = stored_dtype(kind, torch.bfloat16 if kind == "auto" else torch.float32)
+    shape = (2, PAGES, 4, 2, 8, dtype, torch.device("cpu"))
+    kv = PagedKV(*shape) if kind == "auto" else QuantisedKV(*shape, compute_dtype=torch.float32)
+    torch.manual_seed(0)
+    for part in kv.parts:
+        part.copy_((100 * torch.randn(part.shape)).to(part.dtype))
+    return kv
+
+
+def parking_of(kind, kv, folder):
+    return ParkedInMemory(kv) if kind == "memory" else ParkedInFile(kv, str(folder))
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["auto", "int8", "fp8"])
+def test_pages_come_back_bit_by_bit_into_other_pages(kind, place, disk_folder):
+    kv = make_kv(kind)
+    parking = parking_of(place, kv, disk_folder)
+    before = [part.clone().view(torch.uint8) for part in kv.parts]
+    assert parking.take(2) and parking.take(3)
+    parking.put("one", [1, 4])
+    parking.put("two", [0, 2, 3])
+    for part in kv.parts:
+        part.view(torch.uint8).zero_()
+    parking.release(2)
+    parking.fetch("one", [8, 0, 5])  # a page more, for the newest token
+    assert parking.take(4)
+    parking.put("three", [8, 0, 8, 0])  # into what "one" has left, and more
+    parking.fetch("two", [2, 3, 7])
+    parking.fetch("three", [1, 4, 5, 6])
+    for part, was in zip(kv.parts, before, strict=True):
+        for now, then in {8: 1, 0: 4, 2: 0, 3: 2, 7: 3, 1: 1, 4: 4, 5: 1, 6: 4}.items():
+            assert torch.equal(part[:, now].contiguous().view(torch.uint8), was[:, then]), (now, then)
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_four_pools_are_the_most_that_is_parked_and_what_is_left_behind_makes_room(place, disk_folder):
+    kv = make_kv("auto")
+    parking = parking_of(place, kv, disk_folder)
+    assert parking.most_pages == 4 * PAGES
+    assert parking.take(4 * PAGES - 1) and not parking.take(2) and parking.take(1) and not parking.take(1)
+    for sample in range(4):
+        parking.put(sample, list(range(PAGES)))
+    parking.clear()
+    parking.release(4 * PAGES)
+    assert parking.num_taken == 0 and parking.take(4 * PAGES)
+    for sample in range(4):
+        parking.put(sample, list(range(PAGES)))
+
+
+def test_samples_parked_in_memory_are_those_of_an_engine_that_parks_nothing(make_model, tokenizer, monkeypatch):
+    """Host memory is what an engine on a GPU takes; here the engine is told to."""
+    budget = smallest_budget_tokens(5, 24, 4)
+    settings = {"group_size": 12, "max_new_tokens": 24, "page_size": 4, "prompts_at_once": 2}
+    prompts, model = [[5, 9, 7, 30, 2], [8, 1]], make_model()
+
+    def sample(**given):
+        engine = SamplingEngine(model, tokenizer, RolloutConfig(**settings, **given), stop_token_ids={3, 17, 40})
+        return [[each.token_ids.tolist() for each in group] for group in engine.generate(prompts, seed=4)], engine.stats
+
+    expected, _ = sample(schedule="full_group")
+    monkeypatch.setattr(engine_module, "open_parking", lambda config, kv: ParkedInMemory(kv))
+    found, stats = sample(kv_budget_tokens=budget + 16)
+    assert found == expected and stats.parked_tokens > 0 and stats.recomputed_tokens <= 2 * 7  # prompts that had to give way
+
+
+def test_a_folder_is_checked_by_the_name_of_its_setting(tmp_path):
+    (tmp_path / "file").touch()
+    for given in (tmp_path / "file", tmp_path / "none"):
+        with pytest.raises(ValueError, match="rollout.park_folder must be a folder of its worker's machine, got .*, which is none"):
+            check_disk_folder("rollout.park_folder", str(given))

@@ -1,0 +1,300 @@
+"""The noise, what is drawn with it, and the cuts of top_p, top_k and min_p."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from infsample_rl.rollout.engine.sampler import Sampler, _mix, nucleus_cutoff, sample_key, split_vocabulary
+
+CPU = torch.device("cpu")
+
+
+def make_sampler(vocab_size, *, valid_vocab=None, device=CPU, **settings):
+    return Sampler(vocab_size, valid_vocab or vocab_size, **({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | settings), device=device)
+
+
+def draw(sampler, logits, keys, positions):
+    """Drawn lists from lists."""
+    device = logits.device
+    return sampler.to_host(sampler.draw(logits, torch.tensor(keys, device=device), torch.tensor(positions, device=device)))
+
+
+class Draws(NamedTuple):
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    sampling_logprobs: torch.Tensor | None
+
+
+def draw_many(sampler, logits, count):
+    """`count` draws from one distribution, as the first tokens of samples 0, 1, ... of prompt 0."""
+    keys = [sample_key(7, 0, 3, 0, index) for index in range(count)]
+    drawn = draw(sampler, logits.repeat(count, 1), keys, [0] * count)
+    sampling_logprobs = None if drawn.sampling_logprobs is None else torch.tensor(drawn.sampling_logprobs)
+    return Draws(torch.tensor(drawn.tokens), torch.tensor(drawn.logprobs), sampling_logprobs)
+
+
+def chi_square_z(tokens, probs):
+    """Standard deviations by which the chi-square of the counts lies above its mean."""
+    expected = probs.double() * len(tokens)
+    used = expected > 5
+    counts = torch.bincount(tokens, minlength=len(probs)).double()
+    chi = ((counts - expected)[used] ** 2 / expected[used]).sum().item()
+    return (chi - (int(used.sum()) - 1)) / math.sqrt(2 * (int(used.sum()) - 1))
+
+
+@pytest.mark.parametrize("vocab_size", [60, 101])  # 101 is prime: the last block is padded
+def test_sampled_frequencies_are_the_softmax(vocab_size):
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 2
+    drawn = draw_many(make_sampler(vocab_size, temperature=0.8), logits, 60_000)
+    probs = torch.softmax(logits / 0.8, -1)
+    assert abs(chi_square_z(drawn.tokens, probs)) < 4
+    torch.testing.assert_close(drawn.logprobs, probs.log()[drawn.tokens], atol=1e-5, rtol=0)
+    assert drawn.sampling_logprobs is None
+
+
+def test_positions_of_one_sample_draw_independently():
+    logits = torch.zeros(16)
+    sampler = make_sampler(16)
+    tokens = draw(sampler, logits.repeat(30_001, 1), [sample_key(0, 0, 0, 0, 0)] * 30_001, list(range(30_001))).tokens
+    tokens = torch.tensor(tokens)
+    pairs = tokens[:-1] * 16 + tokens[1:]
+    assert abs(chi_square_z(pairs, torch.full((256,), 1 / 256))) < 4
+
+
+def test_the_key_depends_on_every_word():
+    base = sample_key(1, 0, 2, 3, 4)
+    others = {sample_key(2, 0, 2, 3, 4), sample_key(1, 1, 2, 3, 4), sample_key(1, 0, 3, 3, 4), sample_key(1, 0, 2, 4, 4), sample_key(1, 0, 2, 3, 5)}
+    assert len(others | {base}) == 6
+    assert all(-(2**63) <= key < 2**63 for key in others)
+    assert sample_key(0, 0, 0, 0, 0) == 8695987549771912286  # kept: another value would change every run's samples
+
+
+def test_the_hash_of_tensors_is_splitmix64():
+    increment = 0x9E3779B97F4A7C15 - 2**64
+    first, second = 0xE220A8397B1DCDAF - 2**64, 0x6E789E6AA1B965F4  # published outputs from state 0
+    assert _mix(torch.tensor([1, 2]) * increment).tolist() == [first, second]
+
+
+def test_a_row_draws_the_same_token_alone_and_among_others():
+    logits = torch.randn(8, 60, generator=torch.Generator().manual_seed(2))
+    keys, positions = [sample_key(0, 0, 0, 0, index) for index in range(8)], [5] * 8
+    sampler = make_sampler(60)
+    together = draw(sampler, logits.clone(), keys, positions).tokens
+    alone = [draw(sampler, logits[row : row + 1].clone(), keys[row : row + 1], [5]).tokens[0] for row in range(8)]
+    assert together == alone
+
+
+def test_temperature_zero_is_argmax_with_log_probabilities_at_temperature_one():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    drawn = draw(make_sampler(3, temperature=0.0, top_p=0.5), logits.clone(), [1, 2], [0, 0])
+    assert drawn.tokens == [1, 0]
+    torch.testing.assert_close(torch.tensor(drawn.logprobs), torch.log_softmax(logits, -1)[[0, 1], [1, 0]])
+    assert drawn.sampling_logprobs is None
+
+
+PROBS = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("cuts", "support"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.71}, {0, 1, 2}),
+        ({"top_p": 0.01}, {0}),
+        ({"min_p": 0.3}, {0, 1, 2}),  # at least 0.12
+        ({"min_p": 1.0}, {0}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),  # of what top_k leaves, 0.85: 0.7 / 0.85 = 0.82 reaches 0.8
+        ({"top_k": 4, "min_p": 0.5}, {0, 1}),
+        ({"top_k": 9, "top_p": 1.0, "min_p": 0.01}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_cuts_leave_exactly_their_support(cuts, support):
+    drawn = draw_many(make_sampler(5, **cuts), PROBS.log() + 0.001 * torch.tensor([1, -1, 0, 0, 0]), 3000)
+    assert set(drawn.tokens.tolist()) == support
+    kept = PROBS[sorted(support)].sum()
+    torch.testing.assert_close(drawn.logprobs, PROBS.log()[drawn.tokens], atol=2e-3, rtol=0)
+    torch.testing.assert_close(drawn.sampling_logprobs, (PROBS / kept).log()[drawn.tokens], atol=3e-3, rtol=0)
+
+
+def kept_distribution(logits, *, valid_vocab, bad, temperature, top_p, top_k, min_p):
+    """The truncated distribution by definition, in float64, one token after another; and the untruncated one."""
+    allowed = [token for token in range(valid_vocab) if token not in bad]
+    probs = torch.zeros(len(logits), dtype=torch.float64)
+    probs[allowed] = torch.softmax(logits[allowed].double() / temperature, -1)
+    kept, mass = [], 0.0
+    candidates = sorted(allowed, key=lambda token: -probs[token].item())[: top_k or None]
+    total = probs[candidates].sum().item()
+    for token in candidates:
+        if mass < top_p * total and probs[token] >= min_p * probs.max():
+            kept.append(token)
+        mass += probs[token].item()
+    truncated = torch.zeros_like(probs)
+    truncated[kept] = probs[kept] / probs[kept].sum()
+    return truncated, probs
+
+
+@pytest.mark.parametrize(
+    ("cuts", "num_kept"),
+    [
+        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0}, 83),
+        ({"top_p": 0.9, "top_k": 0, "min_p": 0.0}, 20),
+        ({"top_p": 0.95, "top_k": 25, "min_p": 0.0}, 19),
+        ({"top_p": 0.95, "top_k": 25, "min_p": 0.1}, 14),
+    ],
+)
+def test_sampled_frequencies_are_the_truncated_softmax_without_bad_and_padded_ids(cuts, num_kept):
+    logits = torch.randn(101, generator=torch.Generator().manual_seed(5)) * 2
+    bad = [int(logits.argmax()), 3, 3, 17, *range(40, 50)]  # the best one among them
+    settings = {"valid_vocab": 96, "temperature": 0.9, **cuts}
+    expected, untruncated = kept_distribution(logits, bad=bad, **settings)
+    assert int((expected > 0).sum()) == num_kept
+    drawn = draw_many(make_sampler(101, bad_token_ids=bad, **settings), logits, 60_000)
+    assert set(drawn.tokens.tolist()) <= set(expected.nonzero()[:, 0].tolist())
+    assert abs(chi_square_z(drawn.tokens, expected)) < 4
+    torch.testing.assert_close(drawn.logprobs, untruncated.log()[drawn.tokens].float(), atol=1e-5, rtol=0)
+    if cuts["top_p"] < 1:
+        torch.testing.assert_close(drawn.sampling_logprobs, expected.log()[drawn.tokens].float(), atol=1e-5, rtol=0)
+
+
+def test_bad_ids_outside_the_tokenizer_or_all_of_them_are_refused():
+    with pytest.raises(ValueError, match=r"rollout.bad_token_ids must be ids of the tokenizer, 0 to 5, got \[-1, 6\]"):
+        make_sampler(10, valid_vocab=6, bad_token_ids=[2, 6, -1])
+    with pytest.raises(ValueError, match="must leave an id to sample, got all 6 of the tokenizer"):
+        make_sampler(10, valid_vocab=6, bad_token_ids=[0, 1, 2, 3, 4, 5, 5])
+    only = draw_many(make_sampler(10, valid_vocab=6, bad_token_ids=[0, 1, 2, 4, 5]), torch.zeros(10), 5)
+    assert only.tokens.tolist() == [3] * 5 and only.logprobs.tolist() == [0.0] * 5
+
+
+def test_greedy_takes_the_lowest_of_equal_ids_that_may_be_sampled():
+    logits = torch.tensor([[1.0, 7.0, 5.0, 5.0, 5.0, 9.0]])
+    drawn = draw(make_sampler(6, valid_vocab=5, bad_token_ids=[1], temperature=0.0), logits.clone(), [0], [0])
+    assert drawn.tokens == [2]
+    assert drawn.logprobs[0] == pytest.approx(torch.log_softmax(logits[0, [0, 2, 3, 4]], -1)[1].item(), abs=1e-6)
+    flat = draw(make_sampler(4096, temperature=0.0), torch.zeros(3, 4096), [0, 1, 2], [0, 0, 0])
+    assert flat.tokens == [0, 0, 0]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+def test_sixteen_bit_logits_draw_as_their_float32_values(settings):
+    logits = (torch.randn(16, 60, generator=torch.Generator().manual_seed(3)) * 3).bfloat16()
+    sampler, keys = make_sampler(60, bad_token_ids=[7], **settings), [sample_key(0, 0, 0, 0, index) for index in range(16)]
+    assert draw(sampler, logits.clone(), keys, [0] * 16) == draw(sampler, logits.float(), keys, [0] * 16)
+
+
+def test_logits_that_are_not_finite_give_a_log_probability_that_is_not():
+    for settings in ({}, {"temperature": 0.0}, {"top_k": 3, "top_p": 0.9}):
+        drawn = draw(make_sampler(8, **settings), torch.tensor([[0.0] * 7 + [math.nan], [0.0] * 8]), [1, 2], [0, 0])
+        assert math.isnan(drawn.logprobs[0]) and math.isfinite(drawn.logprobs[1])
+
+
+class Operations(TorchDispatchMode):
+    """Remembers the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names.add(function.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}, {"min_p": 0.1}])
+def test_drawing_reads_nothing_back_to_the_host(settings):
+    sampler = make_sampler(60, valid_vocab=55, bad_token_ids=[7], **settings)
+    with Operations() as operations:
+        sampler.draw(torch.randn(4, 60), torch.arange(4), torch.arange(4))
+        nucleus_cutoff(torch.full((2, 8), 0.125), 0.9)
+    assert "softmax" in str(operations.names)
+    assert operations.names & {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique"} == set()
+
+
+def sorted_cutoff(probs, top_p):
+    values = probs.double().sort(dim=-1, descending=True).values
+    num_kept = ((values.cumsum(-1) - values) < top_p).sum(-1, keepdim=True)
+    return values.gather(1, num_kept - 1).float()
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999])
+def test_the_bisected_nucleus_is_the_sorted_one(top_p):
+    generator = torch.Generator().manual_seed(6)
+    for scale in (0.0, 0.01, 1.0, 5.0, 40.0):
+        probs = torch.softmax(torch.randn(7, 997, generator=generator) * scale, -1)
+        cutoff, expected = nucleus_cutoff(probs, top_p), sorted_cutoff(probs, top_p)
+        masses = [torch.where(probs >= edge, probs.double(), 0.0).sum(-1) for edge in (cutoff, expected)]
+        exact = (cutoff == expected)[:, 0]
+        assert torch.all(exact | ((masses[0] - top_p).abs() < 1e-6) | ((masses[1] - top_p).abs() < 1e-6))  # sums that rounding decides
+        assert exact.float().mean() > 0.5
+        assert all(float(edge) in row.tolist() for edge, row in zip(cutoff, probs, strict=True))
+
+
+def test_the_bisected_nucleus_written_out():
+    probs = torch.tensor([[0.25, 0.5, 0.125, 0.125, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    assert nucleus_cutoff(probs, 0.5)[:, 0].tolist() == [0.5, 0.25, 1.0]
+    assert nucleus_cutoff(probs, 0.75)[:, 0].tolist() == [0.25, 0.25, 1.0]
+    assert nucleus_cutoff(probs, 0.76)[:, 0].tolist() == [0.125, 0.25, 1.0]  # both ties are kept
+    assert nucleus_cutoff(probs * 0.9, 0.95)[:, 0].tolist() == [0.0, 0.0, 0.0]  # no sum reaches it: all are kept
+    scratch = torch.full_like(probs, math.nan)
+    assert nucleus_cutoff(probs, 0.76, scratch)[:, 0].tolist() == [0.125, 0.25, 1.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+def test_a_cuda_graph_of_draw_gives_the_tokens_of_the_cpu(settings):
+    logits = torch.randn(32, 151936, generator=torch.Generator().manual_seed(8)) * 3
+    keys, positions = [sample_key(0, 0, 0, 0, index) for index in range(32)], list(range(32))
+    options = {"valid_vocab": 151643, "bad_token_ids": [5, 77], **settings}
+    expected = draw(make_sampler(151936, **options), logits.clone(), keys, positions)
+    sampler = make_sampler(151936, device=torch.device("cuda"), **options)
+    inputs = [torch.zeros(32, 151936, device="cuda"), *torch.tensor([[0] * 32, [0] * 32], device="cuda")]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        sampler.draw(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # a host sync inside would be refused
+        drawn = sampler.draw(*inputs)
+    for target, source in zip(inputs, (logits, torch.tensor(keys), torch.tensor(positions)), strict=True):
+        target.copy_(source)
+    graph.replay()
+    on_gpu = sampler.to_host(drawn)
+    same = [left == right for left, right in zip(on_gpu.tokens, expected.tokens, strict=True)]
+    assert sum(same) >= 31  # another rounding of the sums may move one token that nearly ties
+    for left, right, equal in zip(on_gpu.logprobs, expected.logprobs, same, strict=True):
+        assert not equal or left == pytest.approx(right, abs=1e-4)
+
+
+def test_top_p_reaches_beyond_the_first_candidates_of_a_flat_distribution():
+    sampler = make_sampler(3000, top_p=0.9)
+    cutoff = sampler._cutoff(torch.linspace(1.0, 1.5, 3000)[None].div(3750))
+    assert int((torch.linspace(1.0, 1.5, 3000)[None].div(3750) >= cutoff).sum()) in range(2610, 2650)
+
+
+def test_padded_vocabulary_is_never_sampled_and_has_no_mass():
+    logits = torch.zeros(10)
+    logits[6:] = 50.0
+    drawn = draw_many(make_sampler(10, valid_vocab=6), logits, 2000)
+    assert set(drawn.tokens.tolist()) == {0, 1, 2, 3, 4, 5}
+    torch.testing.assert_close(drawn.logprobs, torch.full((2000,), math.log(1 / 6)))
+    greedy = draw(make_sampler(10, valid_vocab=6, temperature=0.0), logits[None].clone(), [0], [0])
+    assert greedy.tokens[0] < 6
+
+
+@pytest.mark.parametrize(("vocab_size", "split"), [(151936, (128, 1187)), (64, (8, 8)), (101, (10, 11)), (1, (1, 1)), (2, (1, 2))])
+def test_the_vocabulary_is_cut_into_blocks_near_its_square_root(vocab_size, split):
+    assert split_vocabulary(vocab_size) == split
+
+
+def test_top_k_above_the_first_candidates_keeps_exactly_that_many():
+    probs = torch.linspace(2.0, 1.0, 3000)[None].div(4500)
+    assert int((probs >= make_sampler(3000, top_k=1500)._cutoff(probs)).sum()) == 1500
+
+
+def test_a_flat_rows_cutoff_does_not_depend_on_a_sharp_neighbour():
+    flat, sharp = torch.linspace(1.5, 1.0, 3000).div(3750), torch.eye(3000)[0]
+    sampler = make_sampler(3000, top_p=0.9)
+    assert sampler._cutoff(torch.stack([flat, sharp]))[0] == sampler._cutoff(flat[None])[0]

@@ -1,0 +1,413 @@
+"""The engine on tiny random models: exactness, schedules, memory, streaming."""
+
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout.engine import decode_loop
+from infsample_rl.rollout.engine.attention import attention_with_lse, plain_attention_with_lse
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+
+PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
+STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
+
+
+TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, float32
+
+
+def make_engine(model, tokenizer, *, stop=STOP, deterministic=False, **settings):
+    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24, "schedule": "arrival"} | settings))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
+
+
+def tokens_of(groups):
+    return [[completion.token_ids.tolist() for completion in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def model(make_model):
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def expected(model, tokenizer):
+    """Completions under schedule=arrival, what every other setting must reproduce."""
+    return make_engine(model, tokenizer).generate(PROMPTS, seed=4, step=2)
+
+
+def full_logprobs(model, prompt, response, temperature=1.0):
+    """Log-probabilities of a response by one plain causal forward pass."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float() / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_greedy_tokens_equal_generate(make_model, tokenizer, family):
+    model = make_model(family)
+    wanted = [
+        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
+    assert tokens_of(engine.generate(PROMPTS, seed=0, temperature=0)) == [[tokens] * 6 for tokens in wanted]
+
+
+@pytest.mark.parametrize("family", ["mistral", "olmo2", "phi3", "gemma", "gpt_neox", "opt", "qwen3_moe", "glm4"])
+def test_other_architectures_run_through_their_own_modules_and_the_model_stays_usable(make_model, tokenizer, family):
+    model = make_model(family)
+    engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
+    groups = engine.generate(PROMPTS[:2], seed=0, temperature=0)
+    for prompt, group in zip(PROMPTS, groups, strict=False):
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        assert tokens_of([group]) == [[out[0, len(prompt) :].tolist()] * 6]
+
+
+@pytest.mark.parametrize("settings", [{}, {"prompts_at_once": 3, "slots": 8}, {"temperature": 0.7}])
+def test_log_probabilities_equal_a_full_forward(make_model, tokenizer, settings):
+    model = make_model()
+    groups = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=1)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            wanted = full_logprobs(model, prompt, completion.token_ids.tolist(), settings.get("temperature", 1.0))
+            torch.testing.assert_close(torch.from_numpy(completion.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "full_group"},
+        {"schedule": "naive"},
+        {"schedule": "fixed_slot"},
+        {"schedule": "fptas"},
+        {"schedule": "lpt", "slots": 4},
+        {"schedule": "sjf", "prompts_at_once": 2},
+        {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4},
+        {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 1, "slots": 2},
+        {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 20, "prompts_at_once": 2},
+        {"schedule": "token_budget"},
+        {"schedule": "token_budget", "slots": 2, "page_size": 1},
+        {"schedule": "token_budget", "prompts_at_once": 3, "page_size": 4},
+        {"schedule": "token_budget", "max_rows": 2},
+        {"slots": 1},
+        {"slots": 10, "prompts_at_once": 2},
+        {"slots": 4, "prompts_at_once": 3, "schedule": "naive"},
+        {"slots": 4, "prompts_at_once": 3, "schedule": "fixed_slot"},
+        {"deterministic": True},
+        {"deterministic": True, "prompts_at_once": 2, "slots": 5},
+    ],
+    ids=str,
+)
+def test_scheduling_cannot_change_the_sample(model, tokenizer, expected, settings):
+    groups = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
+    assert tokens_of(groups) == tokens_of(expected)
+    for found, wanted in zip(sum(groups, []), sum(expected, []), strict=True):
+        assert (found.prompt_index, found.sample_index, found.finish_reason) == (wanted.prompt_index, wanted.sample_index, wanted.finish_reason)
+        torch.testing.assert_close(torch.from_numpy(found.logprobs), torch.from_numpy(wanted.logprobs), atol=1e-5, rtol=0)
+
+
+def test_samples_split_over_two_engines_are_the_same(model, tokenizer, expected):
+    first = make_engine(model, tokenizer).generate(PROMPTS, seed=4, step=2, sample_indices=[[0, 1, 5], [], [2]])
+    parts = {"prompt_indices": [1, 2], "sample_indices": [[5, 4, 3, 2, 1, 0], [0]]}
+    second = make_engine(model, tokenizer, slots=2).generate(PROMPTS[1:], seed=4, step=2, **parts)
+    wanted = tokens_of(expected)
+    assert tokens_of(first) == [[wanted[0][0], wanted[0][1], wanted[0][5]], [], [wanted[2][2]]]
+    assert tokens_of(second) == [wanted[1][::-1], [wanted[2][0]]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "slots", "heads"),
+    [
+        ("arrival", 3, {}),
+        ("arrival", 5, {}),
+        ("arrival", 11, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}),  # 33 queries: other code computes the last
+        ("token_budget", 5, {}),
+    ],
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(make_model, tokenizer, monkeypatch, schedule, slots, heads, compiled):
+    if not compiled:
+        monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
+    model = make_model(**heads)
+    settings = {"deterministic": True, "schedule": schedule, "slots": slots, "group_size": 12, "prompts_at_once": 2, "max_new_tokens": 16}
+    together = make_engine(model, tokenizer, **settings).generate(PROMPTS[:2], seed=4)
+    alone = make_engine(model, tokenizer, **settings)
+    for index, prompt in enumerate(PROMPTS[:2]):
+        for sample in (0, 4, 10, 11):
+            again = alone.generate([prompt], seed=4, prompt_indices=[index], sample_indices=[[sample]])[0][0]
+            assert again.logprobs.tobytes() == together[index][sample].logprobs.tobytes()
+
+
+def test_noise_depends_on_seed_step_prompt_and_domain(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer)
+    base = tokens_of(expected)[0]
+    assert tokens_of(engine.generate(PROMPTS[:1], seed=4, step=2))[0] == base
+    for change in ({"seed": 5}, {"step": 3}, {"prompt_indices": [7]}, {"evaluation": True}):
+        assert tokens_of(engine.generate(PROMPTS[:1], **({"seed": 4, "step": 2} | change)))[0] != base
+
+
+def list_schedule_steps(lengths, slots):
+    """Steps when a freed slot takes the next sample."""
+    ends = [0] * slots
+    for length in lengths:
+        ends[ends.index(min(ends))] += length
+    return max(ends)
+
+
+def test_running_steps_follow_from_the_lengths(model, tokenizer, expected):
+    lengths = [len(completion.token_ids) for completion in expected[0]]
+    assert len(set(lengths)) > 2
+    wanted = {
+        "naive": max(lengths[:3]) + max(lengths[3:]),
+        "fixed_slot": max(lengths[slot] + lengths[slot + 3] for slot in range(3)),
+        "full_group": max(lengths),
+        "arrival": list_schedule_steps(lengths, 3),
+    }
+    for schedule, steps in wanted.items():
+        engine = make_engine(model, tokenizer, schedule=schedule)
+        engine.generate(PROMPTS[:1], seed=4, step=2)
+        assert engine.stats.running_steps == steps == engine.heartbeat
+        assert engine.stats.row_utilisation == pytest.approx(sum(lengths) / (steps * engine.config.num_slots))
+
+
+@pytest.mark.parametrize("budget", [24 + 5, 1000])
+def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(model, tokenizer, expected, budget):
+    lengths = [len(completion.token_ids) for completion in expected[0]]
+    waiting = sum(length > 5 for length in lengths)
+    assert waiting > 1
+    settings = {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 5, "slots": 1, "page_size": 1, "kv_budget_tokens": budget}
+    engine = make_engine(model, tokenizer, **settings)
+    assert tokens_of(engine.generate(PROMPTS[:1], seed=4, step=2)) == tokens_of(expected)[:1]
+    rebuilt = engine.stats.recomputed_tokens // 4  # the fifth token goes through the next decode step anyway
+    assert engine.stats.running_steps == sum(lengths) + rebuilt  # one slot: nothing overlaps
+    assert rebuilt == 0 if budget == 1000 else 0 < rebuilt <= waiting
+
+
+def test_a_missing_predictor_is_said_once_and_how_to_give_one(model, tokenizer):
+    config = RolloutConfig(group_size=4, slots=2, schedule="infinite", predictor="bert", prefix_tokens=4)
+    with pytest.warns(UserWarning, match="give the folder of a trained sequence classifier") as caught:
+        SamplingEngine(model, tokenizer, config)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"prompts_at_once": 2, "slots": 5}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}])
+def test_the_default_pool_holds_slots_full_responses_and_the_resident_prompts(model, tokenizer, settings):
+    engine = make_engine(model, tokenizer, group_size=16, page_size=4, **settings)
+    engine.generate(PROMPTS, seed=0)
+    stats, config = engine.stats, engine.config
+    assert stats.kv_pool_bytes == (config.slots * 24 + config.prompts_at_once * 8) * TOKEN_BYTES  # a prompt of 7 tokens has two pages of 4
+    assert 0 < stats.peak_kv_bytes <= stats.kv_pool_bytes
+    assert stats.peak_kv_bytes % (4 * TOKEN_BYTES) == 0
+
+
+def test_the_first_micro_group_arrives_before_the_last_sample_ends(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer)
+    steps, sizes, prompts = [], [], []
+    for micro_group in engine.stream(PROMPTS, seed=4, step=2):
+        steps.append(engine.stats.running_steps)
+        sizes.append(len(micro_group))
+        prompts.append({completion.prompt_index for completion in micro_group})
+    assert sizes == [3, 3] * 3 and prompts == [{0}, {0}, {1}, {1}, {2}, {2}]
+    assert steps[0] < steps[1] < steps[2] < steps[5] == engine.stats.running_steps
+
+
+def test_the_last_micro_group_of_a_prompt_may_be_smaller(model, tokenizer):
+    engine = make_engine(model, tokenizer, micro_group_size=4, prompts_at_once=2)
+    sizes = {}
+    for micro_group in engine.stream(PROMPTS, seed=4):
+        sizes.setdefault(micro_group[0].prompt_index, []).append(len(micro_group))
+    assert sizes == {0: [4, 2], 1: [4, 2], 2: [4, 2]}
+
+
+def test_a_stream_closed_early_frees_everything_and_the_next_works(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, prompts_at_once=2)
+    stream = engine.stream(PROMPTS, seed=4, step=2)
+    next(stream)
+    loop = engine._loop
+    stream.close()
+    planner = loop.planner
+    assert planner.running == [] and planner.resident == [] and planner.pool.num_free == planner.pool.num_pages
+    assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
+    assert engine._loop.planner.pool.num_free == planner.pool.num_pages
+
+
+def test_a_later_call_ends_an_unfinished_stream(model, tokenizer):
+    engine = make_engine(model, tokenizer)
+    stream = engine.stream(PROMPTS, seed=4)
+    next(stream)
+    engine.generate(PROMPTS[:1], seed=4)
+    with pytest.raises(RuntimeError, match="ended by a later call"):
+        list(stream)
+
+
+def test_dynamic_slot_keeps_the_first_to_finish_and_warns_that_it_favours_short_ones(model, tokenizer, expected):
+    config = RolloutConfig(group_size=6, slots=3, max_new_tokens=24, schedule="dynamic_slot")
+    with pytest.warns(UserWarning, match="favours short"):
+        engine = SamplingEngine(model, tokenizer, config, stop_token_ids=STOP)
+    group = engine.generate(PROMPTS[:1], seed=4, step=2)[0]
+    assert len(group) == 6
+    assert sum(len(completion.token_ids) for completion in group) <= sum(len(completion.token_ids) for completion in expected[0])
+    for completion in group:
+        if completion.sample_index < 6:
+            assert completion.token_ids.tolist() == expected[0][completion.sample_index].token_ids.tolist()
+    with pytest.raises(ValueError, match="contiguous"):
+        engine.generate(PROMPTS[:1], seed=4, sample_indices=[[0, 2]])
+
+
+def test_stop_ids_come_from_generation_config_tokenizer_and_settings(make_model, make_tokenizer):
+    model = make_model()
+    model.generation_config.eos_token_id = [40, 41]
+    engine = SamplingEngine(model, make_tokenizer(eos_token="w17"), RolloutConfig(stop_token_ids=[3], max_new_tokens=24))
+    assert engine.stop_token_ids == {40, 41, 17, 3}
+    for completion in engine.generate(PROMPTS[:1], seed=0)[0]:
+        ids = completion.token_ids.tolist()
+        assert (completion.finish_reason == "stop") == (ids[-1] in engine.stop_token_ids)
+        assert not set(ids[:-1]) & engine.stop_token_ids
+        assert completion.finish_reason == "stop" or len(ids) == 24
+
+
+@pytest.mark.parametrize("schedule", ["arrival", "naive", "fixed_slot", "full_group", "infinite", "dynamic_slot"])
+def test_every_sample_may_stop_at_its_first_token(model, tokenizer, schedule):
+    engine = make_engine(model, tokenizer, stop=set(range(64)), schedule=schedule)
+    groups = engine.generate(PROMPTS, seed=0)
+    assert [[len(completion.token_ids) for completion in group] for group in groups] == [[1] * 6] * 3
+    assert engine.stats.running_steps == (3 if schedule == "full_group" else 6)
+
+
+def test_samples_that_end_within_their_prefix_are_finished(model, tokenizer):
+    engine = make_engine(model, tokenizer, stop=set(range(64)), schedule="infinite", predictor="bert", prefix_tokens=4)
+    assert [len(group) for group in engine.generate(PROMPTS, seed=0)] == [6, 6, 6]
+    assert engine.stats.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("settings", [{"slots": 4}, {"schedule": "naive"}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}])
+def test_a_group_of_one(model, tokenizer, expected, settings):
+    groups = make_engine(model, tokenizer, group_size=1, **settings).generate(PROMPTS, seed=4, step=2)
+    assert tokens_of(groups) == [group[:1] for group in tokens_of(expected)]
+
+
+def test_one_new_token_needs_no_decode_step(model, tokenizer):
+    groups = make_engine(model, tokenizer, max_new_tokens=1, stop=set()).generate(PROMPTS, seed=0)
+    assert all(completion.finish_reason == "length" for group in groups for completion in group)
+
+
+def test_padded_vocabulary_is_never_sampled_and_left_out_of_log_probabilities(make_model, make_tokenizer):
+    model = make_model(vocab_size=80)
+    with torch.no_grad():
+        model.lm_head.weight[64:] *= 20  # would win often
+    engine = make_engine(model, make_tokenizer(64), stop=set())
+    group = engine.generate(PROMPTS[:1], seed=0)[0]
+    assert engine.valid_vocab == 64
+    assert max(completion.token_ids.max() for completion in group) < 64
+    with torch.no_grad():
+        model.lm_head.weight[64:] = -1e4 * model.lm_head.weight[64:].sign()  # now without weight in the plain forward
+    ids = group[0].token_ids.tolist()
+    logits = model(input_ids=torch.tensor([PROMPTS[0] + ids])).logits[0, 4:-1, :64]
+    wanted = torch.log_softmax(logits, -1)[torch.arange(len(ids)), torch.tensor(ids)]
+    torch.testing.assert_close(torch.from_numpy(group[0].logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_truncated_sampling_reports_both_log_probabilities(model, tokenizer):
+    group = make_engine(model, tokenizer, top_k=5).generate(PROMPTS[:1], seed=0)[0]
+    for completion in group:
+        assert (completion.sampling_logprobs >= completion.logprobs - 1e-6).all()
+        assert completion.sampling_logprobs.dtype == completion.logprobs.dtype == "float32"
+        assert completion.token_ids.dtype == "int32"
+    assert make_engine(model, tokenizer).generate(PROMPTS[:1], seed=0)[0][0].sampling_logprobs is None
+
+
+def test_completions_carry_the_policy_version(model, tokenizer):
+    engine = make_engine(model, tokenizer)
+    engine.policy_version = 7
+    assert {completion.policy_version for completion in engine.generate(PROMPTS[:1], seed=0)[0]} == {7}
+
+
+def test_models_and_tokenizers_that_cannot_work_are_refused(make_model, make_tokenizer, model):
+    with pytest.raises(ValueError, match="70 tokens, more than the model's vocabulary of 64"):
+        make_engine(model, make_tokenizer(70))
+    sliding = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    with pytest.raises(ValueError, match="sliding"):
+        make_engine(sliding, make_tokenizer(64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_ids": [[]]}, "prompt 0 is empty"),
+        ({"prompt_ids": [[64]]}, "token 64, outside the model's vocabulary of 64"),
+        ({"prompt_ids": [[1] * 240]}, "context of 256; the nearest that works is max_new_tokens=16"),
+        ({"prompt_ids": [[1]], "sample_indices": [[1, 1]]}, "must differ"),
+        ({"prompt_ids": [[1]], "sample_indices": []}, "equally long"),
+        ({"prompt_ids": [[1]], "temperature": -1.0}, "temperature must be 0 .* or >= 0.001"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_is_sampled(model, tokenizer, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(model, tokenizer).stream(**arguments, seed=0)
+
+
+def test_nonfinite_logits_stop_the_run(make_model, tokenizer):
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="not finite"):
+        make_engine(model, tokenizer).generate(PROMPTS[:1], seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_attention_paths_give_output_and_log_sum_exp(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, 3, size, 16, generator=generator).to(dtype) for size in (4, 9, 9))
+    mask = torch.zeros(2, 1, 1, 9, dtype=dtype)
+    mask[0, ..., 5:] = -torch.inf
+    scores = query.float() @ keys.float().transpose(2, 3) * 0.25 + mask.float()
+    paths = [attention_with_lse] + [plain_attention_with_lse] * (dtype == torch.float32)  # bmm's out_dtype is CUDA's alone
+    for path in paths:
+        out, lse = path(query, keys, values, 0.25, mask=mask)
+        torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+        torch.testing.assert_close(out.float(), torch.softmax(scores, -1) @ values.float(), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+
+
+def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, prompts_at_once=1, slots=2, micro_group_size=1)
+    found, given = {}, {}
+    with ThreadPoolExecutor(1) as other_thread:
+        for micro_group in engine.stream(PROMPTS, seed=4, step=2):
+            if not found:
+                asked = other_thread.submit(engine.give_back)
+            for completion in micro_group:
+                found[completion.prompt_index, completion.sample_index] = completion.token_ids.tolist()
+        given = asked.result(timeout=10)
+    left_out = {(prompt, index) for prompt, indices in given.items() for index in indices}
+    everything = {(i, c.sample_index): c.token_ids.tolist() for i, group in enumerate(expected) for c in group}
+    assert len(left_out) >= 2 and found.keys() == everything.keys() - left_out
+    assert all(everything[pair] == tokens for pair, tokens in found.items())
+    assert engine.give_back() == {}  # no stream runs
+
+
+def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, micro_group_size=1)
+    halted = []
+    stream = engine.stream(PROMPTS, seed=4, step=2, is_halted=lambda: bool(halted))
+    count = len(next(stream))
+    halted.append(True)
+    count += sum(len(micro_group) for micro_group in stream)
+    assert count < sum(len(group) for group in expected)
+    assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
+
+
+def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_together(model, tokenizer, monkeypatch):
+    settings = {"prompts_at_once": 3, "slots": 10, "group_size": 12}
+    wanted = tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4))
+    monkeypatch.setattr(decode_loop, "LOGITS_AT_A_TIME", 8 * 64)  # eight rows of this vocabulary
+    assert tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4)) == wanted
+
+
+def test_logits_of_prompts_that_have_ended_are_not_kept(model, tokenizer):
+    engine = make_engine(model, tokenizer, prompts_at_once=1, micro_group_size=1, slots=2, group_size=3)
+    assert max(len(engine._loop._prompt_logits) for _ in engine.stream(PROMPTS * 3, seed=0)) <= 2

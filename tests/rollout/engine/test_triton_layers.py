@@ -1,0 +1,190 @@
+"""The decoder layers in Triton against the same model in float64: on CPU in Triton's interpreter, compiled for Hopper, and on CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from infsample_rl.rollout.engine.fused_decoder import FusedDecoder  # noqa: E402
+from infsample_rl.rollout.engine.model_runner import ModelRunner  # noqa: E402
+from infsample_rl.rollout.engine.row_batch import RowBatch  # noqa: E402
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup  # noqa: E402
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
+NUM_ROWS = 5  # of which the fourth is idle
+OWN_TOKENS = (3, 1, 9, None, 8)
+
+
+def make_batch(runner, own_tokens):
+    """A prompt of three tokens, and rows with so many of their own whose KV is written but for the newest."""
+    group = PromptGroup(
+        0, [5, 6, 7], list(range(len(own_tokens))), GroupSettings("arrival", len(own_tokens), len(own_tokens)), lambda index: 100 + index
+    )
+    group.pages = [0]
+    runner.prefill(group.prompt_ids, [0])
+    rows, num_pages = [], 2
+    for place, count in enumerate(own_tokens):
+        if count is None:
+            rows.append(None)
+            continue
+        sample = group.next_sample(place)
+        sample.pages = [1 + num_pages * place, 2 + num_pages * place]
+        sample.tokens.extend((7 * place + 5 * index) % 60 for index in range(count))
+        if count > 1:
+            runner.rebuild(list(sample.tokens[:-1]), 0, sample.pages, [0], 3)
+        rows.append(sample)
+    batch = RowBatch(len(own_tokens), num_pages, 1, 1, runner.kv.scratch_page, runner.device)
+    batch.arrange(rows)
+    return batch
+
+
+def run_step(model, own_tokens, kv_dtype, in_triton):
+    """Hidden states of a step, and the KV pool after it without the scratch page."""
+    from infsample_rl.rollout.kernels.attention_triton import Workspace
+
+    runner = ModelRunner(model, kv_dtype=kv_dtype)
+    runner.allocate(1 + 2 * len(own_tokens), 8)
+    batch, shape, heads = make_batch(runner, own_tokens), runner.shape, model.config.num_attention_heads
+    workspace = None
+    if in_triton:
+        runner.decoder = FusedDecoder(model)
+        runner.decoder.use_triton()
+        assert runner.decoder.triton_layers is not None
+        workspace = Workspace(len(own_tokens), heads, shape.num_kv_heads, shape.head_dim, 16, 8, runner.device, 4)
+    else:
+        runner.decoder = None
+    hidden = runner.decode(batch, len(own_tokens), workspace)
+    live = [row for row, count in enumerate(own_tokens) if count is not None]
+    return hidden[live].double().cpu().numpy(), runner.kv.store[:, :-1].double().cpu().numpy()
+
+
+def both_steps(config, state, dtype, kv_dtype="auto", own_tokens=OWN_TOKENS, device="cpu", repeats=1):
+    """The step of a model of these weights in float64, by transformers' modules, in `dtype` by the same, and in `dtype` in Triton."""
+    from transformers import AutoModelForCausalLM
+
+    out = []
+    for in_triton, used in ((False, torch.float64), (False, dtype), *[(True, dtype)] * repeats):
+        model = AutoModelForCausalLM.from_config(config, dtype=used).eval().to("cpu" if used == torch.float64 else device)
+        model.load_state_dict(state)
+        out.append(run_step(model, own_tokens, kv_dtype, in_triton))
+    return out
+
+
+def build(make_variant, variant, dtype, **changes):
+    """(config, weights) of a variant, with random biases and norms."""
+    model = make_variant(variant, **(SIZES | changes)).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.normal_().mul_(0.3).add_(0.0 if name.endswith("bias") else 1.0)
+    return model.config, {name: tensor.double() for name, tensor in model.state_dict().items()}
+
+
+def assert_as_exact_as_torch(steps):
+    """Hidden states and KV written are no farther from float64's than transformers' modules in the same dtype are, nearly."""
+    for exact, of_torch, found in zip(*steps, strict=True):
+        exact, of_torch, found = map(torch.from_numpy, (exact, of_torch, found))
+        scale = exact.norm()
+        error, error_of_torch = (found - exact).norm() / scale, (of_torch - exact).norm() / scale
+        assert found.isfinite().all()
+        # over six seeds of each variant 0.7 to 1.1 times (1.22 once): which of two roundings errs more is chance
+        assert error < 1.3 * error_of_torch, f"{error:.2e}, torch {error_of_torch:.2e}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_layers_in_triton_are_as_exact_as_transformers_modules(interpreted, make_variant, variant):
+    assert_as_exact_as_torch(interpreted(both_steps, *build(make_variant, variant, torch.float16), torch.float16))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, make_variant, kv_dtype):
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
+    own_tokens = (4, *[1] * 15, None, 2)
+    steps = interpreted(both_steps, config, state, torch.float16, kv_dtype, own_tokens)
+    if kv_dtype == "auto":
+        assert_as_exact_as_torch(steps)
+    else:  # all three round their pages, so compare the dtype's two
+        torch.testing.assert_close(torch.from_numpy(steps[2][0]), torch.from_numpy(steps[1][0]), atol=3e-2, rtol=0)
+
+
+def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_variant):
+    *_, first, second = interpreted(both_steps, *build(make_variant, "qwen3", torch.float16), torch.float16, "auto", (1, 2), "cpu", 2)
+    assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "reason"),
+    [
+        (torch.float32, {}, "weights are torch.float32, not bfloat16 or float16"),
+        (torch.bfloat16, {"head_dim": 16}, "head_dim=16 is not 32, 64, 128 or 256"),
+        (torch.bfloat16, {"head_dim": 96}, "head_dim=96 is not 32, 64, 128 or 256"),
+        (torch.bfloat16, {"hidden_size": 96}, "hidden_size=96 is not a multiple of 64"),
+        (torch.float16, {"intermediate_size": 80}, "intermediate_size=80 is not a multiple of 64"),
+    ],
+)
+def test_models_the_kernels_do_not_take_keep_the_other_path(make_variant, dtype, change, reason):
+    from infsample_rl.rollout.engine.triton_layers import TritonLayers
+
+    model = make_variant("qwen3", **(SIZES | change)).to(dtype)
+    decoder = FusedDecoder(model)
+    decoder.use_triton()
+    assert decoder.triton_layers is None
+    with pytest.raises(ValueError, match=reason):
+        TritonLayers(model.model, decoder._ins, decoder._outs, decoder._scalings)
+
+
+def test_splits_are_the_fewest_that_fill_the_device():
+    from infsample_rl.rollout.engine.triton_layers import Settings, plan
+
+    shapes = [(2048, 32, 128), (4096, 48, 128), (6144, 32, 64), (2048, 96, 128), (12288, 64, 64), (128, 3, 64)]
+    assert [plan(Settings(1.8, 128, 2, 4, 8), *shape, 132).splits for shape in shapes] == [8, 8, 8, 4, 4, 2]
+
+
+def signature_of(kernel, fixed, dtype):
+    """Triton's signature of a kernel whose pointers are of `dtype` but for the ones named here, and which of them are aligned."""
+    kinds = dict.fromkeys(("squares", "partials"), "*fp32") | dict.fromkeys(("counters", "tables"), "*i32")
+    kinds |= {"positions": "*i64", "num_rows": "i32", "table_stride": "i32", "epsilon": "fp32"}
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, dtype) for name in kernel.arg_names}
+    return signature, {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")}
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [("heads", 4), ("out", 32), ("gated", 64)])
+def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name, num_rows, tmp_path, monkeypatch):
+    import triton
+    import triton.language as tl
+
+    from infsample_rl.rollout.kernels import triton_layers as layers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, layers.SETTINGS[num_rows > 16][name]
+    kernel, plan, fixed = {
+        "heads": (layers._heads_kernel, (2048, 32, 128), of_squares | {"HEADS": 16, "KV_HEADS": 8, "PAGE": 16}),
+        "out": (layers._hidden_kernel, (2048, 32, 64), {"N": 2048}),
+        "gated": (layers._gated_kernel, (2048, 96, 128), of_squares | {"N": 6144}),
+    }[name]
+    plan = layers.plan(settings, *plan, 132)
+    sizes = plan.sizes(num_rows, early=True, product=tl.bfloat16)
+    options = {option: sizes.pop(option) for option in ("num_warps", "num_stages", "launch_pdl", "maxnreg")}
+    fixed |= sizes | {"bias": None}
+    source = triton.compiler.ASTSource(kernel, *(lambda kinds, aligned: (kinds, fixed, aligned))(*signature_of(kernel, fixed, "*bf16")))
+    compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
+    assert (2 if num_rows < 64 else 1) * compiled.metadata.shared <= 227 * 1024
+    for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "st.global"):
+        assert instruction in compiled.asm["ptx"]
+
+
+GPU_SIZES = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [("qwen3", torch.bfloat16, rows) for rows in (1, 16, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("variant", "dtype", "num_rows"), [*GPU_CASES, ("qwen3", torch.float16, 32)])
+def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_bit(make_variant, variant, dtype, num_rows):
+    config, state = build(make_variant, variant, dtype, **GPU_SIZES)
+    own_tokens = [None if row % 7 == 3 else 1 + 9 * (row == 1) for row in range(num_rows)]
+    *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
+    assert_as_exact_as_torch(steps)
+    assert all((one == other).all() for one, other in zip(steps[2], again, strict=True))

@@ -1,0 +1,252 @@
+"""The compiled decode kernels against float64, and their results bit by bit in other company and on other thread counts."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from infsample_rl.rollout.kernels import cpu_kernels
+
+KERNELS = cpu_kernels.load()
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Distance relative to the norm, in float64."""
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+class Workload:
+    """Random rows over scattered pages, lengths from 1 up."""
+
+    def __init__(self, rows, kv_heads, group, size, page_size, own_tokens, prompt_tokens, prompts=1):
+        row_pages, prompt_pages = -(-own_tokens // page_size), -(-prompt_tokens // page_size)
+        num_pages = rows * row_pages + prompts * prompt_pages + 3
+        pages = torch.randperm(num_pages, dtype=torch.int32)
+        self.row_tables = pages[: rows * row_pages].view(rows, row_pages)
+        self.prompt_tables = pages[rows * row_pages : num_pages - 3].view(prompts, prompt_pages)
+        self.row_lengths = torch.randint(1, own_tokens + 1, (rows,), dtype=torch.int32)
+        self.prompt_lengths = torch.randint(1, prompt_tokens + 1, (prompts,), dtype=torch.int32)
+        self.row_lengths[-1], self.prompt_lengths[-1] = own_tokens, prompt_tokens
+        for table, length in [*zip(self.row_tables, self.row_lengths, strict=True), *zip(self.prompt_tables, self.prompt_lengths, strict=True)]:
+            table[-(-int(length) // page_size) :] = 2_000_000_000  # what lies past a length is not followed
+        self.prompt_of_row = torch.randint(0, prompts, (rows,), dtype=torch.int32)
+        self.keys, self.values = (torch.full((num_pages, page_size, kv_heads, size), torch.nan) for _ in range(2))  # what is not written is not read
+        for table, length in [*zip(self.row_tables, self.row_lengths, strict=True), *zip(self.prompt_tables, self.prompt_lengths, strict=True)]:
+            for token in range(length):
+                for pool in (self.keys, self.values):
+                    pool[table[token // page_size], token % page_size] = torch.randn(kv_heads, size)
+        self.query = torch.randn(rows, kv_heads * group, size)
+        self.scaling = size**-0.5
+
+    def attend(self, rows=slice(None), **changes) -> torch.Tensor:
+        arguments = dict(
+            query=self.query[rows].contiguous(),
+            keys=self.keys,
+            values=self.values,
+            row_tables=self.row_tables[rows].contiguous(),
+            row_lengths=self.row_lengths[rows].contiguous(),
+            prompt_tables=self.prompt_tables,
+            prompt_lengths=self.prompt_lengths,
+            prompt_of_row=self.prompt_of_row[rows].contiguous(),
+            scaling=self.scaling,
+        )
+        return KERNELS.paged_attention(**(arguments | changes))
+
+    @staticmethod
+    def gather(pool: torch.Tensor, table: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        return pool[table[: -(-int(length) // pool.shape[1])]].flatten(0, 1)[:length]
+
+    def exact(self) -> torch.Tensor:
+        """In float64, row by row over the gathered tokens."""
+        kv_heads, out = self.keys.shape[2], []
+        for row, prompt in enumerate(self.prompt_of_row):
+            parts = ((self.prompt_tables[prompt], self.prompt_lengths[prompt]), (self.row_tables[row], self.row_lengths[row]))
+            keys, values = (torch.cat([self.gather(pool, *part) for part in parts]).double() for pool in (self.keys, self.values))
+            query = self.query[row].double().unflatten(0, (kv_heads, -1))
+            weights = (torch.einsum("hnd,thd->hnt", query, keys) * self.scaling).softmax(-1)
+            out.append(torch.einsum("hnt,thd->hnd", weights, values).flatten(0, 1))
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 33, 64, 100])
+@pytest.mark.parametrize(("size", "outs"), [(64, 40), (576, 97), (1, 1), (19, 3), (2048, 6)])
+def test_linear_is_the_product_of_float64(rows, size, outs):
+    x, weight, bias = torch.randn(rows, size), torch.randn(outs, size), torch.randn(outs)
+    exact = x.double() @ weight.double().T
+    assert error(KERNELS.linear(x, weight), exact) < 1e-6
+    assert error(KERNELS.linear(x, weight, bias), exact + bias.double()) < 1e-6
+
+
+def test_linear_counts_integers_exactly():
+    assert KERNELS.linear(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, -1.0]]), torch.tensor([0.0, 10.0])).tolist() == [
+        [6.0, 11.0]
+    ]
+
+
+@pytest.mark.parametrize(("size", "outs"), [(576, 100), (83, 77)])
+def test_linear_gives_a_row_the_same_bits_in_any_batch_place_and_thread_count(size, outs):
+    x, weight, bias = torch.randn(64, size), torch.randn(outs, size), torch.randn(outs)
+    torch.set_num_threads(1)
+    alone = torch.cat([KERNELS.linear(row[None], weight, bias) for row in x])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (3, 8, 33, 64):
+            assert torch.equal(KERNELS.linear(x[:rows], weight, bias), alone[:rows])
+            assert torch.equal(KERNELS.linear(x[-rows:], weight, bias), alone[-rows:])
+
+
+def test_linear_gives_a_column_the_same_bits_in_a_larger_matrix():
+    x, weight = torch.randn(5, 96), torch.randn(50, 96)
+    assert torch.equal(KERNELS.linear(x, weight[7:30]), KERNELS.linear(x, weight)[:, 7:30])
+
+
+def test_linear_takes_strided_rows():
+    wide, weight = torch.randn(6, 100), torch.randn(8, 40)
+    assert torch.equal(KERNELS.linear(wide[:, 20:60], weight), KERNELS.linear(wide[:, 20:60].contiguous(), weight))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(rows=1, kv_heads=1, group=1, size=8, page_size=1, own_tokens=1, prompt_tokens=1),
+        dict(rows=5, kv_heads=2, group=3, size=16, page_size=4, own_tokens=20, prompt_tokens=9, prompts=2),
+        dict(rows=7, kv_heads=3, group=3, size=64, page_size=16, own_tokens=40, prompt_tokens=50, prompts=3),
+        dict(rows=4, kv_heads=2, group=7, size=80, page_size=5, own_tokens=33, prompt_tokens=70),
+        dict(rows=3, kv_heads=2, group=2, size=128, page_size=16, own_tokens=100, prompt_tokens=40),
+        dict(rows=9, kv_heads=2, group=4, size=72, page_size=16, own_tokens=30, prompt_tokens=20, prompts=9),
+        dict(rows=33, kv_heads=1, group=8, size=24, page_size=7, own_tokens=20, prompt_tokens=50, prompts=2),
+    ],
+    ids=lambda sizes: f"R{sizes['rows']}-N{sizes['group']}-D{sizes['size']}",
+)
+def test_attention_is_the_softmax_over_prompt_and_own_tokens_of_float64(sizes):
+    work = Workload(**sizes)
+    assert error(work.attend(), work.exact()) < 1e-6
+
+
+def test_attention_by_hand():
+    keys, values = torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8)
+    keys[1, 0, 0, 0] = 1.0  # page 1: the prompt's one token; page 0: the row's two
+    values[1, 0], values[0, 0], values[0, 1] = 3.0, 1.0, 2.0
+    table, count = torch.tensor([[0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    prompt, one, none = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    query = torch.full((1, 1, 8), 2.0 * torch.log(torch.tensor(2.0)))
+    out = KERNELS.paged_attention(query, keys, values, table, count, prompt, one, none, 0.5)
+    assert out.flatten().tolist() == pytest.approx([(2 * 3.0 + 1.0 + 2.0) / 4] * 8, rel=1e-6)  # weights 2 : 1 : 1
+
+
+def test_attention_stays_exact_when_scores_are_far_apart():
+    work = Workload(rows=3, kv_heads=1, group=2, size=16, page_size=4, own_tokens=40, prompt_tokens=40)
+    work.query *= 300.0
+    assert error(work.attend(), work.exact()) < 1e-5
+
+
+def test_attention_gives_a_row_the_same_bits_in_any_batch_place_and_thread_count():
+    work = Workload(rows=64, kv_heads=2, group=3, size=24, page_size=4, own_tokens=21, prompt_tokens=35, prompts=3)
+    torch.set_num_threads(1)
+    alone = torch.cat([work.attend(slice(row, row + 1)) for row in range(64)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (slice(0, 3), slice(5, 13), slice(31, 64), slice(None), torch.randperm(64)):
+            assert torch.equal(work.attend(rows), alone[rows])
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 64])
+def test_attention_gives_the_same_bits_on_other_pages_of_another_size(page_size):
+    work = Workload(rows=4, kv_heads=2, group=3, size=16, page_size=4, own_tokens=21, prompt_tokens=35)
+    width = -(-36 // page_size)
+    tables = torch.randperm(5 * width, dtype=torch.int32).view(5, width)
+    keys, values = (torch.full((5 * width, page_size, 2, 16), torch.nan) for _ in range(2))
+    for new, old, length in zip(tables, [*work.row_tables, *work.prompt_tables], [*work.row_lengths, *work.prompt_lengths], strict=True):
+        for token in range(length):
+            for fresh, pool in ((keys, work.keys), (values, work.values)):
+                fresh[new[token // page_size], token % page_size] = pool[old[token // 4], token % 4]
+    moved = work.attend(keys=keys, values=values, row_tables=tables[:4].contiguous(), prompt_tables=tables[4:].contiguous())
+    assert torch.equal(moved, work.attend())
+
+
+def test_attention_takes_a_slice_of_a_larger_pool_and_of_a_fused_projection():
+    work = Workload(rows=4, kv_heads=2, group=3, size=16, page_size=4, own_tokens=21, prompt_tokens=35)
+    pool = torch.stack((work.keys, work.values), dim=1)  # [pages, 2, page_size, H, D]
+    fused = torch.cat((work.query.flatten(1), torch.randn(4, 10)), dim=1)
+    sliced = work.attend(query=fused[:, :96].unflatten(1, (6, 16)), keys=pool[:, 0], values=pool[:, 1])
+    assert torch.equal(sliced, work.attend())
+    keys, values = (pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (work.keys, work.values))  # [pages, H, page_size, D] in memory
+    assert torch.equal(work.attend(keys=keys, values=values), work.attend())
+
+
+def test_linear_refuses_what_it_cannot_read():
+    x, weight = torch.randn(2, 8), torch.randn(3, 8)
+    for bad_x, bad_weight, bias, named in [
+        (x.double(), weight, None, r"x is torch.float64 \(2, 8\)"),
+        (x, weight.bfloat16(), None, r"weight is torch.bfloat16"),
+        (x[0], weight, None, r"x has shape \(8,\); it must have 2 dimensions"),
+        (x, weight[:, :7], None, r"weight is torch.float32 \(3, 7\) .* must be torch.float32 \(3, 8\)"),
+        (x, torch.randn(8, 3).T, None, r"weight is .* strides \(1, 3\)"),
+        (torch.randn(8, 2).T, weight, None, r"x has strides \(1, 2\)"),
+        (x, weight, torch.randn(4), r"bias is torch.float32 \(4,\)"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            KERNELS.linear(bad_x, bad_weight, bias)
+
+
+def test_attention_refuses_wrong_shapes_and_indices_outside_the_pool():
+    work = Workload(rows=3, kv_heads=2, group=2, size=8, page_size=4, own_tokens=10, prompt_tokens=6)
+
+    def int32(*numbers):
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    for changes, named in [
+        (dict(query=torch.randn(3, 5, 8)), "query has 5 heads, not a multiple of the 2 kv heads"),
+        (dict(row_lengths=work.row_lengths.long()), "row_lengths is torch.int64"),
+        (dict(keys=work.keys.bfloat16()), "keys is torch.bfloat16"),
+        (dict(values=work.values[1:]), "values is"),
+        (dict(row_lengths=int32(3, 0, 3)), r"row_lengths or row_tables\[1\]"),
+        (dict(row_lengths=int32(3, 3, 13)), r"row_lengths or row_tables\[2\]"),
+        (dict(row_tables=work.row_tables + len(work.keys)), r"row_lengths or row_tables\[0\]"),
+        (dict(prompt_lengths=int32(9)), r"prompt_lengths or prompt_tables\[0\]"),
+        (dict(prompt_of_row=int32(0, -1, 0)), r"prompt_of_row\[1\]"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            work.attend(**changes)
+
+
+def test_callers_in_several_python_threads_do_not_disturb_each_other():
+    work = Workload(rows=8, kv_heads=2, group=3, size=24, page_size=4, own_tokens=21, prompt_tokens=35)
+    alone, start = work.attend(), threading.Barrier(4)
+
+    def many():
+        start.wait()
+        return all(torch.equal(work.attend(), alone) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(future.result() for future in [pool.submit(many) for _ in range(4)])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
+@pytest.mark.parametrize("without", ["-mno-avx512f", "-mno-avx"])
+def test_narrower_vectors_are_right_and_the_same_in_any_batch(tmp_path, monkeypatch, without):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_kernels, "FLAGS", (*cpu_kernels.FLAGS, "-O1", without))
+    narrow = cpu_kernels.Kernels(ctypes.CDLL(str(cpu_kernels._library_path())), ctypes.CDLL(cpu_kernels._openmp_path()))
+    monkeypatch.setattr(sys.modules[__name__], "KERNELS", narrow)
+    x, weight = torch.randn(33, 83), torch.randn(77, 83)
+    assert error(narrow.linear(x, weight), x.double() @ weight.double().T) < 1e-6
+    assert torch.equal(narrow.linear(x[4:5], weight), narrow.linear(x, weight)[4:5])
+    work = Workload(rows=9, kv_heads=2, group=3, size=24, page_size=4, own_tokens=21, prompt_tokens=35, prompts=2)
+    assert error(work.attend(), work.exact()) < 1e-6
+    assert torch.equal(work.attend(slice(4, 5)), work.attend()[4:5])

@@ -1,0 +1,84 @@
+"""Pages are taken, shared and released by count; budgets become pages."""
+
+import pytest
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.config.fields import parse_bytes
+from infsample_rl.rollout.schedule.kv_budget import check_pages, num_pool_pages
+from infsample_rl.rollout.schedule.kv_pool import KVPool, smallest_budget_tokens
+
+
+def test_a_shared_page_is_free_only_after_its_last_owner():
+    pool = KVPool(4, 16)
+    pages = pool.take(3)
+    pool.share(pages[:1])
+    pool.release(pages)
+    assert pages == [0, 1, 2] and pool.num_free == 3
+    pool.release(pages[:1])
+    assert pool.num_free == 4 and pool.peak_pages == 3
+
+
+def test_low_pages_are_taken_first():
+    pool = KVPool(5, 1)
+    pool.take(4)
+    pool.release([2])
+    pool.release([0])
+    assert pool.take(3) == [0, 2, 4]
+
+
+def test_misuse_is_an_error_not_a_wrong_count():
+    pool = KVPool(2, 16)
+    with pytest.raises(RuntimeError, match="3 KV pages wanted, 2 of 2 are free"):
+        pool.take(3)
+    with pytest.raises(RuntimeError, match="free already"):
+        pool.release([0])
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        pool.share([1])
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_pages_for_a_number_of_tokens(tokens, pages):
+    assert KVPool(9, 16).pages_for(tokens) == pages
+
+
+def test_the_smallest_budget_rounds_prompt_and_response_to_pages():
+    assert smallest_budget_tokens(20, 30, 16) == 64
+    assert smallest_budget_tokens(16, 16, 16) == 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "pages"),
+    [
+        ({}, 4 * 2 + 2 * 3),  # slots x full responses, and two prompts of 40 tokens
+        ({"prompts_at_once": 1}, 4 * 2 + 3),
+        ({"prompts_at_once": 4}, 4 * 2 + 3 + 3 + 1),  # there are three
+        ({"schedule": "full_group"}, 8 * 2 + 2 * 3),
+        ({"kv_budget_tokens": 100}, 6),
+        ({"kv_budget_bytes": "10KB"}, 10),
+        ({"kv_budget_bytes": "10KiB"}, 10),
+        ({"kv_budget_bytes": "auto"}, 18),  # 0.9 of 20,000 bytes
+        ({"kv_budget_bytes": "auto", "group_size": 1}, 2 * 2 + 2 * 3),  # more could never be used
+    ],
+)
+def test_pages_of_every_kind_of_budget(settings, pages):
+    config = RolloutConfig(**({"group_size": 8, "slots": 4, "max_new_tokens": 30} | settings))
+    assert num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40], free_bytes=20_000) == pages
+
+
+def test_a_budget_too_small_names_the_smallest_that_would_do():
+    config = RolloutConfig(max_new_tokens=30, kv_budget_tokens=79)
+    with pytest.raises(ValueError, match=r"kv_budget_tokens=79 holds 4 pages .* would do is rollout.kv_budget_tokens=80 \(5000 bytes\)"):
+        num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40])
+    with pytest.raises(ValueError, match="prompt 3 of 60 tokens"):
+        check_pages(5, config, 60, "prompt 3", page_bytes=1000)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1048576", 2**20), ("1.5KB", 1500), ("2 GiB", 2**31), ("24gb", 24 * 10**9)])
+def test_sizes_in_bytes(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1GB", "5XB", "0MB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="kv_budget_bytes must be auto or a size"):
+        RolloutConfig(kv_budget_bytes=text)

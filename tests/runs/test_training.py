@@ -1,0 +1,234 @@
+"""Whole runs of the real command on Ray: what a user gets, what a resumed run repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from infsample_rl.observe.metric_names import undescribed
+
+REWARD = '''
+def vowels(prompts, completions, answer, **columns):
+    """Share of vowels and digits: something a random model's samples differ in."""
+    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
+'''
+
+
+@pytest.fixture(scope="module")
+def reward_file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_qwen3, sums_file, reward_file) -> list[str]:
+    """A run of seconds: 3 prompts x G = 4 through 2 slots, 2 rollout workers, 2 learner ranks."""
+    return [
+        f"model.path={tiny_qwen3}",
+        f"data.source={sums_file}",
+        f"data.eval_source={sums_file}",
+        "data.max_prompt_tokens=64",
+        f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
+        "data.prompts_per_step=3",
+        "rollout.group_size=4",
+        "rollout.slots=2",
+        "rollout.max_new_tokens=12",
+        "learner.max_tokens_per_micro_batch=128",
+        "learner.lr=1e-3",
+        "learner.warmup_steps=0",
+        "run.eval_prompts=2",
+        "run.eval_every=0",
+        "run.checkpoint_every=1",
+        "run.steps=2",
+        "cluster.rollout_workers=2",
+        "cluster.learner_ranks=2",
+        "logging.wandb=disabled",
+    ]
+
+
+def command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "infsample_rl.main", *arguments]
+
+
+def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:
+    done = subprocess.run(command(arguments), cwd=cwd, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_timing(rows: list[dict]) -> list[dict]:
+    """What is the same in every run of the same settings: not what processes measure of themselves."""
+    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "memory/", "cluster/"))} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(settings, tmp_path_factory) -> tuple[Path, str]:
+    """One finished run, started from a directory that has nothing to do with the checkout.
+
+    One slot and longer samples: with token_budget the four samples of so small a group would end in the same step.
+    """
+    cwd = tmp_path_factory.mktemp("elsewhere")
+    one_by_one = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.max_new_tokens=48"]
+    done = run([*settings, *one_by_one, "run.dir=my run", "objective=default"], cwd)
+    return cwd / "my run", done.stdout
+
+
+def test_run_folder_holds_what_is_promised(finished):
+    run_dir, output = finished
+    assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "completions.jsonl", "checkpoints", "reward_curve.png"}
+    assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
+    assert list(run_dir.parent.iterdir()) == [run_dir], "nothing is written beside the run folder"
+    assert "samples per step" in output and "12 = 3 prompts x G = 4" in output and "\x1b" not in output
+
+
+def test_the_report_of_a_run_has_every_part_and_misses_nothing(finished):
+    run_dir, output = finished
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    page = json.loads(re.search(r'<script type="application/json" id="page">(.*?)</script>', text, re.DOTALL)[1])
+    assert page["notes"] == [] and "report.html" in output and page["runs"][0]["state"] == "finished"
+    assert [step["step"] for step in page["trace"]["steps"]] == [1, 2] and len(page["completions"]["rows"]) == 8
+    groups = page["timelines"]["groups"]
+    assert [(group["step"], group["prompt_index"]) for group in groups] == [(1, 0), (1, 2), (2, 0), (2, 2)]
+    for sample in (sample for group in groups for sample in group["samples"]):
+        assert sum(stay[5] for stay in sample["stays"]) == sample["length"] and sample["text"] is not None and sample["reward"] is not None
+
+
+def test_metrics_have_their_final_names(finished):
+    rows = metrics(finished[0])
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    names = {
+        "reward/mean",
+        "response/length_mean",
+        "rollout/running_steps",
+        "rollout/peak_kv_bytes",
+        "rollout/row_utilisation",
+        "learner/loss",
+        "learner/grad_norm",
+        "learner/logprob_diff_max",
+        "timing/step",
+    }
+    assert names <= set(rows[1]) and "eval/accuracy" in rows[0] and "eval/accuracy" in rows[2]
+    assert rows[1]["learner/logprob_diff_max"] < 1e-4 and rows[1]["learner/grad_norm"] > 0
+    assert rows[1]["rollout/peak_kv_bytes"] <= rows[1]["rollout/kv_pool_bytes"]
+
+
+def test_every_metric_of_a_run_has_unit_and_meaning(finished):
+    assert undescribed(name for row in metrics(finished[0]) for name in row) == []
+
+
+def test_rewards_start_before_their_group_has_ended(finished):
+    assert metrics(finished[0])[1]["timing/reward_lead"] > 0
+
+
+def test_checkpoint_loads_with_plain_transformers_and_has_moved(finished, tiny_qwen3):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished[0] / "checkpoints" / "step_000002"
+    trained, start = AutoModelForCausalLM.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(tiny_qwen3)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+
+
+def test_completions_are_kept_with_their_rewards(finished):
+    rows = [json.loads(line) for line in (finished[0] / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and {row["step"] for row in rows} == {1, 2}
+    assert all("assistant" in row["prompt"] and 0 <= row["reward"] <= 1 and row["policy_version"] == row["step"] - 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_equals_never_stopped_over_the_epoch_boundary(settings, tmp_path):
+    """8 rows, 3 prompts a step: the first epoch ends inside step 3."""
+    deterministic = [*settings, "run.deterministic=true"]
+    run([*deterministic, "run.steps=4", "run.dir=whole"], tmp_path)
+    run([*deterministic, "run.steps=2", "run.dir=parts", "run.eval_prompts=0"], tmp_path)
+    (tmp_path / "parts" / "metrics.jsonl").open("a").write(
+        '{"step": 3, "reward/mean": 9.0}\n{"step": 4, "rew'
+    )  # a step that was lost, and a torn line
+    run([*deterministic, "run.steps=4", "run.dir=parts"], tmp_path)
+    whole, parts = without_timing(metrics(tmp_path / "whole")), without_timing(metrics(tmp_path / "parts"))
+    assert parts == whole[1:]
+    for name in ("model.safetensors",):
+        last = [(tmp_path / side / "checkpoints" / "step_000004" / name).read_bytes() for side in ("whole", "parts")]
+        assert last[0] == last[1]
+
+
+@pytest.mark.slow
+def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "import os\n"
+        "def bad(prompts, completions, **columns):\n"
+        "    value = sum(map(ord, completions[0]))\n"
+        "    if value % 5 == 0: os._exit(1)\n"
+        "    if value % 5 == 1: raise KeyError('oops')\n"
+        "    if value % 5 == 2: return [float('nan')] * len(completions)\n"
+        "    return [float(len(text) % 2) for text in completions]\n"
+    )
+    arguments = [*settings, f"reward.functions=[{{name: '{bad}:bad'}}]", "run.dir=out", "run.eval_prompts=0"]
+    done = run(arguments, tmp_path)
+    rows = metrics(tmp_path / "out")
+    assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in done.stdout
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0 for row in rows), "so little cannot be fitted"
+    assert (tmp_path / "out" / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
+
+
+@pytest.mark.slow
+def test_the_papers_experiment_takes_a_real_step_with_only_model_data_and_devices_overridden(tiny_qwen3, tmp_path):
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(4)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    devices = [
+        "cluster.rollout_workers=2",
+        "cluster.rollout_gpus=0",
+        "cluster.learner_ranks=1",
+        "cluster.learner_gpus=0",
+        "cluster.reference_gpus=0",
+    ]
+    process = subprocess.Popen(
+        command(["+experiment=math_qwen3_8b", f"model.path={tiny_qwen3}", "data.source=problems.jsonl", *devices]),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=580)
+    assert process.returncode == 0, output[-3000:]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    (row,) = [row for row in metrics(run_dir) if row["step"] == 1]
+    assert row["response/tokens"] > 0 and row["rollout/peak_kv_bytes"] <= row["rollout/kv_pool_bytes"]
+    assert "waiting prefixes stay while pages allow" in output
+    assert "rollout.predictor_path" in output, "that no trained predictor was given is said"
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_resumed_equals_never_killed(settings, tmp_path):
+    deterministic = [*settings, "run.deterministic=true", "run.steps=12", "run.eval_prompts=0"]
+    run([*deterministic, "run.dir=whole"], tmp_path)
+    log, seen = tmp_path / "parts" / "metrics.jsonl", 0
+    for delay in (0.0, 0.13, 0.31):  # so many seconds after a step has been logged: while it is saved, while the next decodes or learns
+        process = subprocess.Popen(
+            command([*deterministic, "run.dir=parts"]), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        while not log.exists() or len(log.read_text().splitlines()) < seen + 2:
+            time.sleep(0.01)
+        time.sleep(delay)
+        assert process.poll() is None, "it is killed while it trains"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        seen = len(log.read_text().splitlines())
+    run([*deterministic, "run.dir=parts"], tmp_path)
+    assert without_timing(metrics(tmp_path / "parts")) == without_timing(metrics(tmp_path / "whole"))
