@@ -9,7 +9,8 @@ import torch
 
 
 def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> float:
-    """Bytes per second of a read-only sum over a buffer of `num_bytes`, median of `repeats`, with torch's current threads."""
+    """Bytes per second of a read-only sum over a buffer of `num_bytes`, median of `repeats`, with torch's current
+    threads."""
     buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     seconds = []
     for _ in range(repeats + 1):  # the first warms up

@@ -1,9 +1,11 @@
 """Decode speed of our engine under every schedule, beside its rivals on the same prompt and at the same KV bytes.
 
-python -m benchmarks.engine [model=PATH] [group_size=32] [slots=4] [max_new_tokens=128] [schedules=[infinite,...]] [json=true] ...
+python -m benchmarks.engine [model=PATH] [group_size=32] [slots=4] [max_new_tokens=128] [schedules=[infinite,...]]
+[json=true] ...
 
-Every rival is measured twice: as it runs best (`generate`: G rows at a time) and, `/equal_kv`, within the KV budget of `slots`. Of each
-rival's variants the fastest on a short workload is taken. Each measurement has a process of its own, warmed up.
+Every rival is measured twice: as it runs best (`generate`: G rows at a time) and, `/equal_kv`, within the KV budget of
+`slots`. Of each rival's variants the fastest on a short workload is taken. Each measurement has a process of its own,
+warmed up.
 """
 
 from __future__ import annotations
@@ -38,10 +40,16 @@ class EngineOptions(Workload):
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
     repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
-    preemptions: list[str] = option(["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS)
-    rivals: list[str] = option(["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch"))
+    preemptions: list[str] = option(
+        ["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS
+    )
+    rivals: list[str] = option(
+        ["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch")
+    )
     vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
-    rows: list[int] = option([1, 2, 4, 8, 16, 32], "row counts of which a step is timed, to fit c0 + c1 x rows; []: no fit", low=1)
+    rows: list[int] = option(
+        [1, 2, 4, 8, 16, 32], "row counts of which a step is timed, to fit c0 + c1 x rows; []: no fit", low=1
+    )
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
     out: str = option("bench_out", "folder of the figure")
 
@@ -55,7 +63,9 @@ class EngineOptions(Workload):
                 prompts_at_once=self.prompts_at_once,
             )
         if len(set(self.rows)) == 1:
-            raise ValueError(f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit")
+            raise ValueError(
+                f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"
+            )
 
 
 def main() -> int:
@@ -75,13 +85,21 @@ def run(options: EngineOptions) -> int:
         print(f"figure: {measurements.draw_engine(found, Path(options.out))}")
     unequal = [record["name"] for record in found if record["tokens_equal"] is False]
     if unequal:
-        print(f"bench.engine: token counts differ from {found[0]['tokens_expected']}: {', '.join(unequal)}", file=sys.stderr)
+        print(
+            f"bench.engine: token counts differ from {found[0]['tokens_expected']}: {', '.join(unequal)}",
+            file=sys.stderr,
+        )
     return 1 if failed or unequal else 0
 
 
 def ours_measurements(options: EngineOptions) -> list[Measurement]:
-    """One per schedule, of token_budget one per kind of preemption; the first also times single steps, which depend on neither."""
-    asked = [(name, kind) for name in options.schedules for kind in (options.preemptions if name == "token_budget" else ["auto"])]
+    """One per schedule, of token_budget one per kind of preemption; the first also times single steps, which depend on
+    neither."""
+    asked = [
+        (name, kind)
+        for name in options.schedules
+        for kind in (options.preemptions if name == "token_budget" else ["auto"])
+    ]
     return [
         Measurement(
             f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}",
@@ -92,7 +110,9 @@ def ours_measurements(options: EngineOptions) -> list[Measurement]:
     ]
 
 
-def _measure_all(options: EngineOptions, workload: dict[str, Any], facts: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
+def _measure_all(
+    options: EngineOptions, workload: dict[str, Any], facts: dict[str, Any]
+) -> tuple[list[dict[str, Any]], bool]:
     found: list[dict[str, Any]] = []
     failed, step_seconds = False, None
     fastest: dict[str, int] = {}  # of each measurement, which variant
@@ -118,28 +138,37 @@ def _measure_all(options: EngineOptions, workload: dict[str, Any], facts: dict[s
     return found, failed
 
 
-def _run(measurement: Measurement, workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def _run(
+    measurement: Measurement, workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]
+) -> dict[str, Any]:
     if measurement.what == "vllm":
         return measure_vllm(workload, settings, facts)
     return measure_here(measurement.what, workload, settings, timeout_s=workload["timeout_s"])
 
 
-def _fastest_variant(measurement: Measurement, workload: dict[str, Any], facts: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is one variant)."""
+def _fastest_variant(
+    measurement: Measurement, workload: dict[str, Any], facts: dict[str, Any]
+) -> tuple[int, list[dict[str, Any]]]:
+    """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is one
+    variant)."""
     if len(measurement.variants) == 1:
         return 0, []
     short = workload | {"max_new_tokens": min(SHORT_TOKENS, workload["max_new_tokens"]), "prompts": 1, "repeats": 1}
     if "rows" in measurement.variants[0]:
         short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
     seconds = _tune(measurement, short, facts)
-    variants = [{"settings": _shown(settings), "seconds": each} for settings, each in zip(measurement.variants, seconds, strict=True)]
+    variants = [
+        {"settings": _shown(settings), "seconds": each}
+        for settings, each in zip(measurement.variants, seconds, strict=True)
+    ]
     if all(each is None for each in seconds):
         raise RuntimeError(f"no variant runs here: {[variant['settings'] for variant in variants]}")
     return min((each, index) for index, each in enumerate(seconds) if each is not None)[1], variants
 
 
 def _tune(measurement: Measurement, short: dict[str, Any], facts: dict[str, Any]) -> list[float | None]:
-    """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at its start."""
+    """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at its
+    start."""
     if measurement.what != "vllm":
         settings = {"what": measurement.what, "variants": measurement.variants}
         return measure_here("tune", short, settings, timeout_s=short["timeout_s"])["seconds"]
@@ -166,7 +195,8 @@ def record_of(
     variants: list[dict[str, Any]],
     raw: dict[str, Any],
 ) -> dict[str, Any]:
-    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for every active row."""
+    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for
+    every active row."""
     tokens, seconds = sum(raw["lengths"]), raw["seconds"]
     expected = options.prompts * options.group_size * options.max_new_tokens if options.ignore_eos else None
     kv_read = kv_bytes_read(raw["lengths"], raw["running_steps"], options.prompt_tokens, facts["kv_bytes_per_token"])

@@ -1,7 +1,8 @@
-"""The workers of fake_workers.py as Ray actors, several in one process where there are more than a machine can have processes.
+"""The workers of fake_workers.py as Ray actors, several in one process where there are more than a machine can have
+processes.
 
-The wrappers are those of infsample_rl/cluster/actors.py; only what they wrap is another. A process with several workers runs their calls in
-threads; its phases are then told by whichever worker is asked first.
+The wrappers are those of infsample_rl/cluster/actors.py; only what they wrap is another. A process with several workers
+runs their calls in threads; its phases are then told by whichever worker is asked first.
 """
 
 from __future__ import annotations
@@ -50,11 +51,17 @@ class FakeLearnerCalls(LearnerCalls):
         self.observe(config, "learner", rank, self.learner.statistics)
 
 
-CALLS = {"rollout": FakeRolloutCalls, "reward": FakeRewardCalls, "reference": FakeReferenceCalls, "learner": FakeLearnerCalls}
+CALLS = {
+    "rollout": FakeRolloutCalls,
+    "reward": FakeRewardCalls,
+    "reference": FakeReferenceCalls,
+    "learner": FakeLearnerCalls,
+}
 
 
 def fake_actors(pace: Pace, *, workers_per_process: int) -> dict[str, Any]:
-    """For Cluster(actors=...): fake workers of every role but colocated ones; rollout workers and learner ranks share processes."""
+    """For Cluster(actors=...): fake workers of every role but colocated ones; rollout workers and learner ranks share
+    processes."""
     shared = {"rollout": workers_per_process, "learner": workers_per_process}
     return {role: FakeActors(role, pace, shared.get(role, 1)) for role in CALLS}
 

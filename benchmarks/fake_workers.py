@@ -1,7 +1,9 @@
-"""Workers that only pretend: they speak the real workers' interface and send records of true size, but decode and train nothing.
+"""Workers that only pretend: they speak the real workers' interface and send records of true size, but decode and train
+nothing.
 
-What is left of a step is the system itself, the driver, Ray and the object store, which benchmarks.scale measures. Plain classes, no
-torch and no Ray; tests/benchmarks/test_bench_scale.py makes the same calls on these and on the real ones.
+What is left of a step is the system itself, the driver, Ray and the object store, which benchmarks.scale measures.
+Plain classes, no torch and no Ray; tests/benchmarks/test_bench_scale.py makes the same calls on these and on the real
+ones.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class FakeRolloutWorker:
         """As RolloutWorker.stream."""
         size = self.config.rollout.micro_group
         parts = [
-            (item.prompt_index, item.sample_indices[first : first + size]) for item in work for first in range(0, len(item.sample_indices), size)
+            (item.prompt_index, item.sample_indices[first : first + size])
+            for item in work
+            for first in range(0, len(item.sample_indices), size)
         ]
         started = time.monotonic()
         for place, (prompt_index, indices) in enumerate(parts, 1):
@@ -93,13 +97,20 @@ class FakeRolloutWorker:
 
     @phase("sync")
     def load_weights(
-        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None, *, sums: dict[str, int] | None = None
+        self,
+        manifest: WeightManifest,
+        buckets: Iterable[np.ndarray],
+        probe: PublishedProbe | None = None,
+        *,
+        sums: dict[str, int] | None = None,
     ) -> WeightSyncReport:
         """As RolloutWorker.load_weights; the buckets are read."""
         started = time.monotonic()
         read = sum(len(bytes(bucket)) for bucket in buckets)
         self._version = manifest.version
-        return WeightSyncReport(version=manifest.version, num_bytes=read, seconds=time.monotonic() - started, checksum=None)
+        return WeightSyncReport(
+            version=manifest.version, num_bytes=read, seconds=time.monotonic() - started, checksum=None
+        )
 
     def learn(self) -> ProbeReport:
         """As RolloutWorker.learn."""
@@ -125,7 +136,9 @@ class FakeRolloutWorker:
     def stats(self) -> dict[str, float]:
         """As RolloutWorker.stats."""
         memory = ("peak_memory_bytes", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
-        return dict.fromkeys(("row_utilisation", "predict_seconds", "preemptions", *memory), 0.0) | {"running_steps": float(self._steps)}
+        return dict.fromkeys(("row_utilisation", "predict_seconds", "preemptions", *memory), 0.0) | {
+            "running_steps": float(self._steps)
+        }
 
 
 class FakeRewardWorker:
@@ -142,7 +155,9 @@ class FakeRewardWorker:
         started = time.time()
         rewards = [float(self._random.random() < 0.5) for _ in completions]
         self._scored += 1
-        return RewardResult(rewards=rewards, components={"fake": rewards}, failures=[], started_at=started, finished_at=time.time())
+        return RewardResult(
+            rewards=rewards, components={"fake": rewards}, failures=[], started_at=started, finished_at=time.time()
+        )
 
     def progress(self) -> int:
         """As RewardWorker.progress."""
@@ -174,7 +189,9 @@ class FakePublisher:
 
     def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray], dict[str, int]]:
         """As WeightPublisher.export."""
-        manifest = WeightManifest(version=version, entries=[("weights", "uint8", (WEIGHT_BYTES,), 0, 0)], num_bytes=WEIGHT_BYTES)
+        manifest = WeightManifest(
+            version=version, entries=[("weights", "uint8", (WEIGHT_BYTES,), 0, 0)], num_bytes=WEIGHT_BYTES
+        )
         return manifest, iter([np.zeros(WEIGHT_BYTES, np.uint8)] if self._rank == 0 else []), {}
 
 
@@ -192,9 +209,18 @@ class FakeLearnerWorker:
 
     def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
         """As LearnerWorker.setup."""
-        return {"backend": "FakeLearnerWorker", "device": "none", "ranks": 1, "parameters": 0, "threads": 0, "updates": 0}
+        return {
+            "backend": "FakeLearnerWorker",
+            "device": "none",
+            "ranks": 1,
+            "parameters": 0,
+            "threads": 0,
+            "updates": 0,
+        }
 
-    def accumulate(self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None) -> dict[str, int]:
+    def accumulate(
+        self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None
+    ) -> dict[str, int]:
         """As LearnerWorker.accumulate."""
         if not samples:
             return {"samples": 0, "row_tokens": 0}

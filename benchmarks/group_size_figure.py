@@ -16,7 +16,9 @@ def draw(records: Records, folder: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
     from matplotlib.figure import Figure
 
-    signal, sampling, gradients = ([record for record in records if record["what"] == what] for what in ("signal", "sampling", "gradient"))
+    signal, sampling, gradients = (
+        [record for record in records if record["what"] == what] for what in ("signal", "sampling", "gradient")
+    )
     rows = 2 if gradients else 1
     figure = Figure(figsize=(10, 0.3 + 3.4 * rows), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
@@ -38,7 +40,14 @@ def _draw_shares(axes: Any, records: Records) -> None:
         sizes, shares = [point["group_size"] for point in points], [point["signal_share"] for point in points]
         label = f"{name}, {points[0]['prompts']} prompts"
         axes.plot(sizes, [share["value"] for share in shares], marker="o", markersize=4, color=colour, label=label)
-        axes.fill_between(sizes, [share["low"] for share in shares], [share["high"] for share in shares], color=colour, alpha=0.13, linewidth=0)
+        axes.fill_between(
+            sizes,
+            [share["low"] for share in shares],
+            [share["high"] for share in shares],
+            color=colour,
+            alpha=0.13,
+            linewidth=0,
+        )
     axes.set_ylim(0, 1)
     axes.set_title("groups with right and wrong samples (band: 95 %)", fontsize=9, loc="left")
     axes.legend(fontsize=7, frameon=False)
@@ -47,12 +56,23 @@ def _draw_shares(axes: Any, records: Records) -> None:
 def _draw_memory(axes: Any, points: Records) -> None:
     """With the seconds that 256 samples take beside the points."""
     sizes = [point["group_size"] for point in points]
-    for key, label, colour in (("full_group_", "the whole group at once", "#999999"), ("", "ours (token_budget)", "#1f77b4")):
+    for key, label, colour in (
+        ("full_group_", "the whole group at once", "#999999"),
+        ("", "ours (token_budget)", "#1f77b4"),
+    ):
         values = [point[f"{key}kv_tokens"] / 1000 for point in points]
         axes.plot(sizes, values, marker="o", markersize=4, color=colour, label=label)
         for size, value, point in zip(sizes, values, points, strict=True):
             offset = (0, -11) if key == "" else (0, 6)
-            axes.annotate(f"{point[f'{key}seconds']:.0f} s", (size, value), offset, textcoords="offset points", fontsize=7, ha="center", color=colour)
+            axes.annotate(
+                f"{point[f'{key}seconds']:.0f} s",
+                (size, value),
+                offset,
+                textcoords="offset points",
+                fontsize=7,
+                ha="center",
+                color=colour,
+            )
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.margins(y=0.15)
@@ -87,7 +107,11 @@ def _draw_relative(axes: Any, records: Records, lines: dict[str, str], labels: d
                 if recording == MODELLED:
                     style = {"linestyle": line, "marker": "o", "label": f"{kind}, {labels[key]}"}
                 else:
-                    style = {"linestyle": "", "marker": "x", "label": f"{kind}, recorded" if key == next(iter(lines)) else None}
+                    style = {
+                        "linestyle": "",
+                        "marker": "x",
+                        "label": f"{kind}, recorded" if key == next(iter(lines)) else None,
+                    }
                 axes.plot(sizes, values, markersize=5, color=COLOURS[kind], **style)
 
 

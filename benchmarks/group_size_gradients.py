@@ -1,11 +1,13 @@
 """Gradients of recorded samples, each alone, kept as inner products: what `bench.group_size` computes variances from.
 
-python -m benchmarks.group_size_gradients recordings=FILE.jsonl model=FOLDER out=GRAM.npz [wrong=12] [temperature=0.8] ...
+python -m benchmarks.group_size_gradients recordings=FILE.jsonl model=FOLDER out=GRAM.npz [wrong=12] [temperature=0.8]
+...
 
-The recording is one of scripts/record_completions.py with tokens=all. Of every prompt with right and wrong samples all right ones (at most
-`right`) and `wrong` random wrong ones get a backward pass of their own: the score of a response is the gradient of its mean
-log-probability at the sampling temperature, with respect to all parameters. A CountSketch of it is kept, and in the end the inner
-products of all pairs; squared norms are exact. The file is written anew after every prompt.
+The recording is one of scripts/record_completions.py with tokens=all. Of every prompt with right and wrong samples all
+right ones (at most `right`) and `wrong` random wrong ones get a backward pass of their own: the score of a response is
+the gradient of its mean log-probability at the sampling temperature, with respect to all parameters. A CountSketch of
+it is kept, and in the end the inner products of all pairs; squared norms are exact. The file is written anew after
+every prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class GradientOptions:
 
 
 class GradientSketch:
-    """CountSketch of a model's gradient (Charikar, Chen, Farach-Colton 2002): random signs, entry i into bucket i mod `buckets`.
+    """CountSketch of a model's gradient (Charikar, Chen, Farach-Colton 2002): random signs, entry i into bucket i mod
+    `buckets`.
 
     Inner products of sketches are unbiased, with an error of about |a| |b| / sqrt(buckets).
     """
@@ -65,10 +68,13 @@ class GradientSketch:
         self.buckets = buckets
         size = sum(parameter.numel() for parameter in self.parameters)
         generator = torch.Generator().manual_seed(seed)
-        self._signs = torch.randint(0, 2, (-(-size // buckets) * buckets,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        self._signs = (
+            torch.randint(0, 2, (-(-size // buckets) * buckets,), generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+        )
 
     def gradient(self) -> Tensor:
-        """The gradient as one float32 vector, zeros appended up to a multiple of `buckets`; parameters without one count 0."""
+        """The gradient as one float32 vector, zeros appended up to a multiple of `buckets`; parameters without one
+        count 0."""
         parts = [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1).float() for p in self.parameters]
         return torch.cat([*parts, torch.zeros(len(self._signs) - sum(map(len, parts)))])
 
@@ -89,7 +95,8 @@ class Task:
 
 
 def load_tasks(paths: list[str], right: int, wrong: int, seed: int) -> list[Task]:
-    """The chosen samples of every prompt that has both kinds. ValueError for a file without token_ids or with rewards beside 0 and 1."""
+    """The chosen samples of every prompt that has both kinds. ValueError for a file without token_ids or with rewards
+    beside 0 and 1."""
     tasks, place = [], 0
     for path in paths:
         for where, line in read_lines(path):
@@ -100,11 +107,18 @@ def load_tasks(paths: list[str], right: int, wrong: int, seed: int) -> list[Task
             kinds = {kind: [index for index, score in enumerate(scores) if score == kind] for kind in (1.0, 0.0)}
             if all(kinds.values()):
                 if "token_ids" not in line or "prompt" not in line:
-                    raise ValueError(f"{where} has no prompt or no token_ids: record with scripts/record_completions.py tokens=all")
-                chosen = [sorted(generator.permutation(kinds[kind])[:most].tolist()) for kind, most in ((1.0, right), (0.0, wrong))]
+                    raise ValueError(
+                        f"{where} has no prompt or no token_ids: record with scripts/record_completions.py tokens=all"
+                    )
+                chosen = [
+                    sorted(generator.permutation(kinds[kind])[:most].tolist())
+                    for kind, most in ((1.0, right), (0.0, wrong))
+                ]
                 samples = chosen[0] + chosen[1]
                 is_right = [True] * len(chosen[0]) + [False] * len(chosen[1])
-                tasks.append(Task(place, line["prompt"], samples, is_right, [line["token_ids"][index] for index in samples]))
+                tasks.append(
+                    Task(place, line["prompt"], samples, is_right, [line["token_ids"][index] for index in samples])
+                )
             place += 1
     return tasks
 
@@ -135,7 +149,12 @@ def measure(options: GradientOptions) -> None:
             score_gradient(policy, prompt_ids, ids, options.temperature)
             gradient = sketch.gradient()
             sketches.append(sketch.of(gradient))
-            for name, value in (("place", task.place), ("sample", sample), ("right", right), ("norm", float(gradient.square().sum()))):
+            for name, value in (
+                ("place", task.place),
+                ("sample", sample),
+                ("right", right),
+                ("norm", float(gradient.square().sum())),
+            ):
                 rows[name].append(value)
             if len(whole) < options.exact:
                 whole.append(gradient)
@@ -145,14 +164,17 @@ def measure(options: GradientOptions) -> None:
 
 
 def _write(path: Path, rows: dict[str, list], sketches: Tensor, whole: list[Tensor]) -> None:
-    """gram [S, S] float32, its diagonal exact; place, sample, right, norm [S]; exact [W, W]: whole inner products of the first samples."""
+    """gram [S, S] float32, its diagonal exact; place, sample, right, norm [S]; exact [W, W]: whole inner products of
+    the first samples."""
     gram = (sketches @ sketches.T).numpy()
     sketched = np.diag(gram).copy()
     np.fill_diagonal(gram, rows["norm"])
     # (a * b).sum(), not a @ b: BLAS adds up a hundred million products one after the other and loses 2 % in float32
     exact = np.array([[float((a * b).sum()) for b in whole] for a in whole], np.float32)
     with path.open("wb") as file:
-        np.savez_compressed(file, gram=gram, exact=exact, sketched=sketched, **{name: np.array(values) for name, values in rows.items()})
+        np.savez_compressed(
+            file, gram=gram, exact=exact, sketched=sketched, **{name: np.array(values) for name, values in rows.items()}
+        )
 
 
 def main() -> int:

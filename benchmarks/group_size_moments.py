@@ -1,13 +1,16 @@
-"""What a group of G samples says, from recorded ones: shares with signal, and mean and variance of the gradient estimate. NumPy only.
+"""What a group of G samples says, from recorded ones: shares with signal, and mean and variance of the gradient
+estimate. NumPy only.
 
-Everything here is an average over all ways to draw the group's samples, without replacement, from a prompt's recorded n, worked out
-exactly and not by drawing. Such an average is an unbiased estimate of what fresh samples of the policy would give (a U-statistic,
-Hoeffding 1948). With std advantages it needs G <= n. With mean_only ones all moments are polynomials of degree 4 in k, so that four samples
-are enough for any G: E k (k-1) .. (k-i+1) m .. (m-j+1), with i factors of k and j of m = G - k, is G .. (G-i-j+1) x a rate of the prompt.
+Everything here is an average over all ways to draw the group's samples, without replacement, from a prompt's recorded
+n, worked out exactly and not by drawing. Such an average is an unbiased estimate of what fresh samples of the policy
+would give (a U-statistic, Hoeffding 1948). With std advantages it needs G <= n. With mean_only ones all moments are
+polynomials of degree 4 in k, so that four samples are enough for any G: E k (k-1) .. (k-i+1) m .. (m-j+1), with i
+factors of k and j of m = G - k, is G .. (G-i-j+1) x a rate of the prompt.
 
-With rewards 0 and 1 a group with k right samples of G has the gradient g = w(k) (mean right score - mean wrong score), where a score is
-the gradient of one response's mean log-probability (objective grpo, on policy, ratio 1) and w(k) = k / G x the advantage of a right
-sample. Letters: n recorded samples of a prompt, c of them right, G group size, k right ones in the group, P prompts.
+With rewards 0 and 1 a group with k right samples of G has the gradient g = w(k) (mean right score - mean wrong score),
+where a score is the gradient of one response's mean log-probability (objective grpo, on policy, ratio 1) and w(k) = k /
+G x the advantage of a right sample. Letters: n recorded samples of a prompt, c of them right, G group size, k right
+ones in the group, P prompts.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from infsample_rl.learner.advantage import group_advantages
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptMoments:
-    """One prompt's recorded samples: how many are right, and inner products of their scores; 0 where there are too few to say.
+    """One prompt's recorded samples: how many are right, and inner products of their scores; 0 where there are too few
+    to say.
 
-    Example: PromptMoments(samples=256, right=3, right_norm=2.1, right_pair=0.9, cross=0.3, wrong_norm=1.6, wrong_pair=0.2)
+    Example: PromptMoments(samples=256, right=3, right_norm=2.1, right_pair=0.9, cross=0.3, wrong_norm=1.6,
+    wrong_pair=0.2)
     """
 
     samples: int  # n
@@ -40,18 +45,21 @@ class PromptMoments:
 
     @property
     def squared_difference(self) -> float:
-        """|expected right score - expected wrong score|^2, unbiased and so sometimes below 0; 0 with fewer than two right ones."""
+        """|expected right score - expected wrong score|^2, unbiased and so sometimes below 0; 0 with fewer than two
+        right ones."""
         return self.right_pair - 2 * self.cross + self.wrong_pair if self.right >= 2 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientMoments:
-    """Of the gradient estimate of one group, prompts drawn at random; an update of M groups has 1 / M of both variances.
+    """Of the gradient estimate of one group, prompts drawn at random; an update of M groups has 1 / M of both
+    variances.
 
     Example: GradientMoments(weight=0.02, signal=0.01, prompt_signal=0.11, within=0.6)
     """
 
-    weight: float  # mean v over prompts, where v x (expected right score - expected wrong score) is the prompt's expected gradient
+    # mean v over prompts, where v x (expected right score - expected wrong score) is the prompt's expected gradient
+    weight: float
     signal: float  # |expected gradient over all prompts|^2
     prompt_signal: float  # mean over prompts of |the prompt's own expected gradient|^2
     within: float  # mean over prompts of the variance between groups of one prompt, summed over parameters
@@ -67,17 +75,23 @@ class GradientMoments:
         return groups * self.signal / variance if variance > 0 else 0.0
 
     def gain(self, groups: float) -> float:
-        """The same per unit of what two prompts' (right - wrong) scores have in common, and of the variance within prompts alone.
+        """The same per unit of what two prompts' (right - wrong) scores have in common, and of the variance within
+        prompts alone.
 
-        |mean|^2 is weight^2 times that common part, which is the same for every G: gains compare G where it is not known.
+        |mean|^2 is weight^2 times that common part, which is the same for every G: gains compare G where it is not
+        known.
         """
         return groups * self.weight**2 / self.within if self.within > 0 else 0.0
 
 
 def right_counts(samples: int, right: int, group_size: int) -> np.ndarray:
-    """[G + 1] probabilities of k right ones among `group_size` of `samples`, `right` of which are right (hypergeometric)."""
+    """[G + 1] probabilities of k right ones among `group_size` of `samples`, `right` of which are right
+    (hypergeometric)."""
     if not 0 <= right <= samples or not 1 <= group_size <= samples:
-        raise ValueError(f"need 0 <= right <= samples and 1 <= group_size <= samples, got right={right}, group_size={group_size}, samples={samples}")
+        raise ValueError(
+            f"need 0 <= right <= samples and 1 <= group_size <= samples, got right={right}, group_size={group_size}, "
+            f"samples={samples}"
+        )
     logs = np.concatenate([[0.0], np.log(np.arange(1, samples + 1)).cumsum()])  # of factorials
 
     def log_ways(count: int, taken: np.ndarray) -> np.ndarray:
@@ -85,7 +99,9 @@ def right_counts(samples: int, right: int, group_size: int) -> np.ndarray:
 
     k = np.arange(max(0, group_size - (samples - right)), min(right, group_size) + 1)
     chances = np.zeros(group_size + 1)
-    chances[k] = np.exp(log_ways(right, k) + log_ways(samples - right, group_size - k) - log_ways(samples, np.array(group_size)))
+    chances[k] = np.exp(
+        log_ways(right, k) + log_ways(samples - right, group_size - k) - log_ways(samples, np.array(group_size))
+    )
     return chances
 
 
@@ -124,7 +140,8 @@ def second_moment(prompt: PromptMoments, group_size: int, kind: str) -> float:
 def _mean_only_second_moment(prompt: PromptMoments, group_size: int) -> float:
     """The same with w(k) = k m / G^2, for any G."""
     one, two_right, two_wrong, two = (
-        math.perm(group_size, i + j) * _rate(prompt, i, j) if group_size >= i + j else 0.0 for i, j in ((1, 1), (2, 1), (1, 2), (2, 2))
+        math.perm(group_size, i + j) * _rate(prompt, i, j) if group_size >= i + j else 0.0
+        for i, j in ((1, 1), (2, 1), (1, 2), (2, 2))
     )
     right = prompt.right_norm * (two_wrong + one) + prompt.right_pair * (two + two_right)  # E k m^2 and E k (k-1) m^2
     wrong = prompt.wrong_norm * (two_right + one) + prompt.wrong_pair * (two + two_wrong)
@@ -132,7 +149,8 @@ def _mean_only_second_moment(prompt: PromptMoments, group_size: int) -> float:
 
 
 def _rate(prompt: PromptMoments, right: int, wrong: int) -> float:
-    """Share of ordered draws of right + wrong samples in which first `right` right ones and then `wrong` wrong ones come."""
+    """Share of ordered draws of right + wrong samples in which first `right` right ones and then `wrong` wrong ones
+    come."""
     ways = math.perm(prompt.right, right) * math.perm(prompt.samples - prompt.right, wrong)
     return ways / math.perm(prompt.samples, right + wrong)
 
@@ -147,7 +165,8 @@ def mean_weight(prompt: PromptMoments, group_size: int, kind: str) -> float:
 def squared_mean(prompt: PromptMoments, group_size: int, kind: str) -> float:
     """|E g|^2 of this prompt: the mean inner product of two groups without a common sample.
 
-    Where n < 2 G there are no two such groups with std, and v^2 takes the place of their mean product of weights (too large by v's variance).
+    Where n < 2 G there are no two such groups with std, and v^2 takes the place of their mean product of weights (too
+    large by v's variance).
     """
     if kind == "mean_only":
         return ((group_size - 1) / group_size) ** 2 * _rate(prompt, 2, 2) * prompt.squared_difference
@@ -162,11 +181,13 @@ def squared_mean(prompt: PromptMoments, group_size: int, kind: str) -> float:
     return product * prompt.squared_difference
 
 
-def gradient_moments(prompts: Sequence[PromptMoments], products: np.ndarray, group_size: int, kind: str) -> GradientMoments:
+def gradient_moments(
+    prompts: Sequence[PromptMoments], products: np.ndarray, group_size: int, kind: str
+) -> GradientMoments:
     """Signal and variance of one group's gradient over random prompts.
 
-    products [P, P]: inner products of the prompts' (mean right score - mean wrong score); its diagonal is not read, so that the
-    signal is unbiased too. ValueError for fewer than two prompts.
+    products [P, P]: inner products of the prompts' (mean right score - mean wrong score); its diagonal is not read, so
+    that the signal is unbiased too. ValueError for fewer than two prompts.
     """
     if len(prompts) < 2 or products.shape != (len(prompts), len(prompts)):
         raise ValueError(f"need at least 2 prompts and their products [P, P], got {len(prompts)} and {products.shape}")
@@ -179,7 +200,8 @@ def gradient_moments(prompts: Sequence[PromptMoments], products: np.ndarray, gro
 
 
 def pool(prompts: Sequence[PromptMoments]) -> PromptMoments:
-    """Mean inner products of several prompts; each mean over the pairs of right ones counts as often as the prompt has such pairs.
+    """Mean inner products of several prompts; each mean over the pairs of right ones counts as often as the prompt has
+    such pairs.
 
     Its counts are sums and mean nothing by themselves.
     """
@@ -188,33 +210,47 @@ def pool(prompts: Sequence[PromptMoments]) -> PromptMoments:
         samples=sum(prompt.samples for prompt in prompts),
         right=sum(prompt.right for prompt in prompts),
         right_norm=float(np.mean([prompt.right_norm for prompt in prompts])),
-        right_pair=sum(count * prompt.right_pair for count, prompt in zip(pairs, prompts, strict=True)) / max(1, sum(pairs)),
+        right_pair=sum(count * prompt.right_pair for count, prompt in zip(pairs, prompts, strict=True))
+        / max(1, sum(pairs)),
         cross=float(np.mean([prompt.cross for prompt in prompts])),
         wrong_norm=float(np.mean([prompt.wrong_norm for prompt in prompts])),
         wrong_pair=float(np.mean([prompt.wrong_pair for prompt in prompts])),
     )
 
 
-def modelled_moments(chances: np.ndarray, pooled: PromptMoments, product: float, group_size: int, kind: str) -> GradientMoments:
-    """The same for prompts that have K right ones among 2 G samples with probability chances[K] and all have the inner products of `pooled`.
+def modelled_moments(
+    chances: np.ndarray, pooled: PromptMoments, product: float, group_size: int, kind: str
+) -> GradientMoments:
+    """The same for prompts that have K right ones among 2 G samples with probability chances[K] and all have the inner
+    products of `pooled`.
 
-    product: mean inner product of (right score - wrong score) of two prompts. Two groups of G are what all moments need, so 2 G samples
-    give them exactly.
+    product: mean inner product of (right score - wrong score) of two prompts. Two groups of G are what all moments
+    need, so 2 G samples give them exactly.
     """
     prompts = [dataclasses.replace(pooled, samples=2 * group_size, right=right) for right in range(2 * group_size + 1)]
     weight, of_means, of_groups = (
-        sum(chance * float(moment(prompt, group_size, kind)) for chance, prompt in zip(chances, prompts, strict=True) if chance > 1e-12)
+        sum(
+            chance * float(moment(prompt, group_size, kind))
+            for chance, prompt in zip(chances, prompts, strict=True)
+            if chance > 1e-12
+        )
         for moment in (mean_weight, squared_mean, second_moment)
     )
-    return GradientMoments(weight=weight, signal=weight**2 * product, prompt_signal=of_means, within=of_groups - of_means)
+    return GradientMoments(
+        weight=weight, signal=weight**2 * product, prompt_signal=of_means, within=of_groups - of_means
+    )
 
 
-def leave_one_out(prompts: Sequence[PromptMoments], products: np.ndarray, group_size: int, kind: str) -> list[GradientMoments]:
+def leave_one_out(
+    prompts: Sequence[PromptMoments], products: np.ndarray, group_size: int, kind: str
+) -> list[GradientMoments]:
     """`gradient_moments` without each prompt in turn, for the jackknife."""
     found = []
     for place in range(len(prompts)):
         kept = [index for index in range(len(prompts)) if index != place]
-        found.append(gradient_moments([prompts[index] for index in kept], products[np.ix_(kept, kept)], group_size, kind))
+        found.append(
+            gradient_moments([prompts[index] for index in kept], products[np.ix_(kept, kept)], group_size, kind)
+        )
     return found
 
 

@@ -1,11 +1,12 @@
-"""Peak memory of one update over the group size: our learner beside one padded batch of the whole group in plain transformers.
+"""Peak memory of one update over the group size: our learner beside one padded batch of the whole group in plain
+transformers.
 
 python -m benchmarks.learner_memory [model=FOLDER] [groups=[8,16,...]] [max_tokens_per_micro_batch=] [json=true] ...
 
-Each point has a process of its own: model, AdamW and its moments are there already when the measured update begins. Ours packs the group
-into passes of max_tokens_per_micro_batch behind one prompt; the rival runs all G responses, padded, at once, with the logits of every
-position, and has the same masters, optimizer and recomputation. On CPU the peak is that of the process, less what its imports take; on
-CUDA max_memory_allocated.
+Each point has a process of its own: model, AdamW and its moments are there already when the measured update begins.
+Ours packs the group into passes of max_tokens_per_micro_batch behind one prompt; the rival runs all G responses,
+padded, at once, with the logits of every position, and has the same masters, optimizer and recomputation. On CPU the
+peak is that of the process, less what its imports take; on CUDA max_memory_allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from infsample_rl.commands import measurements
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config.command_line import option, run_with_options
 
-# glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses would be counted.
+# glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses
+# would be counted.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 COLUMNS = {
     "name": "name",
@@ -43,9 +45,13 @@ class LearnerMemoryOptions(ModelOptions):
     groups: list[int] = option([8, 16, 32, 64, 128, 256], "group sizes G of ours", low=1)
     max_full_batch_group: int = option(64, "largest G of the rival; 0: none", low=0)
     max_tokens_per_micro_batch: int = option(2048, "tokens of one pass", low=16)
-    logprob_chunk_tokens: int = option(LearnerConfig().logprob_chunk_tokens, "tokens whose logits exist at a time", low=1)
+    logprob_chunk_tokens: int = option(
+        LearnerConfig().logprob_chunk_tokens, "tokens whose logits exist at a time", low=1
+    )
     activation_checkpointing: int = option(0, "0: of no layer, 1: of every layer, n: of every n-th; of both", low=0)
-    recompute_granularity: str = option("full", "of recomputed layers, as in the config; of both", choices=("full", "selective"))
+    recompute_granularity: str = option(
+        "full", "of recomputed layers, as in the config; of both", choices=("full", "selective")
+    )
     offload_optimizer: bool = option(False, "masters, moments and the optimizer step in host memory; of both")
     optimizer: str = option("adamw", "of both", choices=("adamw", "adamw_8bit"))
     moments_folder: str | None = option(None, "folder of a file with AdamW's moments; none: in memory; of both")
@@ -86,7 +92,8 @@ def points(options: LearnerMemoryOptions) -> list[tuple[str, int]]:
 
 
 def measure_point(options: LearnerMemoryOptions, name: str, group_size: int) -> dict[str, Any]:
-    """The object of one point; `rest_bytes` is the peak less weights, gradients and optimizer state on the device: activations and logits."""
+    """The object of one point; `rest_bytes` is the peak less weights, gradients and optimizer state on the device:
+    activations and logits."""
     spec = asdict(options) | {"name": name, "group_size": group_size}
     command = [sys.executable, "-m", "benchmarks.learner_memory_point"]
     raw = measure(command, spec, threads=options.threads, timeout_s=options.timeout_s, environment=ENVIRONMENT)
@@ -105,7 +112,10 @@ def _print_report(options: LearnerMemoryOptions, found: list[dict[str, Any]]) ->
     measurements.print_table(found, COLUMNS)
     counted = "VmHWM of the process less its imports" if found[0]["device"] == "cpu" else "torch's max_memory_allocated"
     weights = f"random weights of shape {options.shape}" if options.shape else options.model
-    print(f"{weights}, {options.dtype}, rows of {options.max_tokens_per_micro_batch} tokens; peak: {counted}; MB of 1e6 bytes")
+    print(
+        f"{weights}, {options.dtype}, rows of {options.max_tokens_per_micro_batch} tokens; peak: {counted}; MB of 1e6 "
+        "bytes"
+    )
     print(f"figure: {measurements.draw_memory(found, Path(options.out))}")
 
 

@@ -35,7 +35,8 @@ LEARNER_SETTINGS = (
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Peak memory, seconds, rows and tokens of one update; the peak is counted from the built learner on, itself included."""
+    """Peak memory, seconds, rows and tokens of one update; the peak is counted from the built learner on, itself
+    included."""
     options = ModelOptions(**{field.name: spec[field.name] for field in dataclasses.fields(ModelOptions)})
     learner = LearnerConfig(**{name: spec[name] for name in LEARNER_SETTINGS})
     torch.set_num_threads(options.threads)
@@ -44,9 +45,19 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     lm, tokenizer = models.load(dataclasses.replace(options, dtype="float32"))
     if learner.activation_checkpointing:
         checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
-    policy = PackedPolicy(lm, valid_vocab=len(tokenizer), chunk_tokens=learner.logprob_chunk_tokens) if spec["name"] == "ours" else PaddedPolicy(lm)
+    policy = (
+        PackedPolicy(lm, valid_vocab=len(tokenizer), chunk_tokens=learner.logprob_chunk_tokens)
+        if spec["name"] == "ours"
+        else PaddedPolicy(lm)
+    )
     backend = UnshardedBackend(policy, learner, dtype=getattr(torch, options.dtype))
-    samples = make_samples(models.make_prompts(options, tokenizer, 1)[0], spec["group_size"], spec["max_new_tokens"], len(tokenizer), options.seed)
+    samples = make_samples(
+        models.make_prompts(options, tokenizer, 1)[0],
+        spec["group_size"],
+        spec["max_new_tokens"],
+        len(tokenizer),
+        options.seed,
+    )
     passes = split_passes(samples, learner.max_tokens_per_micro_batch) if spec["name"] == "ours" else [samples]
     update(backend, [samples[:1]], device)  # AdamW makes its moments in its first step
     memory.reset()
@@ -62,12 +73,19 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         "weight_bytes": models.weight_bytes(lm),
         "state_bytes": state_bytes(backend, device),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": sys.version.split()[0],
+        },
     }
 
 
-def make_samples(prompt: list[int], group_size: int, max_new_tokens: int, vocab_size: int, seed: int) -> list[TrainingSample]:
-    """A group of random responses whose lengths go in turn through eight from max_new_tokens down to half of it: rows of any G look alike."""
+def make_samples(
+    prompt: list[int], group_size: int, max_new_tokens: int, vocab_size: int, seed: int
+) -> list[TrainingSample]:
+    """A group of random responses whose lengths go in turn through eight from max_new_tokens down to half of it: rows
+    of any G look alike."""
     generator = np.random.default_rng(seed)
     lengths = [max_new_tokens - (max_new_tokens // 2) * (index % 8) // 7 for index in range(group_size)]
     return [
@@ -85,7 +103,8 @@ def make_samples(prompt: list[int], group_size: int, max_new_tokens: int, vocab_
 
 
 class PaddedPolicy(nn.Module):
-    """The rival: every sample with its prompt in one padded batch, through transformers' own SDPA attention, with all logits."""
+    """The rival: every sample with its prompt in one padded batch, through transformers' own SDPA attention, with all
+    logits."""
 
     def __init__(self, lm: transformers.PreTrainedModel) -> None:
         super().__init__()
@@ -94,20 +113,29 @@ class PaddedPolicy(nn.Module):
     def forward(self, samples: list[TrainingSample], temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probabilities [R], zeros [R]) of the response tokens, in the samples' order."""
         device = self.lm.device
-        parts = [torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64)) for sample in samples]
+        parts = [
+            torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))
+            for sample in samples
+        ]
         ids = nn.utils.rnn.pad_sequence(parts, batch_first=True).to(device)
         lengths = torch.tensor([len(part) for part in parts], device=device)
         mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
         first = len(samples[0].prompt_ids)
-        logits = self.lm(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[:, first - 1 : -1].float() / temperature
+        logits = (
+            self.lm(input_ids=ids, attention_mask=mask.long(), use_cache=False).logits[:, first - 1 : -1].float()
+            / temperature
+        )
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, first:, None])[..., 0][mask[:, first:]]
         return logprobs, torch.zeros_like(logprobs)
 
 
 def update(backend: UnshardedBackend, passes: list[list[TrainingSample]], device: torch.device) -> None:
-    """Forward and backward of every pass over one group, as LearnerWorker.accumulate has them, one AdamW step, waited for."""
+    """Forward and backward of every pass over one group, as LearnerWorker.accumulate has them, one AdamW step, waited
+    for."""
     samples = [sample for part in passes for sample in part]
-    totals = LossTotals(num_sequences=len(samples), num_tokens=sum(len(sample.response_ids) for sample in samples), length_normalizer=1)
+    totals = LossTotals(
+        num_sequences=len(samples), num_tokens=sum(len(sample.response_ids) for sample in samples), length_normalizer=1
+    )
     prompt = None
     if len(passes) > 1:
         prompt = pack_prompt(samples[0].prompt_ids, device)
@@ -124,12 +152,16 @@ def update(backend: UnshardedBackend, passes: list[list[TrainingSample]], device
 
 
 def _loss(logprobs: Tensor, row: TrainingRow, totals: LossTotals) -> Tensor:
-    return policy_loss(logprobs, logprobs.detach(), row.advantages, row.row.sequence_ids, objective=OBJECTIVE, totals=totals)[0]
+    return policy_loss(
+        logprobs, logprobs.detach(), row.advantages, row.row.sequence_ids, objective=OBJECTIVE, totals=totals
+    )[0]
 
 
 def state_bytes(backend: UnshardedBackend, device: torch.device) -> int:
     """Bytes on the device that an update needs whatever its rows: weights, float32 masters and gradients, moments."""
-    held = {parameter.data_ptr(): parameter for parameter in (*backend.policy.lm.parameters(), *backend.masters.values())}
+    held = {
+        parameter.data_ptr(): parameter for parameter in (*backend.policy.lm.parameters(), *backend.masters.values())
+    }
     total = sum(tensor.nbytes for tensor in held.values() if tensor.device.type == device.type)
     for master in backend.masters.values():
         if master.device.type == device.type:

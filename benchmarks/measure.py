@@ -1,6 +1,8 @@
-"""One measurement, in the process that `process.measure_here` starts: python -m benchmarks.measure SPEC RESULT, both JSON.
+"""One measurement, in the process that `process.measure_here` starts: python -m benchmarks.measure SPEC RESULT, both
+JSON.
 
-SPEC has `what` (facts, ours, generate, generate_batch, tune, memory), `workload` (options of the command) and `settings` (of this measurement).
+SPEC has `what` (facts, ours, generate, generate_batch, tune, memory), `workload` (options of the command) and
+`settings` (of this measurement).
 """
 
 from __future__ import annotations
@@ -49,14 +51,26 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def measure_rival(what: str, model: Any, prompts: list[list[int]], stop_ids: list[int], options: dict[str, Any], settings: dict[str, Any]) -> Any:
+def measure_rival(
+    what: str,
+    model: Any,
+    prompts: list[list[int]],
+    stop_ids: list[int],
+    options: dict[str, Any],
+    settings: dict[str, Any],
+) -> Any:
     """One measurement of `generate` or `generate_batch`."""
     function = rivals.measure_generate if what == "generate" else rivals.measure_generate_batch
     return function(model, prompts, stop_ids, options, settings)
 
 
 def tune(
-    what: str, model: Any, prompts: list[list[int]], stop_ids: list[int], options: dict[str, Any], variants: list[dict[str, Any]]
+    what: str,
+    model: Any,
+    prompts: list[list[int]],
+    stop_ids: list[int],
+    options: dict[str, Any],
+    variants: list[dict[str, Any]],
 ) -> list[float | None]:
     """Seconds of every variant on this workload; None for one that cannot run here."""
     seconds: list[float | None] = []
@@ -81,7 +95,11 @@ def facts(workload: Workload, model: transformers.PreTrainedModel, settings: dic
         "kv_bytes_per_token": kv,
         "bandwidth": bandwidth.read_bandwidth(weights, device),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": sys.version.split()[0],
+        },
     }
 
 

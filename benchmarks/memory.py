@@ -1,9 +1,12 @@
-"""The paper's memory figure: peak memory over the group size, of ours at g = 1, 2, 4 beside the full group and `model.generate`.
+"""The paper's memory figure: peak memory over the group size, of ours at g = 1, 2, 4 beside the full group and
+`model.generate`.
 
-python -m benchmarks.memory [shape=qwen3_1.7b dtype=bfloat16 max_new_tokens=1024] [groups=[8,16,...]] [slots=...] [json=true] ...
+python -m benchmarks.memory [shape=qwen3_1.7b dtype=bfloat16 max_new_tokens=1024] [groups=[8,16,...]] [slots=...]
+[json=true] ...
 
-Each point has a process of its own. The pool has its full size and a few samples their full length; the others end early, since memory
-does not depend on them. On CPU the peak is that of the process, less what its imports take; on CUDA torch's max_memory_allocated.
+Each point has a process of its own. The pool has its full size and a few samples their full length; the others end
+early, since memory does not depend on them. On CPU the peak is that of the process, less what its imports take; on CUDA
+torch's max_memory_allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
 
-# Infinite Sampling, abstract and memory figure: Qwen3-1.7B, G = 32, 1,024 new tokens, all at once and one slot; GB of 1e9 bytes.
+# Infinite Sampling, abstract and memory figure: Qwen3-1.7B, G = 32, 1,024 new tokens, all at once and one slot; GB of
+# 1e9 bytes.
 PAPER_SHAPE, PAPER_GROUP = "qwen3_1.7b", 32
 PAPER_FULL_GROUP, PAPER_ONE_SLOT = 21.55e9, 10.64e9
 
@@ -68,9 +72,14 @@ def run(options: MemoryOptions) -> int:
 
 def points(options: MemoryOptions) -> list[dict[str, Any]]:
     """Every point, `generate` with 32 rows first: what ours saves is a share of that."""
-    groups = sorted({group for group in options.groups if group <= options.max_generate_group}, key=lambda group: (group != PAPER_GROUP, group))
+    groups = sorted(
+        {group for group in options.groups if group <= options.max_generate_group},
+        key=lambda group: (group != PAPER_GROUP, group),
+    )
     found = [{"kind": "generate", "group_size": group, "slots": None, "schedule": None} for group in groups]
-    found += [{"kind": "ours", "group_size": group, "slots": group, "schedule": "full_group"} for group in sorted(groups)]
+    found += [
+        {"kind": "ours", "group_size": group, "slots": group, "schedule": "full_group"} for group in sorted(groups)
+    ]
     return found + [
         {"kind": "ours", "group_size": group, "slots": slots, "schedule": options.schedule}
         for slots in options.slot_counts
@@ -79,13 +88,25 @@ def points(options: MemoryOptions) -> list[dict[str, Any]]:
 
 
 def record_of(
-    options: MemoryOptions, facts: dict[str, Any], settings: dict[str, Any], raw: dict[str, Any], earlier: list[dict[str, Any]]
+    options: MemoryOptions,
+    facts: dict[str, Any],
+    settings: dict[str, Any],
+    raw: dict[str, Any],
+    earlier: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """The object of one point; `rest_bytes` is the peak less weights and KV pool, `saved_share` is of `generate` with 32 rows."""
+    """The object of one point; `rest_bytes` is the peak less weights and KV pool, `saved_share` is of `generate` with
+    32 rows."""
     peak, group, slots = raw["peak_memory_bytes"], settings["group_size"], settings["slots"]
     tokens = sum(raw["lengths"])
     name = "generate" if settings["kind"] == "generate" else f"ours/{settings['schedule']}"
-    rival = next((record["peak_memory_bytes"] for record in earlier if record["name"] == "generate" and record["group_size"] == PAPER_GROUP), None)
+    rival = next(
+        (
+            record["peak_memory_bytes"]
+            for record in earlier
+            if record["name"] == "generate" and record["group_size"] == PAPER_GROUP
+        ),
+        None,
+    )
     all_at_once = settings["kind"] == "generate" or settings["schedule"] == "full_group"
     paper = None
     if options.shape == PAPER_SHAPE and group == PAPER_GROUP and (all_at_once or slots == 1):
@@ -120,10 +141,14 @@ def _print_report(options: MemoryOptions, found: list[dict[str, Any]], facts: di
     weights = f"random weights of shape {options.shape}" if options.shape else options.model
     print(f"{weights}, {options.dtype}; peak: {counted}; MB of 1e6 bytes")
     if options.shape == PAPER_SHAPE:
-        print(f"the paper, G = {PAPER_GROUP}: {PAPER_FULL_GROUP / 1e9} GB all at once, {PAPER_ONE_SLOT / 1e9} GB at g = 1")
+        print(
+            f"the paper, G = {PAPER_GROUP}: {PAPER_FULL_GROUP / 1e9} GB all at once, {PAPER_ONE_SLOT / 1e9} GB at g = 1"
+        )
     for record in found:
         if record["slots"] == 1 and record["group_size"] == PAPER_GROUP and record["saved_share"] is not None:
-            print(f"saved from generate with {PAPER_GROUP} rows to {record['name']} at g = 1: {record['saved_share']:.1%}")
+            print(
+                f"saved from generate with {PAPER_GROUP} rows to {record['name']} at g = 1: {record['saved_share']:.1%}"
+            )
     print(f"figure: {measurements.draw_memory(found, Path(options.out))}")
 
 

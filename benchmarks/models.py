@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from benchmarks.workload import ModelOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 
-TEXT = "A farmer counts {n} sheep, sells a third of them, buys twice as many goats and wants to know how many animals are left. "
+TEXT = (
+    "A farmer counts {n} sheep, sells a third of them, buys twice as many goats and wants to know how many animals "
+    "are left. "
+)
 MARK = "<<here>>"
 
 
@@ -19,11 +28,14 @@ def pick_device(workload: ModelOptions) -> torch.device:
     """The device asked for; auto: cuda where there is one. ValueError for a cuda that torch does not see."""
     if workload.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device=cuda: torch {torch.__version__} sees no CUDA device; take device=cpu")
-    return torch.device("cuda" if workload.device == "cuda" or (workload.device == "auto" and torch.cuda.is_available()) else "cpu")
+    return torch.device(
+        "cuda" if workload.device == "cuda" or (workload.device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
 
 
 def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in eval mode on its device, and its tokenizer; random weights and a tokenizer of numbers with `shape`."""
+    """The model in eval mode on its device, and its tokenizer; random weights and a tokenizer of numbers with
+    `shape`."""
     device = pick_device(workload)
     if workload.shape is None:
         config = ModelConfig(path=workload.model, dtype=workload.dtype)
@@ -37,10 +49,26 @@ def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 def shape_config(shape: str) -> Qwen3Config:
     """The architecture of Qwen3-1.7B or Qwen3-8B."""
     sizes = {
-        "qwen3_1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
-        "qwen3_8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+        "qwen3_1.7b": {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+        },
+        "qwen3_8b": {
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+        },
     }[shape]
-    common = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6}
+    common = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+    }
     config = Qwen3Config(**sizes, **common, tie_word_embeddings=shape == "qwen3_1.7b", eos_token_id=2, pad_token_id=1)
     config.architectures = ["Qwen3ForCausalLM"]
     return config
@@ -56,7 +84,8 @@ def number_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def make_prompts(workload: ModelOptions, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
-    """`count` different prompts of exactly prompt_tokens ids: a question in the chat template, cut; random ids with `shape`."""
+    """`count` different prompts of exactly prompt_tokens ids: a question in the chat template, cut; random ids with
+    `shape`."""
     length = workload.prompt_tokens
     if workload.shape is not None:
         generator = torch.Generator().manual_seed(workload.seed)
@@ -78,7 +107,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def weight_bytes_read(model: PreTrainedModel) -> int:
-    """Bytes of weights one decode step reads: all but an input embedding that is not the head too, of which a few rows are gathered."""
+    """Bytes of weights one decode step reads: all but an input embedding that is not the head too, of which a few rows
+    are gathered."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return weight_bytes(model) - (0 if embedding is head else embedding.numel() * embedding.element_size())
 
@@ -104,6 +134,10 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Ids the chat template puts before and after a question; none without a template."""
     if tokenizer.chat_template is None:
         return [], []
-    text = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
+    )
     before, _, after = text.partition(MARK)
-    return tokenizer(before, add_special_tokens=False)["input_ids"], tokenizer(after, add_special_tokens=False)["input_ids"]
+    return tokenizer(before, add_special_tokens=False)["input_ids"], tokenizer(after, add_special_tokens=False)[
+        "input_ids"
+    ]

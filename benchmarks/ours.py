@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
-STEP_TOKENS = (4, 20)  # the time of a step is the difference of two runs of so many tokens, which leaves out the prefill
+# the time of a step is the difference of two runs of so many tokens, which leaves out the prefill
+STEP_TOKENS = (4, 20)
 
 
 def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
@@ -21,9 +22,14 @@ def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
 
 
 def measure_ours(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], workload: dict[str, Any], settings: dict[str, Any]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    workload: dict[str, Any],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms up."""
+    """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms
+    up."""
     asked = {name: settings[name] for name in ("schedule", "preemption")}
     config = rollout_config(workload, **asked, prompts_at_once=workload["prompts_at_once"])
     engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set() if workload["ignore_eos"] else None)
@@ -31,7 +37,13 @@ def measure_ours(
     for repeat in range(workload["repeats"] + 1):
         started = time.perf_counter()
         groups = engine.generate(prompts, seed=workload["seed"] + repeat)
-        runs.append((time.perf_counter() - started, [len(completion.token_ids) for group in groups for completion in group], engine.stats))
+        runs.append(
+            (
+                time.perf_counter() - started,
+                [len(completion.token_ids) for group in groups for completion in group],
+                engine.stats,
+            )
+        )
     seconds, lengths, stats = min(runs[1:], key=lambda run: run[0])
     return {
         "seconds": seconds,
@@ -48,7 +60,8 @@ def measure_ours(
 
 
 def _park_seconds(engine: SamplingEngine) -> float | None:
-    """Seconds to park a token's KV and bring it back, of a full response, the fastest of five; None where this engine parks nothing."""
+    """Seconds to park a token's KV and bring it back, of a full response, the fastest of five; None where this engine
+    parks nothing."""
     kv, parking, page_size = engine.runner.kv, engine.parking, engine.config.page_size
     pages = list(range(min(kv.num_pages, -(-engine.config.max_new_tokens // page_size))))
     if parking is None or not parking.take(len(pages)):
@@ -64,12 +77,16 @@ def _park_seconds(engine: SamplingEngine) -> float | None:
     return min(seconds) / (len(pages) * page_size)
 
 
-def step_seconds_ours(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: list[int], seed: int) -> dict[int, float]:
+def step_seconds_ours(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: list[int], seed: int
+) -> dict[int, float]:
     """{rows: seconds of one decode step of so many rows}."""
     return {count: _step_seconds(model, tokenizer, prompt, count, seed) for count in rows}
 
 
-def _step_seconds(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: int, seed: int) -> float:
+def _step_seconds(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: int, seed: int
+) -> float:
     fastest = []
     for tokens in STEP_TOKENS:
         config = rollout_config({}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens)

@@ -1,4 +1,5 @@
-"""Figures printed in the paper: tables 1 (ablation) and 2 (scheduler choice), running steps and mean lengths on Qwen3-1.7B and Qwen3-8B."""
+"""Figures printed in the paper: tables 1 (ablation) and 2 (scheduler choice), running steps and mean lengths on
+Qwen3-1.7B and Qwen3-8B."""
 
 PAPER_NAMES = {"gsm8k": "GSM8K", "math500": "MATH", "kk": "KK"}  # our data set -> the paper's
 
@@ -29,18 +30,38 @@ ABLATION = {
 
 # data set: method: steps of Qwen3-1.7B, of Qwen3-8B
 SCHEDULER_CHOICE = {
-    "GSM8K": {"fixed_slot": (2467, 2467), "infinite *": (1739, 1739), "fptas": (2100, 2100), "sjf": (1775, 1774), "infinite": (1770, 1769)},
-    "MATH": {"fixed_slot": (6098, 4190), "infinite *": (5126, 3492), "fptas": (6021, 4154), "sjf": (5380, 3624), "infinite": (5203, 3533)},
-    "KK": {"fixed_slot": (6129, 3550), "infinite *": (5089, 2586), "fptas": (6014, 3531), "sjf": (5219, 2695), "infinite": (5200, 2599)},
+    "GSM8K": {
+        "fixed_slot": (2467, 2467),
+        "infinite *": (1739, 1739),
+        "fptas": (2100, 2100),
+        "sjf": (1775, 1774),
+        "infinite": (1770, 1769),
+    },
+    "MATH": {
+        "fixed_slot": (6098, 4190),
+        "infinite *": (5126, 3492),
+        "fptas": (6021, 4154),
+        "sjf": (5380, 3624),
+        "infinite": (5203, 3533),
+    },
+    "KK": {
+        "fixed_slot": (6129, 3550),
+        "infinite *": (5089, 2586),
+        "fptas": (6014, 3531),
+        "sjf": (5219, 2695),
+        "infinite": (5200, 2599),
+    },
 }
 
 GROUP_SIZE, SLOTS, CAP = 32, 4, 1024  # of the paper's experiments
 
 
 def least_kept_mean(true_mean: float, group_size: int = GROUP_SIZE, slots: int = SLOTS, cap: int = CAP) -> float:
-    """Least expected mean length of the first `group_size` samples to finish on `slots` slots that are refilled at once.
+    """Least expected mean length of the first `group_size` samples to finish on `slots` slots that are refilled at
+    once.
 
-    When the G-th sample finishes, G + g - 1 have been started, in the order drawn, so their expected sum is (G + g - 1) x true mean; the
-    g - 1 dropped ones are at most `cap` tokens each. least_kept_mean(186) -> 107.4, where the paper prints 72 and 21
+    When the G-th sample finishes, G + g - 1 have been started, in the order drawn, so their expected sum is (G + g - 1)
+    x true mean; the g - 1 dropped ones are at most `cap` tokens each. least_kept_mean(186) -> 107.4, where the paper
+    prints 72 and 21
     """
     return ((group_size + slots - 1) * true_mean - (slots - 1) * cap) / group_size

@@ -1,9 +1,11 @@
-"""The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [+experiment=NAME] [group.key=value ...]
+"""The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [+experiment=NAME]
+[group.key=value ...]
 
-PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples prompts_at_once prompts, the
-reference worker reads a micro-group twice, all of random tokens, in lengths the settings allow at most. Before it is measured the process does
-the same with a toy of the same architecture, so that libraries are loaded, and their buffers made: its idle footprint. One JSON object on
-stdout: predicted_bytes, measured_bytes, error, lines.
+PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples
+prompts_at_once prompts, the reference worker reads a micro-group twice, all of random tokens, in lengths the settings
+allow at most. Before it is measured the process does the same with a toy of the same architecture, so that libraries
+are loaded, and their buffers made: its idle footprint. One JSON object on stdout: predicted_bytes, measured_bytes,
+error, lines.
 """
 
 from __future__ import annotations
@@ -42,11 +44,19 @@ from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, Samp
 
 # Random tokens are far from what any policy samples, and no check of that may stop the measurement.
 ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
-TOY = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+TOY = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
 
 
 def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Predicted and measured peak of one process with these settings. ValueError for settings that do not go together."""
+    """Predicted and measured peak of one process with these settings. ValueError for settings that do not go
+    together."""
     objective = "default" if part == "reference" else "no_kl"  # no reference worker without a KL
     config = load_config([*ALWAYS, f"objective={objective}", *overrides])
     run = PARTS[part]
@@ -60,8 +70,17 @@ def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
     PeakMemory(device).reset()
     measured = run(config)
     plan = plan_role(config, ModelOutline.of(config), part)
-    found = {"part": part, "predicted_bytes": plan.sum_bytes, "measured_bytes": measured, "error": plan.sum_bytes / measured - 1}
-    return found | {"lines": {name: round(size) for name, size in plan.lines.items()}, "settings": list(overrides), "device": str(device)}
+    found = {
+        "part": part,
+        "predicted_bytes": plan.sum_bytes,
+        "measured_bytes": measured,
+        "error": plan.sum_bytes / measured - 1,
+    }
+    return found | {
+        "lines": {name: round(size) for name, size in plan.lines.items()},
+        "settings": list(overrides),
+        "device": str(device),
+    }
 
 
 def toy_of(config: Config, folder: str) -> Config:
@@ -98,7 +117,10 @@ def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
     rows: list[list[SampleSpec]] = []
     for prompt in prompts:
         rows += planner.add_group(
-            [SampleSpec(prompt_index=prompt, sample_index=index, length=config.rollout.max_new_tokens, advantage=1.0) for index in range(size)]
+            [
+                SampleSpec(prompt_index=prompt, sample_index=index, length=config.rollout.max_new_tokens, advantage=1.0)
+                for index in range(size)
+            ]
         )
     prompt_ids = generator.integers(0, vocab, (len(prompts), config.data.max_prompt_tokens)).astype(np.int32)
 
@@ -121,8 +143,11 @@ def sample(config: Config) -> int:
     worker = RolloutWorker(config, 0)
     parameters = dict(worker.model.named_parameters())
     manifest = plan_weights(shapes_of(parameters.items()), 0)
-    store = torch.frombuffer(mmap.mmap(-1, min(BUCKET_BYTES, manifest.num_bytes)), dtype=torch.uint8)  # shared memory, as Ray's
-    buckets = fill_buckets(((name, parameter.detach()) for name, parameter in parameters.items()), manifest, itertools.repeat(store))
+    # shared memory, as Ray's
+    store = torch.frombuffer(mmap.mmap(-1, min(BUCKET_BYTES, manifest.num_bytes)), dtype=torch.uint8)
+    buckets = fill_buckets(
+        ((name, parameter.detach()) for name, parameter in parameters.items()), manifest, itertools.repeat(store)
+    )
     worker.load_weights(manifest, (bucket.numpy() for bucket in buckets))
     generator, size = np.random.default_rng(0), config.rollout.group_size
     for place in range(config.rollout.prompts_at_once):

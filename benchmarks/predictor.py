@@ -8,9 +8,10 @@ A share of each file's prompts is held out; everything is fitted on the others a
   bert    an encoder over prompt and first k tokens, one for all k, trained here or given as bert=[FOLDERS]
   probe   a regression on the policy's hidden state after k tokens, one for all k, fitted prompt after prompt
   oracle  the true lengths
-Error: mean |log(predicted / length)| and mean |predicted - length| over samples that are longer than k and were not cut; Kendall's tau-b
-over all samples of a prompt that are longer than k, averaged over prompts; steps and time of each schedule at equal KV memory; 95 %
-bootstrap intervals over prompts. The held-out predictions at `write_k` go to FILE_predicted.jsonl.gz in the output folder.
+Error: mean |log(predicted / length)| and mean |predicted - length| over samples that are longer than k and were not
+cut; Kendall's tau-b over all samples of a prompt that are longer than k, averaged over prompts; steps and time of each
+schedule at equal KV memory; 95 % bootstrap intervals over prompts. The held-out predictions at `write_k` go to
+FILE_predicted.jsonl.gz in the output folder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,13 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.rollout.length_prediction.accuracy import Interval, PromptAccuracy, bootstrap, prompt_accuracy, summarize
+from infsample_rl.rollout.length_prediction.accuracy import (
+    Interval,
+    PromptAccuracy,
+    bootstrap,
+    prompt_accuracy,
+    summarize,
+)
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, check_window, load_encoder
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.length_prediction.train import TrainOptions, check_lr, check_writable, fit
@@ -62,12 +69,18 @@ class PredictorOptions:
     """Arguments of this command."""
 
     recordings: list[str] = option([], "files of recorded completions, with prompt and first_tokens")
-    policy: list[str] = option([TINY_POLICY], "the model that was recorded, a folder; one for all recordings or one for each")
-    encoder: str | None = option(None, "pretrained encoder that bert is trained from, a folder or hub name; none: no bert, unless given as bert=")
+    policy: list[str] = option(
+        [TINY_POLICY], "the model that was recorded, a folder; one for all recordings or one for each"
+    )
+    encoder: str | None = option(
+        None, "pretrained encoder that bert is trained from, a folder or hub name; none: no bert, unless given as bert="
+    )
     bert: list[str] = option([], "predictors trained already, one for all recordings or one for each")
     ks: list[int] = option([1, 2, 4, 8, 16, 32], "tokens decoded before the prediction", low=1)
     schedules: list[str] = option(
-        ["sjf", "lpt", "infinite", "token_budget"], "what runs on the predictions", choices=(*PREDICTED_SCHEDULES, "token_budget")
+        ["sjf", "lpt", "infinite", "token_budget"],
+        "what runs on the predictions",
+        choices=(*PREDICTED_SCHEDULES, "token_budget"),
     )
     held_out: float = option(0.4, "share of the prompts held out")
     max_prompts: int | None = option(None, "first prompts of a file; none: all", low=2)
@@ -118,7 +131,9 @@ def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str,
     names = [recording.key for recording in recordings]
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{file}: {name} is there {times} times; give every prompt of a file one line and a prompt_id of its own")
+        raise ValueError(
+            f"{file}: {name} is there {times} times; give every prompt of a file one line and a prompt_id of its own"
+        )
     keys = held_out_keys(names, options.held_out, options.seed)
     training = [recording for recording in recordings if recording.key not in keys]
     held = [recording for recording in recordings if recording.key in keys]
@@ -146,7 +161,9 @@ def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str,
     return records
 
 
-def _bert(training: list[Recording], held: list[Recording], stem: str, index: int, policy: str, options: PredictorOptions) -> Predictions | None:
+def _bert(
+    training: list[Recording], held: list[Recording], stem: str, index: int, policy: str, options: PredictorOptions
+) -> Predictions | None:
     if not options.bert and options.encoder is None:
         return None
     tokenizer = load_tokenizer(ModelConfig(path=policy))
@@ -157,7 +174,11 @@ def _bert(training: list[Recording], held: list[Recording], stem: str, index: in
         return bert_predictions(given, held_texts, options.ks)
     texts = [recording_group(recording, tokenizer, options.ks) for recording in training]
     fitted, choosing = split_groups(texts, INNER_HELD_OUT, options.seed)
-    shared = {name: value for name, value in asdict(options).items() if name in ("encoder", "epochs", "lr", "batch", "samples", "window", "seed")}
+    shared = {
+        name: value
+        for name, value in asdict(options).items()
+        if name in ("encoder", "epochs", "lr", "batch", "samples", "window", "seed")
+    }
     torch.manual_seed(options.seed)
     model, encoder_tokenizer = load_encoder(str(options.encoder), "encoder")
     fit(model, encoder_tokenizer, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
@@ -167,24 +188,37 @@ def _bert(training: list[Recording], held: list[Recording], stem: str, index: in
     return bert_predictions(BertLengthPredictor(str(folder), setting="bert"), held_texts, options.ks)
 
 
-def _probe(training: list[Recording], held: list[Recording], stem: str, policy: str, options: PredictorOptions) -> Predictions:
+def _probe(
+    training: list[Recording], held: list[Recording], stem: str, policy: str, options: PredictorOptions
+) -> Predictions:
     config = ModelConfig(path=policy)
     tokenizer, everything = load_tokenizer(config), [*training, *held]
     for recording in everything:
         recording_group(recording, tokenizer, options.ks, stem)  # says what a recording lacks
     model = load_model(config, dtype=torch.float32)
-    ids = {str(recording.prompt): tokenizer(recording.prompt, add_special_tokens=False)["input_ids"] for recording in everything}
+    ids = {
+        str(recording.prompt): tokenizer(recording.prompt, add_special_tokens=False)["input_ids"]
+        for recording in everything
+    }
     for recording in everything:
         found = len(ids[str(recording.prompt)])
         if recording.prompt_tokens not in (None, found):
-            text = f"{recording.prompt_id} has {recording.prompt_tokens} prompt tokens in {stem} and {found} with policy={policy}"
+            text = (
+                f"{recording.prompt_id} has {recording.prompt_tokens} prompt tokens in {stem} and {found} with "
+                f"policy={policy}"
+            )
             raise ValueError(f"{text}: give the model that was recorded, {recording.model}")
     states = HiddenStates(model, ids, policy, Path(options.out) / "hidden")
     started = time.perf_counter()
     hidden = [(recording, states.of(recording, options.ks)) for recording in everything]
-    print(f"bench.predictor: {stem}: hidden states of {len(everything)} prompts in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    print(
+        f"bench.predictor: {stem}: hidden states of {len(everything)} prompts in {time.perf_counter() - started:.0f} s",
+        file=sys.stderr,
+    )
     cap = _cap(everything)
-    probe = fit_probe(hidden[0][1].shape[-1], hidden[: len(training)], options.ks, max_new_tokens=cap, seed=options.seed)
+    probe = fit_probe(
+        hidden[0][1].shape[-1], hidden[: len(training)], options.ks, max_new_tokens=cap, seed=options.seed
+    )
     return probe_predictions(probe, hidden[len(training) :], options.ks)
 
 
@@ -198,12 +232,17 @@ def prompt_accuracies(predicted: list[np.ndarray], held: list[Recording]) -> lis
     for values, recording in zip(predicted, held, strict=True):
         here = ~np.isnan(values)
         if here.any():
-            found.append(prompt_accuracy(values[here], np.asarray(recording.lengths)[here], np.asarray(recording.censored)[here]))
+            found.append(
+                prompt_accuracy(values[here], np.asarray(recording.lengths)[here], np.asarray(recording.censored)[here])
+            )
     return found
 
 
-def _accuracy(found: list[PromptAccuracy], bert: list[PromptAccuracy] | None, orders: bool, seed: int) -> dict[str, Any]:
-    """The accuracy fields of a record; `less_bert` is what the same prompts' differences from bert come to, below 0 for a smaller error."""
+def _accuracy(
+    found: list[PromptAccuracy], bert: list[PromptAccuracy] | None, orders: bool, seed: int
+) -> dict[str, Any]:
+    """The accuracy fields of a record; `less_bert` is what the same prompts' differences from bert come to, below 0 for
+    a smaller error."""
     summary = summarize(found, seed)
     less = None
     if bert is not None:
@@ -224,30 +263,45 @@ def _accuracy(found: list[PromptAccuracy], bert: list[PromptAccuracy] | None, or
     }
 
 
-def _schedule_costs(known: dict[str, Predictions], held: list[Recording], options: PredictorOptions) -> dict[tuple[str, int], dict[str, Any]]:
+def _schedule_costs(
+    known: dict[str, Predictions], held: list[Recording], options: PredictorOptions
+) -> dict[tuple[str, int], dict[str, Any]]:
     """For each predictor and k what every schedule takes; `group` orders nothing, so it has none."""
     cap, results = _cap(held), {(name, k): {} for name in known for k in options.ks}
     shared = {"slots": options.slots, "page_size": options.page_size, "cap": cap, "c0": options.c0, "c1": options.c1}
     memories = [Memory(prompt_tokens=recording.prompt_tokens or 1, **shared) for recording in held]
     for schedule in options.schedules:
-        none = [cost(schedule, recording.lengths, memory, None, None) for recording, memory in zip(held, memories, strict=True)]
+        none = [
+            cost(schedule, recording.lengths, memory, None, None)
+            for recording, memory in zip(held, memories, strict=True)
+        ]
         true = [np.asarray(recording.lengths, float) for recording in held]
-        oracle = [cost(schedule, item.lengths, memory, lengths, None) for item, memory, lengths in zip(held, memories, true, strict=True)]
+        oracle = [
+            cost(schedule, item.lengths, memory, lengths, None)
+            for item, memory, lengths in zip(held, memories, true, strict=True)
+        ]
         for name, found in known.items():
             for k in options.ks:
                 if name in ("none", "oracle"):
                     costs = none if name == "none" else oracle
                 elif found.orders:
                     parts = zip(held, memories, found.by_k[k], strict=True)
-                    costs = [cost(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts]
+                    costs = [
+                        cost(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts
+                    ]
                 else:
                     continue
-                results[name, k][schedule] = {key: _as_dict(value) for key, value in compare(costs, oracle, none, options.seed).items()}
+                results[name, k][schedule] = {
+                    key: _as_dict(value) for key, value in compare(costs, oracle, none, options.seed).items()
+                }
     return results
 
 
-def _write_predictions(recordings: list[Recording], held: list[Recording], known: dict[str, Predictions], path: Path, k: int) -> None:
-    """All recordings, the held-out ones with what bert and probe said at k; a sample that ended within k has its length."""
+def _write_predictions(
+    recordings: list[Recording], held: list[Recording], known: dict[str, Predictions], path: Path, k: int
+) -> None:
+    """All recordings, the held-out ones with what bert and probe said at k; a sample that ended within k has its
+    length."""
     named = {name: found.by_k[k] for name, found in known.items() if name in ("bert", "probe") and k in found.by_k}
     places = {recording.key: place for place, recording in enumerate(held)}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -257,7 +311,8 @@ def _write_predictions(recordings: list[Recording], held: list[Recording], known
             if recording.key in places and named:
                 values = {name: by_prompt[places[recording.key]] for name, by_prompt in named.items()}
                 fields["predictions"] = {
-                    name: [round(float(item), 1) for item in np.where(np.isnan(row), recording.lengths, row)] for name, row in values.items()
+                    name: [round(float(item), 1) for item in np.where(np.isnan(row), recording.lengths, row)]
+                    for name, row in values.items()
                 }
             file.write(json.dumps(fields) + "\n")
 
@@ -272,12 +327,19 @@ def _check(options: PredictorOptions) -> None:
     for name in ("policy", "bert"):
         given = len(options.__dict__[name])
         if given not in (0, 1, len(options.recordings)) or (given == 0 and name == "policy"):
-            raise ValueError(f"{name} must be one folder or one for each of the {len(options.recordings)} recordings, got {given}")
+            raise ValueError(
+                f"{name} must be one folder or one for each of the {len(options.recordings)} recordings, got {given}"
+            )
     if not options.ks or not all(0 <= seconds < math.inf for seconds in (options.c0, options.c1)):
-        raise ValueError(f"ks must name at least one k and c0, c1 be >= 0 and finite, got {options.ks}, {options.c0}, {options.c1}")
+        raise ValueError(
+            f"ks must name at least one k and c0, c1 be >= 0 and finite, got {options.ks}, {options.c0}, {options.c1}"
+        )
     if options.write_k not in options.ks:
         nearest = min(options.ks, key=lambda k: abs(k - options.write_k))
-        raise ValueError(f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written; the nearest is write_k={nearest}")
+        raise ValueError(
+            f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written; the nearest is "
+            f"write_k={nearest}"
+        )
     check_lr(options.lr)
     check_writable(options.out)
 

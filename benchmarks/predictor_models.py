@@ -25,8 +25,10 @@ from infsample_rl.rollout.length_prediction.training_data import TextGroup
 class Predictions:
     """What one predictor says of the held-out prompts."""
 
-    by_k: dict[int, list[np.ndarray]] = field(default_factory=dict)  # for each k and prompt [G] tokens, NaN: ended within k
-    # for each k seconds of one prediction, a prompt's samples together; the median over prompts, as other work may disturb some
+    # for each k and prompt [G] tokens, NaN: ended within k
+    by_k: dict[int, list[np.ndarray]] = field(default_factory=dict)
+    # for each k seconds of one prediction, a prompt's samples together; the median over prompts, as other work may
+    # disturb some
     seconds: dict[int, float | None] = field(default_factory=dict)
     orders: bool = True  # whether it can order the samples of a prompt
 
@@ -51,8 +53,8 @@ def constant_predictions(training: list[Recording], held: list[Recording], ks: l
 def group_predictions(held: list[Recording], ks: list[int]) -> Predictions:
     """`group`: the geometric mean of the prompt's other samples that are longer than k, all of them known.
 
-    It says what a prompt's statistics can say at most. As a sample is left out of its own mean, the order it gives is the reverse of
-    the true one by construction, so it is not used as an order.
+    It says what a prompt's statistics can say at most. As a sample is left out of its own mean, the order it gives is
+    the reverse of the true one by construction, so it is not used as an order.
     """
     found = Predictions(orders=False)
     for k in ks:
@@ -62,7 +64,9 @@ def group_predictions(held: list[Recording], ks: list[int]) -> Predictions:
             logs = np.where(here, np.log(recording.lengths), 0.0)
             others = here.sum() - 1
             alone = np.full(len(logs), np.nan)  # no other to tell by: left out
-            found.by_k[k].append(np.where(here, np.maximum(k + 1, np.exp((logs.sum() - logs) / others)), np.nan) if others > 0 else alone)
+            found.by_k[k].append(
+                np.where(here, np.maximum(k + 1, np.exp((logs.sum() - logs) / others)), np.nan) if others > 0 else alone
+            )
     return found
 
 
@@ -92,10 +96,14 @@ def bert_predictions(predictor: BertLengthPredictor, held: list[TextGroup], ks: 
     return found
 
 
-def fit_probe(hidden_size: int, training: list[tuple[Recording, torch.Tensor]], ks: list[int], *, max_new_tokens: int, seed: int) -> LengthProbe:
-    """A probe that has seen the training prompts one after another, every sample at each k it outlived, fitted after each prompt.
+def fit_probe(
+    hidden_size: int, training: list[tuple[Recording, torch.Tensor]], ks: list[int], *, max_new_tokens: int, seed: int
+) -> LengthProbe:
+    """A probe that has seen the training prompts one after another, every sample at each k it outlived, fitted after
+    each prompt.
 
-    training: recordings with hidden states [G, len(ks), E]. Without decay: the policy that recorded them does not change.
+    training: recordings with hidden states [G, len(ks), E]. Without decay: the policy that recorded them does not
+    change.
     """
     probe = LengthProbe(hidden_size, max_new_tokens=max_new_tokens, seed=seed)
     for number, (recording, hidden) in enumerate(training):
@@ -112,7 +120,8 @@ def fit_probe(hidden_size: int, training: list[tuple[Recording, torch.Tensor]], 
 
 
 def probe_predictions(probe: LengthProbe, held: list[tuple[Recording, torch.Tensor]], ks: list[int]) -> Predictions:
-    """`probe`: k tokens and what it predicts to be left. Its time is that of features and regression; the hidden state is there anyway."""
+    """`probe`: k tokens and what it predicts to be left. Its time is that of features and regression; the hidden state
+    is there anyway."""
     found = Predictions()
     for place, k in enumerate(ks):
         found.by_k[k], seconds = [], []
@@ -133,22 +142,25 @@ class HiddenStates:
     """The policy's last hidden states after k tokens of recorded responses, kept in a folder, a file a prompt."""
 
     def __init__(self, model: PreTrainedModel, prompt_ids: dict[str, list[int]], policy: str, folder: Path) -> None:
-        """`prompt_ids`: of every prompt text. `policy`: the folder or hub name that `model` is from; states of one model are never taken for
-        those of another, nor those of weights that have been replaced since."""
+        """`prompt_ids`: of every prompt text. `policy`: the folder or hub name that `model` is from; states of one
+        model are never taken for those of another, nor those of weights that have been replaced since."""
         use_packed_attention(model)
         self._model, self._prompt_ids, self._folder = model.eval(), prompt_ids, folder
         self._weights = _weights_stamp(model, policy)
 
     @torch.inference_mode()
     def of(self, recording: Recording, ks: list[int]) -> torch.Tensor:
-        """[G, len(ks), E] float16, zeros where a sample ended before k: one forward over the prompt and all first tokens, packed."""
+        """[G, len(ks), E] float16, zeros where a sample ended before k: one forward over the prompt and all first
+        tokens, packed."""
         path = self._folder / f"{self._digest(recording, ks)}.npy"
         if path.is_file():
             return torch.from_numpy(np.load(path))
         responses = [np.asarray(tokens[: max(ks)]) for tokens in recording.first_tokens or []]
         row = pack_row([(np.asarray(self._prompt_ids[str(recording.prompt)]), responses)], self._model.device)
         options = {"attention_mask": None, "use_cache": False, "cuts": row.cuts}
-        states = self._model.base_model(input_ids=row.input_ids, position_ids=row.position_ids, **options).last_hidden_state[0]
+        states = self._model.base_model(
+            input_ids=row.input_ids, position_ids=row.position_ids, **options
+        ).last_hidden_state[0]
         found = torch.zeros(len(responses), len(ks), states.shape[-1], dtype=torch.float16)
         for index, (start, end) in enumerate(row.cuts.segments[0].responses):
             for place, k in enumerate(ks):
@@ -164,7 +176,8 @@ class HiddenStates:
 
 
 def _weights_stamp(model: PreTrainedModel, policy: str) -> tuple[str, object]:
-    """What tells a policy's weights from others: the folder with its files' sizes and times, or a hub name with its commit."""
+    """What tells a policy's weights from others: the folder with its files' sizes and times, or a hub name with its
+    commit."""
     folder = Path(policy)
     if not folder.is_dir():
         return policy, model.config._commit_hash

@@ -32,7 +32,10 @@ def print_tables(records: list[dict[str, Any]]) -> None:
     rows = []
     for record in (record for record in records if record["name"] != "oracle"):  # it has no error
         each = record["seconds_per_prediction"]
-        texts = {name: _text(record[name], 1 if name == "token_error" else 3) for name in ("log_error", "token_error", "kendall_tau")}
+        texts = {
+            name: _text(record[name], 1 if name == "token_error" else 3)
+            for name in ("log_error", "token_error", "kendall_tau")
+        }
         less = record["less_bert"] or {"log_error": None, "kendall_tau": None}
         texts |= {"error_less_bert": _text(less["log_error"], 3), "tau_less_bert": _text(less["kendall_tau"], 3)}
         rows.append(record | texts | {"seconds_per_prediction": None if each is None else f"{each * 1e6:.1f}"})
@@ -47,15 +50,22 @@ def print_tables(records: list[dict[str, Any]]) -> None:
         if record["name"] in ("bert", "probe") or record["k"] == records[0]["k"]
     ]
     names = ("recording", "name", "k", "schedule", "steps", "seconds")
-    measurements.print_table(rows, {name: name for name in names} | {"oracle": "over true lengths", "none": "over none"})
+    measurements.print_table(
+        rows, {name: name for name in names} | {"oracle": "over true lengths", "none": "over none"}
+    )
 
 
 def _text(interval: dict[str, float] | None, digits: int) -> str | None:
-    return None if interval is None else f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+    return (
+        None
+        if interval is None
+        else f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
+    )
 
 
 def draw_predictor(records: list[dict[str, Any]], folder: Path) -> Path:
-    """Write predictor.png: a row of panels for every recording, error on the left, Kendall's tau on the right; bands: 95 % over prompts."""
+    """Write predictor.png: a row of panels for every recording, error on the left, Kendall's tau on the right; bands:
+    95 % over prompts."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
     from matplotlib.figure import Figure
 
@@ -66,9 +76,15 @@ def draw_predictor(records: list[dict[str, Any]], folder: Path) -> Path:
     for file, (left, right) in zip(files, panels, strict=True):
         here = [record for record in records if record["recording"] == file and record["name"] in COLOURS]
         for name in COLOURS:
-            points = [(record["k"], record) for record in sorted(here, key=lambda record: record["k"]) if record["name"] == name]
+            points = [
+                (record["k"], record)
+                for record in sorted(here, key=lambda record: record["k"])
+                if record["name"] == name
+            ]
             _band(left, name, [(k, record["log_error"]) for k, record in points])
-            _band(right, name, [(k, record["kendall_tau"]) for k, record in points] if name in ("bert", "probe") else [])
+            _band(
+                right, name, [(k, record["kendall_tau"]) for k, record in points] if name in ("bert", "probe") else []
+            )
         right.axhline(0, color=COLOURS["none"], linewidth=1)
         left.set_ylim(bottom=0)
         left.set_ylabel("mean |log(predicted / length)|", fontsize=8)
@@ -91,7 +107,15 @@ def _band(axes: Any, name: str, points: list[tuple[int, dict[str, float] | None]
     ks = [k for k, _ in known]
     values, low, high = ([interval[key] for _, interval in known] for key in ("value", "low", "high"))
     learned = name in ("bert", "probe")
-    axes.plot(ks, values, marker="o" if learned else None, markersize=4, color=COLOURS[name], label=LABELS[name], linestyle="-" if learned else "--")
+    axes.plot(
+        ks,
+        values,
+        marker="o" if learned else None,
+        markersize=4,
+        color=COLOURS[name],
+        label=LABELS[name],
+        linestyle="-" if learned else "--",
+    )
     if learned:  # bands of the baselines would hide them
         axes.fill_between(ks, low, high, color=COLOURS[name], alpha=0.18, linewidth=0)
 

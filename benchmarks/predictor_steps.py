@@ -33,10 +33,10 @@ class Cost:
 def cost(schedule: str, lengths: list[int], memory: Memory, predicted: np.ndarray | None, k: int | None) -> Cost:
     """Steps and seconds of one prompt's samples.
 
-    predicted: [G] total tokens, NaN for samples that ended within k; None: no predictions, all lengths equal.
-    k None: predictions known from the start (`oracle`). Otherwise, as in the engine, `token_budget` learns a sample's when it has
-    k tokens, and the fixed-slot schedules decode k tokens of all samples first, wait for the last, predict, and go on in that order;
-    the prefixes' KV is taken to stay.
+    predicted: [G] total tokens, NaN for samples that ended within k; None: no predictions, all lengths equal. k None:
+    predictions known from the start (`oracle`). Otherwise, as in the engine, `token_budget` learns a sample's when it
+    has k tokens, and the fixed-slot schedules decode k tokens of all samples first, wait for the last, predict, and go
+    on in that order; the prefixes' KV is taken to stay.
     """
     if predicted is None:
         equal = None if schedule == "token_budget" else [1.0] * len(lengths)
@@ -54,7 +54,8 @@ def cost(schedule: str, lengths: list[int], memory: Memory, predicted: np.ndarra
 
 
 def compare(costs: list[Cost], oracle: list[Cost], none: list[Cost], seed: int) -> dict[str, Interval | None]:
-    """Mean steps and seconds of a prompt, and steps over those with true lengths and over those without predictions, with intervals."""
+    """Mean steps and seconds of a prompt, and steps over those with true lengths and over those without predictions,
+    with intervals."""
     steps, ones = [item.steps for item in costs], [1] * len(costs)
     return {
         "steps": bootstrap(steps, ones, seed),
@@ -65,7 +66,12 @@ def compare(costs: list[Cost], oracle: list[Cost], none: list[Cost], seed: int) 
 
 
 def _run(lengths: list[int], schedule: str, memory: Memory, **predictions: object) -> Simulation:
-    options = {"slots": memory.slots, "page_size": memory.page_size, "prompt_tokens": memory.prompt_tokens, "max_new_tokens": memory.cap}
+    options = {
+        "slots": memory.slots,
+        "page_size": memory.page_size,
+        "prompt_tokens": memory.prompt_tokens,
+        "max_new_tokens": memory.cap,
+    }
     return simulate(lengths, schedule, **options, **predictions)
 
 

@@ -13,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 
-def measure(command: list[str], spec: dict[str, Any], *, threads: int, timeout_s: float, environment: dict[str, str] | None = None) -> Any:
-    """What `command SPEC RESULT` writes to the file RESULT, both JSON. RuntimeError, with its last words, when it fails or takes too long."""
+def measure(
+    command: list[str],
+    spec: dict[str, Any],
+    *,
+    threads: int,
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+) -> Any:
+    """What `command SPEC RESULT` writes to the file RESULT, both JSON. RuntimeError, with its last words, when it fails
+    or takes too long."""
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
         counts = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -1,7 +1,8 @@
-"""Where a decode step of our engine spends its time: `python -m benchmarks.profile model=PATH rows=8 steps=50 json=true`.
+"""Where a decode step of our engine spends its time: `python -m benchmarks.profile model=PATH rows=8 steps=50
+json=true`.
 
-Counted over `steps` running steps of `rows` rows, after others that warm up: operators, kernels, waits of the host for the device,
-allocations. Kernels of our own on the CPU are called past torch, which does not count them.
+Counted over `steps` running steps of `rows` rows, after others that warm up: operators, kernels, waits of the host for
+the device, allocations. Kernels of our own on the CPU are called past torch, which does not count them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 WARM_UP_STEPS = 5
 MEMORY_EVENT = "[memory]"
-# By name, of the CUDA runtime or of operators that read a tensor's value on the host. cudaDeviceSynchronize is this command's and the profiler's.
+# By name, of the CUDA runtime or of operators that read a tensor's value on the host. cudaDeviceSynchronize is this
+# command's and the profiler's.
 SYNCS = ("cudaStreamSynchronize", "aten::_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)")
 READY_WAIT = "cudaEventSynchronize"  # for what the step before drew, while this one runs
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -67,7 +69,11 @@ def profile_steps(options: ProfileOptions) -> dict[str, Any]:
     on_device = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated if is_cuda else None
     events = profile.profiler.kineto_results.events()
     counts = Counter(event.name() for event in events)
-    kernels = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("Mem")]
+    kernels = [
+        event
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.name().startswith("Mem")
+    ]
     given = [event.nbytes() for event in events if event.name() == MEMORY_EVENT and event.nbytes() > 0]
 
     def per_step(total: float) -> float:
@@ -77,7 +83,9 @@ def profile_steps(options: ProfileOptions) -> dict[str, Any]:
         **asdict(options),
         "device": loop.runner.device.type,
         "milliseconds": round(1000 * seconds / options.steps, 3),
-        "operators": per_step(sum(event.cpu_parent is None for event in profile.events() if event.name.startswith("aten::"))),
+        "operators": per_step(
+            sum(event.cpu_parent is None for event in profile.events() if event.name.startswith("aten::"))
+        ),
         "operators_nested": per_step(sum(count for name, count in counts.items() if name.startswith("aten::"))),
         "kernels": per_step(len(kernels)),
         "kernel_milliseconds": round(sum(event.duration_ns() for event in kernels) / options.steps / 1e6, 3),
@@ -116,15 +124,28 @@ def _top(profile: torch.profiler.profile, steps: int, count: int, is_cuda: bool)
     rows = []
     for event in profile.key_averages():
         microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
-        rows.append({"name": event.key, "calls": round(event.count / steps, 2), "microseconds": round(microseconds / steps, 1)})
+        rows.append(
+            {"name": event.key, "calls": round(event.count / steps, 2), "microseconds": round(microseconds / steps, 1)}
+        )
     return sorted((row for row in rows if row["name"] != MEMORY_EVENT), key=lambda row: -row["microseconds"])[:count]
 
 
 def _print_tables(found: dict[str, Any]) -> None:
     model = found["shape"] or found["model"]
-    print(f"{model}, {found['dtype']}, {found['device']}, {found['rows']} rows, {found['steps']} steps, {found['threads']} threads; per step:")
+    print(
+        f"{model}, {found['dtype']}, {found['device']}, {found['rows']} rows, {found['steps']} steps, "
+        f"{found['threads']} threads; per step:"
+    )
     of_host = ("host_syncs", "waits_for_the_step_before", "allocations", "allocated_bytes", "device_allocations")
-    for name in ("milliseconds", "operators", "operators_nested", "kernels", "kernel_milliseconds", "launches", *of_host):
+    for name in (
+        "milliseconds",
+        "operators",
+        "operators_nested",
+        "kernels",
+        "kernel_milliseconds",
+        "launches",
+        *of_host,
+    ):
         if found[name] is not None:
             print(f"  {name.replace('_', ' '):28}{found[name]:>14}")
     print(f"  {'':28}{'calls':>14}{'microseconds':>14}")

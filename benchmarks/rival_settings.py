@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from benchmarks.engine import EngineOptions
 
 VLLM_BLOCK = 32  # tokens; on CPU a multiple of 32 is needed
-PAGE = 16  # tokens of a block of generate_batch: small ones waste least of a small pool, and gather no slower than its default of 256
+# tokens of a block of generate_batch: small ones waste least of a small pool, and gather no slower than its default of
+# 256
+PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ def rival_measurements(options: EngineOptions, facts: dict[str, Any]) -> list[Me
 
 
 def micro_batch_rows(budget_tokens: int, tokens_per_row: int, group_size: int) -> int:
-    """Rows of even micro-batches: as few batches as the budget allows when every row holds its own prompt and response."""
+    """Rows of even micro-batches: as few batches as the budget allows when every row holds its own prompt and
+    response."""
     most = max(1, min(group_size, budget_tokens // tokens_per_row))
     return math.ceil(group_size / math.ceil(group_size / most))
 
@@ -46,13 +49,18 @@ def _generate(options: EngineOptions) -> list[Measurement]:
     equal = micro_batch_rows(options.kv_budget_tokens(options.prompts_at_once), row_tokens, options.group_size)
     caches = ("dynamic", "static")
     return [
-        Measurement("generate", "generate", [{"rows": options.group_size, "cache": cache, "rows_timed": options.rows} for cache in caches]),
+        Measurement(
+            "generate",
+            "generate",
+            [{"rows": options.group_size, "cache": cache, "rows_timed": options.rows} for cache in caches],
+        ),
         Measurement("generate/equal_kv", "generate", [{"rows": equal, "cache": cache} for cache in caches]),
     ]
 
 
 def _generate_batch(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
-    """Compiling and CUDA graphs are tried on a GPU; on a CPU compiling makes it slower, since lengths change at every step."""
+    """Compiling and CUDA graphs are tried on a GPU; on a CPU compiling makes it slower, since lengths change at every
+    step."""
     row_tokens = options.prompt_tokens + options.max_new_tokens
     ample = options.group_size * options.prompts * (row_tokens + PAGE) + 2 * PAGE
     plain = {
@@ -70,7 +78,9 @@ def _generate_batch(options: EngineOptions, facts: dict[str, Any]) -> list[Measu
     budget = options.kv_budget_tokens(options.prompts_at_once)
     return [
         Measurement("generate_batch", "generate_batch", [variant | {"kv_tokens": ample} for variant in variants]),
-        Measurement("generate_batch/equal_kv", "generate_batch", [variant | {"kv_tokens": budget} for variant in variants]),
+        Measurement(
+            "generate_batch/equal_kv", "generate_batch", [variant | {"kv_tokens": budget} for variant in variants]
+        ),
     ]
 
 
@@ -78,13 +88,20 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     def blocks(tokens: int) -> int:
         return math.ceil(tokens / VLLM_BLOCK)
 
-    ample = options.prompts * (blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1)) + 1
+    ample = (
+        options.prompts * (blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1))
+        + 1
+    )
     budget = options.kv_budget_tokens(options.prompts_at_once) // VLLM_BLOCK
-    # Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones (auto) took over nine minutes; in eager
-    # mode either binding can win.
+    # Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones (auto) took over nine
+    # minutes; in eager mode either binding can win.
     tried = [(True, "auto"), (False, "nobind")] if facts["device"] == "cpu" else [(False, None), (True, None)]
     variants = [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
     return [
-        Measurement("vllm", "vllm", [variant | {"num_blocks": ample, "rows_timed": options.rows} for variant in variants]),
-        Measurement("vllm/equal_kv", "vllm", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"),
+        Measurement(
+            "vllm", "vllm", [variant | {"num_blocks": ample, "rows_timed": options.rows} for variant in variants]
+        ),
+        Measurement(
+            "vllm/equal_kv", "vllm", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"
+        ),
     ]

@@ -1,4 +1,5 @@
-"""The rivals inside transformers: `model.generate` and its continuous batching, `generate_batch`. One measurement, in its own process.
+"""The rivals inside transformers: `model.generate` and its continuous batching, `generate_batch`. One measurement, in
+its own process.
 
 Both get plain sampling (temperature 1, top_k 0, top_p 1, said explicitly) and the same stop ids as our engine.
 """
@@ -17,8 +18,11 @@ from benchmarks.ours import STEP_TOKENS
 TRASH_BLOCKS = 2  # generate_batch allocates so many blocks that never hold a sample
 
 
-def generation_config(workload: dict[str, Any], stop_ids: list[int], pad_id: int, rows: int, new_tokens: int) -> GenerationConfig:
-    """Plain sampling of `rows` completions of one prompt, of exactly `new_tokens` with ignore_eos. What is left out here is the model's own."""
+def generation_config(
+    workload: dict[str, Any], stop_ids: list[int], pad_id: int, rows: int, new_tokens: int
+) -> GenerationConfig:
+    """Plain sampling of `rows` completions of one prompt, of exactly `new_tokens` with ignore_eos. What is left out
+    here is the model's own."""
     return GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -37,7 +41,11 @@ def generation_config(workload: dict[str, Any], stop_ids: list[int], pad_id: int
 
 
 def measure_generate(
-    model: PreTrainedModel, prompts: list[list[int]], stop_ids: list[int], workload: dict[str, Any], settings: dict[str, Any]
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    stop_ids: list[int],
+    workload: dict[str, Any],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Groups in micro-batches of settings["rows"], prompt after prompt; warmed up with one micro-batch."""
     group_size, rows = workload["group_size"], settings["rows"]
@@ -49,11 +57,19 @@ def measure_generate(
         started, lengths, steps, kv_bytes = time.perf_counter(), [], 0, 0
         for prompt in prompts:
             for count in batches:
-                found, taken = generate_once(model, prompt, stop_ids, workload, settings["cache"], count, workload["max_new_tokens"])
+                found, taken = generate_once(
+                    model, prompt, stop_ids, workload, settings["cache"], count, workload["max_new_tokens"]
+                )
                 lengths, steps, kv_bytes = lengths + found, steps + max(found), max(kv_bytes, taken)
         runs.append((time.perf_counter() - started, lengths, steps, kv_bytes))
     seconds, lengths, steps, kv_bytes = min(runs, key=lambda run: run[0])
-    return {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_kv_bytes": kv_bytes, "kv_pool_bytes": kv_bytes}
+    return {
+        "seconds": seconds,
+        "lengths": lengths,
+        "running_steps": steps,
+        "peak_kv_bytes": kv_bytes,
+        "kv_pool_bytes": kv_bytes,
+    }
 
 
 def step_seconds_generate(
@@ -75,11 +91,17 @@ def step_seconds_generate(
 
 
 def measure_generate_batch(
-    model: PreTrainedModel, prompts: list[list[int]], stop_ids: list[int], workload: dict[str, Any], settings: dict[str, Any]
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    stop_ids: list[int],
+    workload: dict[str, Any],
+    settings: dict[str, Any],
 ) -> dict[str, Any]:
-    """All groups in one call of continuous batching, in a pool of settings["kv_tokens"] tokens or of one sample; warmed up with a full run."""
+    """All groups in one call of continuous batching, in a pool of settings["kv_tokens"] tokens or of one sample; warmed
+    up with a full run."""
     page, group_size = settings["page_size"], workload["group_size"]
-    least = math.ceil((workload["prompt_tokens"] + workload["max_new_tokens"]) / page) + 1  # to hold one sample, and its copy of a shared block
+    # to hold one sample, and its copy of a shared block
+    least = math.ceil((workload["prompt_tokens"] + workload["max_new_tokens"]) / page) + 1
     blocks = max(least, settings["kv_tokens"] // page - TRASH_BLOCKS)
     batching = ContinuousBatchingConfig(
         page_size=page,
@@ -91,24 +113,44 @@ def measure_generate_batch(
         safety_margin=settings["safety_margin"],
     )
     copies = group_size if settings["copies"] else 1
-    config = generation_config(workload, stop_ids, model.config.eos_token_id, group_size // copies, workload["max_new_tokens"])
+    config = generation_config(
+        workload, stop_ids, model.config.eos_token_id, group_size // copies, workload["max_new_tokens"]
+    )
     forwards = [0]
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
+    handle = model.get_output_embeddings().register_forward_pre_hook(
+        lambda *_: forwards.__setitem__(0, forwards[0] + 1)
+    )
     runs = []
     for _ in range(workload["repeats"] + 1):
         forwards[0], started = 0, time.perf_counter()
         inputs = [prompt for prompt in prompts for _ in range(copies)]
-        outputs = model.generate_batch(inputs, generation_config=config, continuous_batching_config=batching, persistent_manager=True)
-        runs.append((time.perf_counter() - started, [len(output.generated_tokens) for output in outputs.values()], forwards[0]))
+        outputs = model.generate_batch(
+            inputs, generation_config=config, continuous_batching_config=batching, persistent_manager=True
+        )
+        runs.append(
+            (time.perf_counter() - started, [len(output.generated_tokens) for output in outputs.values()], forwards[0])
+        )
     handle.remove()
     model.destroy_cached_continuous_batching_manager()
     seconds, lengths, steps = min(runs[1:], key=lambda run: run[0])
     pool = (blocks + TRASH_BLOCKS) * page * settings["kv_bytes_per_token"]
-    return {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_kv_bytes": pool, "kv_pool_bytes": pool}
+    return {
+        "seconds": seconds,
+        "lengths": lengths,
+        "running_steps": steps,
+        "peak_kv_bytes": pool,
+        "kv_pool_bytes": pool,
+    }
 
 
 def generate_once(
-    model: PreTrainedModel, prompt: list[int], stop_ids: list[int], workload: dict[str, Any], cache: str, rows: int, new_tokens: int
+    model: PreTrainedModel,
+    prompt: list[int],
+    stop_ids: list[int],
+    workload: dict[str, Any],
+    cache: str,
+    rows: int,
+    new_tokens: int,
 ) -> tuple[list[int], int]:
     """Lengths of `rows` completions of one prompt, and the bytes of the KV cache at the end."""
     pad_id = model.config.eos_token_id[0] if isinstance(model.config.eos_token_id, list) else model.config.eos_token_id
@@ -120,7 +162,10 @@ def generate_once(
         output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     tensors = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
     kv_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return [_length(ids, set(stop_ids) if not workload["ignore_eos"] else set()) for ids in output.sequences[:, len(prompt) :].tolist()], kv_bytes
+    return [
+        _length(ids, set(stop_ids) if not workload["ignore_eos"] else set())
+        for ids in output.sequences[:, len(prompt) :].tolist()
+    ], kv_bytes
 
 
 def _length(ids: list[int], stop_ids: set[int]) -> int:

@@ -1,4 +1,5 @@
-"""The least time a decode may take: every step reads the weights once and the KV it attends to, at the memory's bandwidth."""
+"""The least time a decode may take: every step reads the weights once and the KV it attends to, at the memory's
+bandwidth."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def roofline_seconds(running_steps: int, weight_bytes_read: int, kv_bytes: int, 
 
 
 def fit_step_time(seconds: dict[int, float]) -> tuple[float, float]:
-    """c0, c1 of seconds = c0 + c1 x rows, by least squares over {rows: seconds of one step}. Needs two different row counts."""
+    """c0, c1 of seconds = c0 + c1 x rows, by least squares over {rows: seconds of one step}. Needs two different row
+    counts."""
     if len(seconds) < 2:
         raise ValueError(f"rows must have at least two different counts to fit c0 and c1, got {sorted(seconds)}")
     c1, c0 = statistics.linear_regression(list(seconds), list(seconds.values()))

@@ -2,9 +2,10 @@
 
 python -m benchmarks.scale [workers=[8,64,512]] [step_seconds=10] [steps=3] [processes=64] [json=true]
 
-Every rollout worker gets a prompt with G = 32 samples of 1,024 tokens a step and sends them over `step_seconds`; a learner rank for every
-eight of them reads the rows, a reward worker for every 32 scores. Each point has a process and a Ray of its own. Up to `processes` rollout
-workers have a process each; more share them, and run in threads. What the driver does per worker and micro-group is the same.
+Every rollout worker gets a prompt with G = 32 samples of 1,024 tokens a step and sends them over `step_seconds`; a
+learner rank for every eight of them reads the rows, a reward worker for every 32 scores. Each point has a process and a
+Ray of its own. Up to `processes` rollout workers have a process each; more share them, and run in threads. What the
+driver does per worker and micro-group is the same.
 """
 
 from __future__ import annotations

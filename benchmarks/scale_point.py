@@ -1,6 +1,7 @@
 """One point of the scale benchmark: python -m benchmarks.scale_point SPEC RESULT, both JSON.
 
-The real driver and the real Cluster train for some steps with fake workers; what each step cost this process is taken at its begin.
+The real driver and the real Cluster train for some steps with fake workers; what each step cost this process is taken
+at its begin.
 """
 
 from __future__ import annotations
@@ -59,7 +60,14 @@ class MeasuredDriver(Driver):
 
     def _moment(self) -> Moment:
         counts = self.cluster.counts()
-        return Moment(time.monotonic(), counts.waited_s, time.thread_time(), time.process_time(), stolen_seconds(), counts.micro_groups)
+        return Moment(
+            time.monotonic(),
+            counts.waited_s,
+            time.thread_time(),
+            time.process_time(),
+            stolen_seconds(),
+            counts.micro_groups,
+        )
 
     def save(self) -> None:
         """The run's last act: it counts to no step."""
@@ -87,7 +95,10 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         metrics = [json.loads(line) for line in (Path(scratch) / "run" / "metrics.jsonl").read_text().splitlines()]
         trace_bytes = (Path(scratch) / "run" / "trace.json").stat().st_size
     moments = driver.moments[WARM_UP_STEPS:]
-    steps = [{name: after - before for name, before, after in _changes(*pair)} for pair in zip(moments, moments[1:], strict=False)]
+    steps = [
+        {name: after - before for name, before, after in _changes(*pair)}
+        for pair in zip(moments, moments[1:], strict=False)
+    ]
     median = {name: statistics.median(step[name] for step in steps) for name in steps[0]}
     last = metrics[-1]
     return {
@@ -120,7 +131,9 @@ def _changes(before: Moment, after: Moment) -> list[tuple[str, float, float]]:
 def make_config(spec: dict[str, Any], scratch: Path) -> Config:
     """A prompt of G = 32 samples of 1,024 tokens for every rollout worker; a learner rank for every eight."""
     prompts = scratch / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"question": f"{number} + 1 = ?", "answer": "0"}) + "\n" for number in range(64)))
+    prompts.write_text(
+        "".join(json.dumps({"question": f"{number} + 1 = ?", "answer": "0"}) + "\n" for number in range(64))
+    )
     model = scratch / "model"
     _copy_with_longer_context(Path(load_config([]).model.path), model)
     settings = {
@@ -185,7 +198,9 @@ def worker_pids() -> list[int]:
             parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue  # it has ended
-    return [pid for pid in parents if os.getpid() in _ancestors(pid, parents) and _title(pid).startswith(f"ray::{HOST}")]
+    return [
+        pid for pid in parents if os.getpid() in _ancestors(pid, parents) and _title(pid).startswith(f"ray::{HOST}")
+    ]
 
 
 def _ancestors(pid: int, parents: dict[int, int]) -> set[int]:

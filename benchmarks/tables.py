@@ -2,11 +2,12 @@
 
 python -m benchmarks.tables [recordings=[FILE,...]] [group_size=32] [slots=4] [out=FILE.md] [json=true]
 
-Running steps are means over prompts, one prompt at a time unless a row says otherwise, at the KV memory of `slots` full responses, prompts
-and pages left out; the bound of the memory is sum l(l+1)/2 / budget, which counts the newest token as held, while our pool takes it a step
-later. Rows with * know the true lengths. fptas, sjf, infinite and lpt predict: from FILE's `predictions` (bench.predictor
-writes them for held-out prompts, then only these prompts count), else with a lognormal error of `sigma` around the truth, as the
-line above a table says. dynamic_slot draws from the group's lengths again when it has started them all.
+Running steps are means over prompts, one prompt at a time unless a row says otherwise, at the KV memory of `slots` full
+responses, prompts and pages left out; the bound of the memory is sum l(l+1)/2 / budget, which counts the newest token
+as held, while our pool takes it a step later. Rows with * know the true lengths. fptas, sjf, infinite and lpt predict:
+from FILE's `predictions` (bench.predictor writes them for held-out prompts, then only these prompts count), else with a
+lognormal error of `sigma` around the truth, as the line above a table says. dynamic_slot draws from the group's lengths
+again when it has started them all.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class TableOptions:
     group_size: int = option(32, "G; a prompt with fewer samples is taken whole", low=1)
     slots: int = option(4, "g: the KV memory is slots x the cap", low=1)
     together: int = option(8, "prompts that share the memory in the last row", low=1)
-    predictor: str = option("probe", "whose predictions are read, where a recording has some", choices=("bert", "probe"))
+    predictor: str = option(
+        "probe", "whose predictions are read, where a recording has some", choices=("bert", "probe")
+    )
     sigma: float = option(0.5, "lognormal error of the predictions where there are none", low=0)
     seed: int = option(0, "seed of that error", low=0)
     out: str | None = option(None, "Markdown file to write; none: stdout")
@@ -47,7 +50,9 @@ class TableOptions:
         if not 0 <= self.sigma <= MOST_SIGMA:
             raise ValueError(f"sigma must be >= 0 and <= {MOST_SIGMA}, got {self.sigma}")
         if self.json and self.out is not None:
-            raise ValueError(f"json=true writes to stdout and out={self.out} is for the Markdown tables: give one of them")
+            raise ValueError(
+                f"json=true writes to stdout and out={self.out} is for the Markdown tables: give one of them"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +115,22 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
     rows = []
     for method, (schedule, knows) in METHODS.items():
         found = [run(group, schedule, knows, settings) for group in groups]
-        kept = fmean(fmean(group.lengths[index % len(group.lengths)] for index in each.completed) for group, each in zip(groups, found, strict=True))
-        rows.append(common | {"method": method, "steps": fmean(each.running_steps for each in found), "mean_length": kept, "true_mean": mean_true})
-    together = simulate_prompts([group.lengths for group in groups], "token_budget", prompts_at_once=options.together, parks=True, **settings)
+        kept = fmean(
+            fmean(group.lengths[index % len(group.lengths)] for index in each.completed)
+            for group, each in zip(groups, found, strict=True)
+        )
+        rows.append(
+            common
+            | {
+                "method": method,
+                "steps": fmean(each.running_steps for each in found),
+                "mean_length": kept,
+                "true_mean": mean_true,
+            }
+        )
+    together = simulate_prompts(
+        [group.lengths for group in groups], "token_budget", prompts_at_once=options.together, parks=True, **settings
+    )
     bounds = [slot_bound(group.lengths, options.slots) for group in groups]
     optimum = [slot_optimum(group.lengths, options.slots) for group in groups]
     proven = sum(each.proven for each in optimum)
@@ -124,7 +142,10 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
         "bound of the slots": fmean(bounds),
         "bound of the memory": fmean(tokens),
     }
-    rows += [common | {"method": name, "steps": steps, "mean_length": mean_true, "true_mean": mean_true} for name, steps in extra.items()]
+    rows += [
+        common | {"method": name, "steps": steps, "mean_length": mean_true, "true_mean": mean_true}
+        for name, steps in extra.items()
+    ]
     return rows
 
 
@@ -147,16 +168,22 @@ TABLE_2 = ("fixed_slot", "infinite *", "fptas", "sjf", "infinite")  # and its sc
 
 
 def run(group: Group, schedule: str, knows: bool | None, settings: dict[str, int]) -> Simulation:
-    """One group under one schedule; the group size is that of the lengths, from which dynamic_slot draws without end."""
+    """One group under one schedule; the group size is that of the lengths, from which dynamic_slot draws without
+    end."""
     predicted = None if knows is None else [float(length) for length in group.lengths] if knows else group.predicted
     return simulate(group.lengths, schedule, predicted=predicted, parks=schedule == "token_budget", **settings)
 
 
 def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) -> tuple[list[Group], str]:
     """The groups that count, and where their predictions come from; an error keeps them within 1 and `cap` tokens."""
-    predicted = [recording for recording in recordings if recording.predictions and options.predictor in recording.predictions]
+    predicted = [
+        recording for recording in recordings if recording.predictions and options.predictor in recording.predictions
+    ]
     if predicted:
-        groups = [Group(each.lengths[: options.group_size], each.predictions[options.predictor][: options.group_size]) for each in predicted]
+        groups = [
+            Group(each.lengths[: options.group_size], each.predictions[options.predictor][: options.group_size])
+            for each in predicted
+        ]
         return groups, f"{options.predictor}, held-out prompts"
     noise = random.Random(options.seed)
     groups = []
@@ -168,28 +195,49 @@ def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) 
 
 def markdown(rows: list[dict[str, Any]], options: TableOptions) -> str:
     """The paper's two tables for every file."""
-    parts = ["# The paper's tables on recorded lengths\n", f"Written by `make tables`. {__doc__.split('[json=true]')[-1].strip()}\n"]
+    parts = [
+        "# The paper's tables on recorded lengths\n",
+        f"Written by `make tables`. {__doc__.split('[json=true]')[-1].strip()}\n",
+    ]
     for file in dict.fromkeys(row["file"] for row in rows):
         here = {row["method"]: row for row in rows if row["file"] == file}
         first = here["naive"]
         parts.append(f"## {file}")
         parts.append(
-            f"{first['model']} on {first['dataset']}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}, "
-            f"at most {first['cap']} tokens, mean length {first['true_mean']:.0f}. Predictions: {first['predictions']}.\n"
+            f"{first['model']} on {first['dataset']}: {first['prompts']} prompts, G = {first['group_size']}, g = "
+            f"{first['slots']}, "
+            f"at most {first['cap']} tokens, mean length {first['true_mean']:.0f}. Predictions: "
+            f"{first['predictions']}.\n"
         )
         paper = PAPER_NAMES.get(first["dataset"])
-        parts += ["Table 1, ablation: running steps (x naive), mean length of the samples kept (x true).\n", _ablation(here, paper)]
-        parts += ["Table 2, scheduler choice: running steps (x fixed_slot); ours below the paper's rows.\n", _scheduler_choice(here, paper)]
+        parts += [
+            "Table 1, ablation: running steps (x naive), mean length of the samples kept (x true).\n",
+            _ablation(here, paper),
+        ]
+        parts += [
+            "Table 2, scheduler choice: running steps (x fixed_slot); ours below the paper's rows.\n",
+            _scheduler_choice(here, paper),
+        ]
     return "\n".join(parts)
 
 
 def _dynamic_slot(files: Sequence[Path], options: TableOptions) -> str:
-    """What dynamic_slot's kept samples can be: the bound for the paper's figures, and what more slots do to recorded lengths."""
+    """What dynamic_slot's kept samples can be: the bound for the paper's figures, and what more slots do to recorded
+    lengths."""
     lines = []
     for name, methods in ABLATION.items():
-        for (_, printed), (_, true), model in zip(methods["dynamic_slot"], methods["naive"], ("Qwen3-1.7B", "Qwen3-8B"), strict=True):
+        for (_, printed), (_, true), model in zip(
+            methods["dynamic_slot"], methods["naive"], ("Qwen3-1.7B", "Qwen3-8B"), strict=True
+        ):
             least = least_kept_mean(true)
-            lines.append([f"{name}, {model}", str(true), f"{printed} (x{printed / true:.2f})", f"{least:.0f} (x{least / true:.2f})"])
+            lines.append(
+                [
+                    f"{name}, {model}",
+                    str(true),
+                    f"{printed} (x{printed / true:.2f})",
+                    f"{least:.0f} (x{least / true:.2f})",
+                ]
+            )
     bound = _table(["the paper", "mean length", "dynamic_slot, printed", "least that 4 slots allow"], lines, None)
     counts = (4, 8, 16, 32, 64, 128, 256)
     lines = []
@@ -214,7 +262,10 @@ def _ablation(rows: dict[str, dict[str, Any]], paper: str | None) -> str:
         cells.append(f"{row['mean_length']:.0f} (x{row['mean_length'] / row['true_mean']:.2f})")
         if paper is not None:
             pairs = zip(ABLATION[paper][method], ABLATION[paper]["naive"], strict=True)
-            cells += [f"{steps:,} (x{steps / base:.2f}), {length} (x{length / true:.2f})" for (steps, length), (base, true) in pairs]
+            cells += [
+                f"{steps:,} (x{steps / base:.2f}), {length} (x{length / true:.2f})"
+                for (steps, length), (base, true) in pairs
+            ]
         lines.append(cells)
     return _table(["method", "running steps", "mean length"], lines, paper)
 

@@ -1,12 +1,14 @@
-"""One GRPO step of ours, engine and learner in one process, beside TRL's GRPOTrainer: same model, prompts, G, lengths and objective.
+"""One GRPO step of ours, engine and learner in one process, beside TRL's GRPOTrainer: same model, prompts, G, lengths
+and objective.
 
 python -m benchmarks.train model=PATH [group_size=32 | group_size=[8,32,128]] [max_new_tokens=96] [rivals=[trl]]
     [rivals.trl_python=PYTHON] [json=true] ...
 
-Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the median counts. TRL's
-settings are tried on further prompts. `trl` has the fastest of them and `trl/lean` those of least memory; `ours/lean` recomputes all
-activations. With lengths=fixed prompts are random and every response takes exactly max_new_tokens: on both sides the end token ends nothing.
-With lengths=natural they are the problems of bench.train_learning, and responses end where they end; each side draws its own.
+Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the
+median counts. TRL's settings are tried on further prompts. `trl` has the fastest of them and `trl/lean` those of least
+memory; `ours/lean` recomputes all activations. With lengths=fixed prompts are random and every response takes exactly
+max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are the problems of
+bench.train_learning, and responses end where they end; each side draws its own.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from benchmarks.train_workload import (
 from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
 
-# Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32, torch's default.
+# Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32,
+# torch's default.
 PEAK_FLOPS = {
     "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
     "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
@@ -49,9 +52,15 @@ PEAK_FLOPS = {
 class TrainOptions(TrainingOptions):
     """Arguments of this command."""
 
-    group_size: list[int] = option([32], "G, completions of every prompt; a list: all of them, one after another", low=2)
+    group_size: list[int] = option(
+        [32], "G, completions of every prompt; a list: all of them, one after another", low=2
+    )
     prompts: int = option(1, "prompts of a step", low=1)
-    lengths: str = option("fixed", "fixed: every response has max_new_tokens; natural: they end where they end", choices=("fixed", "natural"))
+    lengths: str = option(
+        "fixed",
+        "fixed: every response has max_new_tokens; natural: they end where they end",
+        choices=("fixed", "natural"),
+    )
     repeats: int = option(3, "timed steps after the one that warms up; the median counts", low=1)
     lean: bool = option(True, "also measure each side at its settings of least memory (one timed step)")
 
@@ -60,7 +69,8 @@ class TrainOptions(TrainingOptions):
         longest = self.prompt_tokens + self.max_new_tokens
         if self.max_tokens_per_micro_batch < longest:
             raise ValueError(
-                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} must hold a prompt and a response: the nearest that works is {longest}"
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} must hold a prompt and a response: the "
+                f"nearest that works is {longest}"
             )
 
 
@@ -73,7 +83,11 @@ def main() -> int:
 def run(options: TrainOptions) -> int:
     """As main(). RuntimeError when the model cannot be had."""
     count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
-    question = {"what": "random"} if options.lengths == "fixed" else {"what": "problems", "data": ARITHMETIC, "reward_file": None}
+    question = (
+        {"what": "random"}
+        if options.lengths == "fixed"
+        else {"what": "problems", "data": ARITHMETIC, "reward_file": None}
+    )
     facts = find_facts(options, question | {"count": count})
     found, failed = measure_all(options, facts)
     if not options.json:
@@ -99,7 +113,9 @@ def measure_all(options: TrainOptions, facts: dict[str, Any]) -> tuple[list[dict
             print(f"bench.train: {error}", file=sys.stderr)
             return found, True
         for run in runs:
-            print(f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)} ...", file=sys.stderr, flush=True)
+            print(
+                f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)} ...", file=sys.stderr, flush=True
+            )
             try:
                 raw = measure_run(options, run)
             except RuntimeError as error:  # a side that cannot run here must not hide the others
@@ -127,7 +143,9 @@ def trl_runs(options: TrainOptions, facts: dict[str, Any], group_size: int, trie
     prompts = tune_prompts(group_size, options.prompts)
     samples = prompts * min(group_size, TUNE_SAMPLES)
     if samples not in tried:
-        tried[samples] = try_settings(options, facts, group_size, facts["prompts"][-2 * prompts :], ignore_eos=options.lengths == "fixed")
+        tried[samples] = try_settings(
+            options, facts, group_size, facts["prompts"][-2 * prompts :], ignore_eos=options.lengths == "fixed"
+        )
     spec = sweep_spec(options, facts, group_size, options.repeats)
     fastest, leanest = (best_settings(tried[samples], figure, spec) for figure in ("seconds", "peak_memory_bytes"))
     runs = [Run("trl", fastest, spec, tried[samples])]
@@ -139,11 +157,18 @@ def trl_runs(options: TrainOptions, facts: dict[str, Any], group_size: int, trie
 def sweep_spec(options: TrainOptions, facts: dict[str, Any], group_size: int, repeats: int) -> Spec:
     """A step that warms up and `repeats` that are timed, all on different prompts."""
     prompts = facts["prompts"][: options.prompts * (1 + repeats)]
-    return run_spec(options, group_size=group_size, prompts_per_step=options.prompts, prompts=prompts, ignore_eos=options.lengths == "fixed")
+    return run_spec(
+        options,
+        group_size=group_size,
+        prompts_per_step=options.prompts,
+        prompts=prompts,
+        ignore_eos=options.lengths == "fixed",
+    )
 
 
 def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[str, Any]) -> dict[str, Any]:
-    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; figures of a step are medians."""
+    """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; figures of a step are
+    medians."""
     steps = raw["steps"][1:]
     seconds = statistics.median(step["seconds"] for step in steps)
     phases = {name: statistics.median(step["phases"][name] for step in steps) for name in steps[0]["phases"]}
@@ -163,12 +188,15 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "group_size": run.spec["group_size"],
         "prompts": options.prompts,
         "tokens": tokens,
-        "lengths_as_asked": all(shortest <= length <= options.max_new_tokens for step in raw["steps"] for length in step["lengths"]),
+        "lengths_as_asked": all(
+            shortest <= length <= options.max_new_tokens for step in raw["steps"] for length in step["lengths"]
+        ),
         "learner_tokens": computed,
         "learner_flops_per_s": flops,
         "learner_share_of_peak": None if peak is None else flops / peak,
         "peak_process_bytes": raw["peak_process_bytes"],
-        "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in steps),  # over all threads: holds on a busy machine too
+        # over all threads: holds on a busy machine too
+        "cpu_seconds_per_step": statistics.median(step["cpu_seconds"] for step in steps),
         "step_seconds": [step["seconds"] for step in raw["steps"]],
         "warm_up_steps": 1,
         "settings": run.settings,
@@ -179,7 +207,9 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "allocator": allocator_of(options),
         "threads": options.threads,
         "versions": raw["versions"],
-        "workload": {name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")},
+        "workload": {
+            name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")
+        },
     }
 
 

@@ -1,6 +1,7 @@
 """What bench.train asks of the model before it measures: python -m benchmarks.train_facts SPEC RESULT, both JSON.
 
-SPEC has `what`: `random`, prompts of one length; or `problems` of `data` in the order of a run, with their columns for the reward.
+SPEC has `what`: `random`, prompts of one length; or `problems` of `data` in the order of a run, with their columns for
+the reward.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 
 from benchmarks import models
 from benchmarks.workload import ModelOptions
-from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.data.prompts import build_train_prompts
 
 
@@ -24,7 +34,11 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     workload = ModelOptions(**{field.name: spec[field.name] for field in dataclasses.fields(ModelOptions)})
     model, tokenizer = models.load(workload)
     context = model.config.get_text_config().max_position_embeddings
-    prompts = models.make_prompts(workload, tokenizer, spec["count"]) if spec["what"] == "random" else problem_prompts(spec, tokenizer, context)
+    prompts = (
+        models.make_prompts(workload, tokenizer, spec["count"])
+        if spec["what"] == "random"
+        else problem_prompts(spec, tokenizer, context)
+    )
     return {
         "prompts": prompts,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -34,7 +48,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def problem_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list[list[int]]:
-    """spec["count"] prompts in a run's seeded order; their columns go to the file spec["reward_file"], if there is one."""
+    """spec["count"] prompts in a run's seeded order; their columns go to the file spec["reward_file"], if there is
+    one."""
     config = Config(
         run=RunConfig(seed=spec["seed"]),
         model=ModelConfig(path=spec["model"]),

@@ -1,11 +1,12 @@
 """A training run of ours beside one of TRL's from the same start: reward over steps and over wall-clock time.
 
-python -m benchmarks.train_learning model=PATH [steps=12] [prompts=8] [group_size=8] [rivals=[trl]] [rivals.trl_python=PYTHON] ...
+python -m benchmarks.train_learning model=PATH [steps=12] [prompts=8] [group_size=8] [rivals=[trl]]
+[rivals.trl_python=PYTHON] ...
 
-Both get the same problems in the same order (one-digit products by reasoning_gym, as configs/data/arithmetic.yaml has them), the same reward
-function, G, learning rate, temperature and longest response; responses end where they end. Each side runs with the settings bench.train
-takes: TRL with the fastest of those it tries here first, on other problems. Time counts from the first step's start,
-without loading.
+Both get the same problems in the same order (one-digit products by reasoning_gym, as configs/data/arithmetic.yaml has
+them), the same reward function, G, learning rate, temperature and longest response; responses end where they end. Each
+side runs with the settings bench.train takes: TRL with the fastest of those it tries here first, on other problems.
+Time counts from the first step's start, without loading.
 """
 
 from __future__ import annotations
@@ -20,11 +21,26 @@ from typing import Any
 from benchmarks import train_report
 from benchmarks.process import end_with_terminate
 from benchmarks.train_trl_settings import best_settings, try_settings, tune_prompts
-from benchmarks.train_workload import ARITHMETIC, Run, TrainingOptions, find_facts, measure_run, our_settings, run_spec, shown
+from benchmarks.train_workload import (
+    ARITHMETIC,
+    Run,
+    TrainingOptions,
+    find_facts,
+    measure_run,
+    our_settings,
+    run_spec,
+    shown,
+)
 from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
 
-COLUMNS = {"name": "name", "steps": "steps", "seconds_per_step": "s a step", "first_reward": "first 3", "last_reward": "last 4"}
+COLUMNS = {
+    "name": "name",
+    "steps": "steps",
+    "seconds_per_step": "s a step",
+    "first_reward": "first 3",
+    "last_reward": "last 4",
+}
 
 
 @dataclass(kw_only=True)
@@ -49,7 +65,11 @@ def run(options: LearningOptions) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         runs = learning_runs(options, str(Path(scratch) / "columns.json"))
         for run in runs:
-            print(f"bench.train_learning: {run.name}, {options.steps} steps, {shown(run.settings)} ...", file=sys.stderr, flush=True)
+            print(
+                f"bench.train_learning: {run.name}, {options.steps} steps, {shown(run.settings)} ...",
+                file=sys.stderr,
+                flush=True,
+            )
             try:
                 found.append(record_of(options, run, measure_run(options, run)))
             except RuntimeError as error:
@@ -67,8 +87,16 @@ def run(options: LearningOptions) -> int:
 def learning_runs(options: LearningOptions, file: str) -> list[Run]:
     """Ours, and TRL at the fastest of its settings; the problems' columns go to `file`."""
     count, tuning = options.prompts * options.steps, tune_prompts(options.group_size, options.prompts)
-    facts = find_facts(options, {"what": "problems", "data": ARITHMETIC, "reward_file": file, "count": count + 2 * tuning})
-    spec = run_spec(options, group_size=options.group_size, prompts_per_step=options.prompts, prompts=facts["prompts"][:count], ignore_eos=False)
+    facts = find_facts(
+        options, {"what": "problems", "data": ARITHMETIC, "reward_file": file, "count": count + 2 * tuning}
+    )
+    spec = run_spec(
+        options,
+        group_size=options.group_size,
+        prompts_per_step=options.prompts,
+        prompts=facts["prompts"][:count],
+        ignore_eos=False,
+    )
     command = [sys.executable, "-m", "benchmarks.train_reward", file]
     spec |= {"reward_file": file, "reward_command": command}
     runs = [Run("ours", our_settings(options), spec, [])]
@@ -98,7 +126,9 @@ def record_of(options: LearningOptions, run: Run, raw: dict[str, Any]) -> dict[s
         "device": raw["device"],
         "threads": options.threads,
         "versions": raw["versions"],
-        "workload": {name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")},
+        "workload": {
+            name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")
+        },
     }
 
 

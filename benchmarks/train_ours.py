@@ -83,8 +83,13 @@ class OneProcess:
         count = self.config.data.prompts_per_step
         prompts = dict(enumerate(self.prompts[number * count : (number + 1) * count]))
         prompt_lengths = {index: len(ids) for index, ids in prompts.items()}
-        planner = RowPlanner(self.config.learner.max_tokens_per_micro_batch, prompt_lengths, long_rows=self.config.long_rows)
-        work = [RolloutWork(prompt_index=index, prompt_ids=ids, sample_indices=list(range(group_size))) for index, ids in prompts.items()]
+        planner = RowPlanner(
+            self.config.learner.max_tokens_per_micro_batch, prompt_lengths, long_rows=self.config.long_rows
+        )
+        work = [
+            RolloutWork(prompt_index=index, prompt_ids=ids, sample_indices=list(range(group_size)))
+            for index, ids in prompts.items()
+        ]
         stream = self.worker.rollout.stream(work, step=number)
         groups: dict[int, list[Completion]] = {index: [] for index in prompts}
         rewards: list[float] = []
@@ -100,15 +105,24 @@ class OneProcess:
         row_tokens += self._learn(planner.flush(), groups, prompts, clock)
         lengths = [len(completion.token_ids) for group in groups.values() for completion in group]
         metrics = clock.timed("optimizer", self._update, self._totals(sum(lengths)), number + 1)
-        found = {"rewards": rewards, "lengths": lengths, "learner_tokens": row_tokens, "mismatch": metrics["learner/logprob_diff_max"]}
+        found = {
+            "rewards": rewards,
+            "lengths": lengths,
+            "learner_tokens": row_tokens,
+            "mismatch": metrics["learner/logprob_diff_max"],
+        }
         return clock.record() | found
 
     def _rewards(self, first: int, group: list[Completion]) -> list[float]:
         tokenizer = self.worker.rollout.engine.tokenizer
-        return [self.score(tokenizer, first + completion.prompt_index, completion.token_ids.tolist()) for completion in group]
+        return [
+            self.score(tokenizer, first + completion.prompt_index, completion.token_ids.tolist())
+            for completion in group
+        ]
 
     def _specs(self, group: list[Completion], rewards: list[float]) -> list[SampleSpec]:
-        """What the learner must see: nothing of a group whose rewards are all equal, as in our runs, since its gradient is zero."""
+        """What the learner must see: nothing of a group whose rewards are all equal, as in our runs, since its gradient
+        is zero."""
         advantages = group_advantages(rewards, self.config.objective.advantage)
         if not any(advantages):
             return []
@@ -122,7 +136,13 @@ class OneProcess:
             for completion, advantage in zip(group, advantages, strict=True)
         ]
 
-    def _learn(self, rows: list[list[SampleSpec]], groups: dict[int, list[Completion]], prompts: dict[int, np.ndarray], clock: Phases) -> int:
+    def _learn(
+        self,
+        rows: list[list[SampleSpec]],
+        groups: dict[int, list[Completion]],
+        prompts: dict[int, np.ndarray],
+        clock: Phases,
+    ) -> int:
         """Tokens of the rows, prompts included."""
         provisional = self._totals(self.config.samples_per_step * self.config.rollout.max_new_tokens)
         tokens = 0
@@ -132,7 +152,11 @@ class OneProcess:
         return tokens
 
     def _totals(self, num_tokens: int) -> LossTotals:
-        return LossTotals(num_sequences=self.config.samples_per_step, num_tokens=num_tokens, length_normalizer=self.config.rollout.max_new_tokens)
+        return LossTotals(
+            num_sequences=self.config.samples_per_step,
+            num_tokens=num_tokens,
+            length_normalizer=self.config.rollout.max_new_tokens,
+        )
 
     def _update(self, totals: LossTotals, version: int) -> dict[str, float]:
         metrics = self.worker.learner.step(totals)
@@ -158,7 +182,11 @@ def main(spec: Spec) -> dict[str, Any]:
         "peak_process_bytes": status_bytes("VmHWM") if device.type == "cpu" else None,
         "reserved_memory_bytes": memory.reserved_bytes(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": sys.version.split()[0],
+        },
     }
 
 
@@ -168,7 +196,9 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
     return Config(
         run=RunConfig(seed=spec["seed"]),
         model=ModelConfig(path=spec["model"], dtype=spec["dtype"]),
-        data=DataConfig(source="bench", prompts_per_step=spec["prompts_per_step"], max_prompt_tokens=max(map(len, spec["prompts"]))),
+        data=DataConfig(
+            source="bench", prompts_per_step=spec["prompts_per_step"], max_prompt_tokens=max(map(len, spec["prompts"]))
+        ),
         rollout=RolloutConfig(
             group_size=spec["group_size"],
             slots=min(spec["slots"], spec["group_size"] * spec["prompts_per_step"]),

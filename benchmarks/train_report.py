@@ -20,7 +20,8 @@ COLUMNS = {
     "learner_share_of_peak": "of peak FLOP/s",
 }
 COLORS = {"ours": "#1f77b4", "ours/lean": "#8fbbdc", "trl": "#777777", "trl/lean": "#bbbbbb"}
-PHASES = {"generate": "", "learn": "///", "optimizer": "xxx"}  # with their hatches; reward and the rest are too short to be seen
+# with their hatches; reward and the rest are too short to be seen
+PHASES = {"generate": "", "learn": "///", "optimizer": "xxx"}
 
 
 def print_training(records: list[dict[str, Any]]) -> None:
@@ -32,7 +33,10 @@ def print_training(records: list[dict[str, Any]]) -> None:
     for record in records[:1]:
         on_cpu = record["device"] == "cpu"
         counted = "highest resident set less what the imports take" if on_cpu else "torch's max_memory_allocated"
-        print(f"{record['device']}, {record['threads']} threads, {record['workload']['dtype']}; peak: {counted}; MB of 1e6 bytes")
+        print(
+            f"{record['device']}, {record['threads']} threads, {record['workload']['dtype']}; peak: {counted}; MB of "
+            "1e6 bytes"
+        )
     for name, versions in {record["name"].split("/")[0]: record["versions"] for record in records}.items():
         print(f"{name}: " + ", ".join(f"{package} {version}" for package, version in versions.items()))
 
@@ -51,21 +55,31 @@ def draw_training(records: list[dict[str, Any]], folder: Path) -> Path:
             bottom += record["phases"][phase]
         left.text(place, bottom, f"{record['seconds_per_step']:.1f}", ha="center", va="bottom", fontsize=6)
         right.bar(place, record["peak_memory_bytes"] / 1e9, **style)
-        right.text(place, record["peak_memory_bytes"] / 1e9, f"{record['peak_memory_bytes'] / 1e9:.1f}", ha="center", va="bottom", fontsize=6)
+        right.text(
+            place,
+            record["peak_memory_bytes"] / 1e9,
+            f"{record['peak_memory_bytes'] / 1e9:.1f}",
+            ha="center",
+            va="bottom",
+            fontsize=6,
+        )
     for axes, label in ((left, "seconds of a step"), (right, "peak memory (GB)")):
         axes.set_xticks(range(len(groups)), [f"G = {group}" for group in groups])
         axes.set_ylabel(label)
         axes.margins(y=0.3)  # room for the legend
     from matplotlib.patches import Patch
 
-    hatches = [Patch(facecolor="#dddddd", edgecolor="white", hatch=hatch, label=phase) for phase, hatch in PHASES.items()]
+    hatches = [
+        Patch(facecolor="#dddddd", edgecolor="white", hatch=hatch, label=phase) for phase, hatch in PHASES.items()
+    ]
     left.legend(handles=hatches, ncols=3, fontsize=7)
     right.legend(handles=[Patch(facecolor=COLORS[name], label=name) for name in names], ncols=2, fontsize=7)
     return _save(figure, folder / "train.png")
 
 
 def draw_learning(records: list[dict[str, Any]], folder: Path) -> Path:
-    """Write train_learning.png: mean reward of every step over steps and over wall-clock time, and means of three steps."""
+    """Write train_learning.png: mean reward of every step over steps and over wall-clock time, and means of three
+    steps."""
     figure, panels = _new_figure()
     for record in records:
         steps, rewards = list(range(1, len(record["reward"]) + 1)), record["reward"]

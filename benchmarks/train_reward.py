@@ -1,6 +1,7 @@
 """The reward of both sides of bench.train. As a command it answers the rival, whose interpreter lacks this package:
 
-python -m benchmarks.train_reward FILE: a line [[prompt number, response], ...] on stdin, a line of rewards on stdout, both JSON.
+python -m benchmarks.train_reward FILE: a line [[prompt number, response], ...] on stdin, a line of rewards on stdout,
+both JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class Scorer:
-    """The reasoning_gym reward of a response, or without a file of columns a number made of its tokens, in which any two responses differ."""
+    """The reasoning_gym reward of a response, or without a file of columns a number made of its tokens, in which any
+    two responses differ."""
 
     def __init__(self, file: str | None) -> None:
         """`file`: a JSON list of every prompt's columns, by prompt number."""

@@ -1,7 +1,9 @@
-"""TRL's GRPOTrainer on a workload: a script for the interpreter that has TRL (rivals.trl_python). Standard library, trl and what it brings only.
+"""TRL's GRPOTrainer on a workload: a script for the interpreter that has TRL (rivals.trl_python). Standard library, trl
+and what it brings only.
 
-train_trl.py SPEC RESULT, both JSON: a string, and the file to write. The caller ends the process group. Written for trl 1.16: the trainer's
-own methods are timed, and its tokenising of prompts is replaced so that it trains on exactly the ids our side does.
+train_trl.py SPEC RESULT, both JSON: a string, and the file to write. The caller ends the process group. Written for trl
+1.16: the trainer's own methods are timed, and its tokenising of prompts is replaced so that it trains on exactly the
+ids our side does.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ class Steps(TrainerCallback):
         phases["learn"] = spent["micro_batches"] - spent["prepare"]
         phases["optimizer"] = seconds - spent["micro_batches"]
         phases["other"] = seconds - sum(phases.values())
-        step = {"seconds": seconds, "cpu_seconds": time.process_time() - self.cpu_started, "phases": phases, "at": ended - self.began}
+        step = {
+            "seconds": seconds,
+            "cpu_seconds": time.process_time() - self.cpu_started,
+            "phases": phases,
+            "at": ended - self.began,
+        }
         self.steps.append(step | {"rewards": self.rewards, "lengths": self.lengths})
 
 
@@ -97,12 +104,18 @@ class Rewards:
         if command is not None:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __call__(self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def __call__(
+        self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
+    ) -> list[float]:
         """Rewards of one generation batch, kept for the report."""
         if self.process is None:
             rewards = [sum(ids) % 1000 / 1000 for ids in completion_ids]  # train_reward.Scorer's
         else:
-            print(json.dumps([[int(prompt), text] for prompt, text in zip(prompts, completions, strict=True)]), file=self.process.stdin, flush=True)
+            print(
+                json.dumps([[int(prompt), text] for prompt, text in zip(prompts, completions, strict=True)]),
+                file=self.process.stdin,
+                flush=True,
+            )
             rewards = json.loads(self.process.stdout.readline())
         self.clock.rewards += rewards
         self.clock.lengths += [len(ids) for ids in completion_ids]
@@ -160,14 +173,35 @@ def arguments_of(spec: dict[str, Any], folder: str) -> GRPOConfig:
     ends = {"eos_token_id": [-1]} if spec["ignore_eos"] else None
     return GRPOConfig(
         output_dir=folder,
-        **{"use_cpu": spec["device"] == "cpu", "bf16": spec["dtype"] == "bfloat16", "fp16": spec["dtype"] == "float16", "seed": spec["seed"]},
+        **{
+            "use_cpu": spec["device"] == "cpu",
+            "bf16": spec["dtype"] == "bfloat16",
+            "fp16": spec["dtype"] == "float16",
+            "seed": spec["seed"],
+        },
         **{"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group", "epsilon": 0.2, "num_iterations": 1},
         **{"temperature": spec["temperature"], "top_k": 0, "top_p": 1.0, "generation_kwargs": ends},
-        **{"num_generations": spec["group_size"], "max_completion_length": spec["max_new_tokens"], "shuffle_dataset": False},
+        **{
+            "num_generations": spec["group_size"],
+            "max_completion_length": spec["max_new_tokens"],
+            "shuffle_dataset": False,
+        },
         **{"learning_rate": spec["lr"], "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0},
-        **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "optim": "adamw_torch_fused", "disable_dropout": True},
+        **{
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_epsilon": 1e-8,
+            "optim": "adamw_torch_fused",
+            "disable_dropout": True,
+        },
         max_grad_norm=spec["max_grad_norm"],
-        **{"max_steps": spec["steps"], "save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True},
+        **{
+            "max_steps": spec["steps"],
+            "save_strategy": "no",
+            "logging_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        },
         per_device_train_batch_size=spec["rows"],
         gradient_accumulation_steps=samples // spec["rows"],
         gradient_checkpointing=spec["gradient_checkpointing"],

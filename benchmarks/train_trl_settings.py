@@ -1,4 +1,5 @@
-"""How TRL runs at its best: the settings that are tried, on a workload of their own, and which of them a measurement takes."""
+"""How TRL runs at its best: the settings that are tried, on a workload of their own, and which of them a measurement
+takes."""
 
 from __future__ import annotations
 
@@ -19,10 +20,14 @@ def tune_prompts(group_size: int, prompts: int) -> int:
     return max(1, min(prompts, TUNE_SAMPLES // group_size))
 
 
-def try_settings(options: TrainingOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]], *, ignore_eos: bool) -> list[Tried]:
+def try_settings(
+    options: TrainingOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]], *, ignore_eos: bool
+) -> list[Tried]:
     """Seconds of the second of two steps over `prompts`, and peak memory, of every variant."""
     group_size = min(group_size, TUNE_SAMPLES)
-    spec = run_spec(options, group_size=group_size, prompts_per_step=len(prompts) // 2, prompts=prompts, ignore_eos=ignore_eos)
+    spec = run_spec(
+        options, group_size=group_size, prompts_per_step=len(prompts) // 2, prompts=prompts, ignore_eos=ignore_eos
+    )
     tried = []
     for settings in variants(spec, on_cuda=facts["on_cuda"]):
         try:
@@ -45,8 +50,16 @@ def variants(spec: Spec, *, on_cuda: bool) -> list[dict[str, Any]]:
     """
     samples = spec["group_size"] * spec["prompts_per_step"]
     rows = [rows for rows in (CUDA_ROWS if on_cuda else CPU_ROWS) if samples % rows == 0] or [samples]
-    plain = {"rows": rows[0], "gradient_checkpointing": False, "generation": "generate", "batching": None, "weights": "float32"}
-    in_16_bits = [] if spec["dtype"] == "float32" else [plain | {"rows": count, "weights": spec["dtype"]} for count in rows]
+    plain = {
+        "rows": rows[0],
+        "gradient_checkpointing": False,
+        "generation": "generate",
+        "batching": None,
+        "weights": "float32",
+    }
+    in_16_bits = (
+        [] if spec["dtype"] == "float32" else [plain | {"rows": count, "weights": spec["dtype"]} for count in rows]
+    )
     return [
         *[plain | {"rows": count} for count in rows],
         *in_16_bits,  # without float32 masters, which ours has; else it samples in float32 and trains by autocast
@@ -56,7 +69,8 @@ def variants(spec: Spec, *, on_cuda: bool) -> list[dict[str, Any]]:
 
 
 def batching(spec: Spec) -> dict[str, int]:
-    """Continuous batching in a pool that holds every sample of the step; by itself it would take half of the free memory."""
+    """Continuous batching in a pool that holds every sample of the step; by itself it would take half of the free
+    memory."""
     samples = spec["group_size"] * spec["prompts_per_step"]
     blocks = -(-(max(map(len, spec["prompts"])) + spec["max_new_tokens"]) // PAGE)
     return {"num_blocks": samples * blocks + 8, "page_size": PAGE, "max_batch_tokens": 512}
@@ -65,7 +79,9 @@ def batching(spec: Spec) -> dict[str, int]:
 def best_settings(tried: list[Tried], figure: str, spec: Spec) -> dict[str, Any]:
     """The settings with the least `figure` (seconds or peak_memory_bytes) of those tried, for the step of `spec`."""
     samples = spec["group_size"] * spec["prompts_per_step"]
-    working = [variant for variant in tried if variant["seconds"] is not None and samples % variant["settings"]["rows"] == 0]
+    working = [
+        variant for variant in tried if variant["seconds"] is not None and samples % variant["settings"]["rows"] == 0
+    ]
     if not working:
         raise RuntimeError(f"trl: none of the micro-batches tried divides a step of {samples} samples")
     settings = min(working, key=lambda variant: variant[figure])["settings"]

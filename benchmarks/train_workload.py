@@ -1,4 +1,5 @@
-"""What both sides of bench.train are given, as plain JSON: prompts as ids, sizes, settings they share. Standard library only."""
+"""What both sides of bench.train are given, as plain JSON: prompts as ids, sizes, settings they share. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -42,7 +43,11 @@ class TrainingOptions(ModelOptions):
     activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
     recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))
     moments_folder: str | None = option(None, "of our learner: folder of a file with AdamW's moments; none: in memory")
-    allocator: str = option("jemalloc", "of host memory, on both sides: Ray's, as our workers have it, or libc's", choices=("jemalloc", "libc"))
+    allocator: str = option(
+        "jemalloc",
+        "of host memory, on both sides: Ray's, as our workers have it, or libc's",
+        choices=("jemalloc", "libc"),
+    )
     rivals: list[str] = option(["trl"], "rivals beside ours; []: none", choices=("trl",))
     trl_python: str | None = option(None, "interpreter that has TRL; none: this one", key="rivals.trl_python")
     timeout_s: float = option(3600.0, "seconds one measurement may take", low=1)
@@ -51,7 +56,9 @@ class TrainingOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         if self.shape is not None:
-            raise ValueError(f"shape={self.shape}: training needs a model that both sides can load; give model=FOLDER instead")
+            raise ValueError(
+                f"shape={self.shape}: training needs a model that both sides can load; give model=FOLDER instead"
+            )
         if self.temperature <= 0 or self.lr <= 0:
             raise ValueError(f"temperature={self.temperature} and lr={self.lr} must be > 0")
         if "trl" in self.rivals:
@@ -61,11 +68,16 @@ class TrainingOptions(ModelOptions):
         """The interpreter that runs TRL; ValueError when there is none."""
         if self.trl_python is None:
             if importlib.util.find_spec("trl") is None:
-                raise ValueError("rivals=[trl] needs TRL, which this interpreter lacks: give rivals.trl_python=PYTHON, or rivals=[]")
+                raise ValueError(
+                    "rivals=[trl] needs TRL, which this interpreter lacks: give rivals.trl_python=PYTHON, or rivals=[]"
+                )
             return sys.executable
         found = shutil.which(self.trl_python)
         if found is None:
-            raise ValueError(f"rivals.trl_python={self.trl_python}: there is no such interpreter; give the path of one that has TRL, or rivals=[]")
+            raise ValueError(
+                f"rivals.trl_python={self.trl_python}: there is no such interpreter; give the path of one that has "
+                "TRL, or rivals=[]"
+            )
         return found
 
 
@@ -78,8 +90,11 @@ ARITHMETIC = {  # configs/data/arithmetic.yaml
 }
 
 
-def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool) -> Spec:
-    """A run of len(prompts) / prompts_per_step steps, as both sides get it. `ignore_eos`: every response has max_new_tokens."""
+def run_spec(
+    options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool
+) -> Spec:
+    """A run of len(prompts) / prompts_per_step steps, as both sides get it. `ignore_eos`: every response has
+    max_new_tokens."""
     shared = ("model", "dtype", "device", "threads", "seed", "max_new_tokens", "temperature", "lr")
     return {name: getattr(options, name) for name in shared} | {
         "max_grad_norm": 1.0,
@@ -95,7 +110,14 @@ def run_spec(options: TrainingOptions, *, group_size: int, prompts_per_step: int
 
 def our_settings(options: TrainingOptions) -> dict[str, Any]:
     """What only our side reads."""
-    names = ("slots", "max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity", "moments_folder")
+    names = (
+        "slots",
+        "max_tokens_per_micro_batch",
+        "logprob_chunk_tokens",
+        "activation_checkpointing",
+        "recompute_granularity",
+        "moments_folder",
+    )
     return {name: getattr(options, name) for name in names}
 
 
@@ -105,12 +127,15 @@ def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
         command, environment = [sys.executable, "-m", "benchmarks.train_ours"], {}
     else:
         command = [options.trl_interpreter(), str(TRL_SCRIPT)]
-        # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or newer).
+        # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or
+        # newer).
         environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if run.spec["device"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
     environment |= preload_of(options)
-    return measure(command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment)
+    return measure(
+        command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment
+    )
 
 
 def preload_of(options: TrainingOptions) -> dict[str, str]:
@@ -135,4 +160,6 @@ def shown(settings: dict[str, Any]) -> str:
 def find_facts(options: TrainingOptions, question: dict[str, Any]) -> dict[str, Any]:
     """Prompts, parameters and device, by a process of its own."""
     spec = vars(options) | question
-    return measure([sys.executable, "-m", "benchmarks.train_facts"], spec, threads=options.threads, timeout_s=options.timeout_s)
+    return measure(
+        [sys.executable, "-m", "benchmarks.train_facts"], spec, threads=options.threads, timeout_s=options.timeout_s
+    )

@@ -16,7 +16,10 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
     """One measurement of vLLM, in the form of those of `measure.py`. Its pool holds one whole sample at least."""
     sample = workload["prompt_tokens"] + workload["max_new_tokens"]
     blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK) + 1)  # it keeps one block for itself
-    spec = {name: workload[name] for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos", "repeats")}
+    spec = {
+        name: workload[name]
+        for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos", "repeats")
+    }
     spec |= {
         "model": workload["model"] if workload["shape"] is None else workload["config_folder"],
         "random_weights": workload["shape"] is not None,
@@ -28,12 +31,15 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
         "enforce_eager": settings["enforce_eager"],
         "rows": settings.get("rows_timed", []),
     }
-    # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or newer).
+    # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or
+    # newer).
     environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     if settings["omp_bind"] is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = settings["omp_bind"]
     command = [workload["vllm_python"], str(SCRIPT)]
-    found = measure(command, spec, threads=workload["threads"], timeout_s=workload["timeout_s"], environment=environment)
+    found = measure(
+        command, spec, threads=workload["threads"], timeout_s=workload["timeout_s"], environment=environment
+    )
     pool = blocks * VLLM_BLOCK * facts["kv_bytes_per_token"]
     return found | {"peak_kv_bytes": pool, "kv_pool_bytes": pool, "reserved_memory_bytes": None}

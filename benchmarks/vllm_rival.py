@@ -1,4 +1,5 @@
-"""vLLM on a workload: a script for the interpreter that has vLLM (rivals.vllm_python). Standard library, vllm and what it brings only.
+"""vLLM on a workload: a script for the interpreter that has vLLM (rivals.vllm_python). Standard library, vllm and what
+it brings only.
 
 vllm_rival.py SPEC RESULT, both JSON: a string, and the file to write. The caller ends the process group.
 """
@@ -20,18 +21,28 @@ STEP_TOKENS = (4, 20)  # as in ours.py: the time of a step is the difference of 
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up; step times of `rows`."""
+    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up; step
+    times of `rows`."""
     imported = _status_bytes(os.getpid(), "VmRSS")
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine = _new_engine(spec)
-    runs = [_run(engine, spec, spec["prompts"], spec["group_size"], spec["max_new_tokens"], str(repeat)) for repeat in range(spec["repeats"] + 1)]
+    runs = [
+        _run(engine, spec, spec["prompts"], spec["group_size"], spec["max_new_tokens"], str(repeat))
+        for repeat in range(spec["repeats"] + 1)
+    ]
     seconds, lengths, steps = min(runs[1:], key=lambda run: run[0])
     if torch.cuda.is_available():
         peak = device_free - torch.cuda.mem_get_info()[0]
     else:  # each process of the engine, less the imports, which are about the same in all
         peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
     step_seconds = {rows: _step_seconds(engine, spec, rows) for rows in spec["rows"]}
-    found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak, "step_seconds": step_seconds}
+    found = {
+        "seconds": seconds,
+        "lengths": lengths,
+        "running_steps": steps,
+        "peak_memory_bytes": peak,
+        "step_seconds": step_seconds,
+    }
     return found | {"vllm": vllm.__version__, "torch": torch.__version__}
 
 
@@ -53,7 +64,9 @@ def _new_engine(spec: dict[str, Any]) -> Any:
     ).llm_engine
 
 
-def _run(engine: Any, spec: dict[str, Any], prompts: list[list[int]], group_size: int, new_tokens: int, name: str) -> tuple[float, list[int], int]:
+def _run(
+    engine: Any, spec: dict[str, Any], prompts: list[list[int]], group_size: int, new_tokens: int, name: str
+) -> tuple[float, list[int], int]:
     """Seconds, completion lengths and engine steps. No seed per request: it ends the CPU engine on larger batches."""
     params = vllm.SamplingParams(
         n=group_size,
@@ -82,7 +95,10 @@ def _step_seconds(engine: Any, spec: dict[str, Any], rows: int) -> float:
     fastest = []
     plain = spec | {"ignore_eos": True}
     for tokens in STEP_TOKENS:
-        seconds = [_run(engine, plain, spec["prompts"][:1], rows, tokens, f"step-{rows}-{tokens}-{repeat}")[0] for repeat in range(4)]
+        seconds = [
+            _run(engine, plain, spec["prompts"][:1], rows, tokens, f"step-{rows}-{tokens}-{repeat}")[0]
+            for repeat in range(4)
+        ]
         fastest.append(min(seconds[1:]))
     return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
 

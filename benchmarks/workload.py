@@ -28,7 +28,8 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class Workload(ModelOptions):
-    """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no top-p."""
+    """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no
+    top-p."""
 
     slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the resident prompts, in tokens", low=1)
     max_new_tokens: int = option(128, "longest response", low=1)

@@ -9,8 +9,14 @@ from infsample_rl import __version__
 
 COMMANDS = {  # name: (module with main(arguments), what it does)
     "train": ("infsample_rl.main", "train a policy; python -m infsample_rl.main is the same"),
-    "plan": ("infsample_rl.plan.__main__", "what a run will take, before it starts: memory, traffic, time of a decode step"),
-    "evaluate": ("infsample_rl.commands.evaluate", "mean@k, pass@k and majority vote of a checkpoint on held-out problems"),
+    "plan": (
+        "infsample_rl.plan.__main__",
+        "what a run will take, before it starts: memory, traffic, time of a decode step",
+    ),
+    "evaluate": (
+        "infsample_rl.commands.evaluate",
+        "mean@k, pass@k and majority vote of a checkpoint on held-out problems",
+    ),
     "chat": ("infsample_rl.commands.chat", "talk with a checkpoint"),
     "merge": ("infsample_rl.commands.merge", "a LoRA checkpoint merged into its base model"),
     "report": ("infsample_rl.commands.report", "one HTML page of one run or of several"),

@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, 2)
     # The driver takes SIGTERM over before it starts anything.
-    end_at_once_on_sigterm(f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it")
+    end_at_once_on_sigterm(
+        f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it"
+    )
     return train(config)
 
 
@@ -69,12 +71,15 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     from infsample_rl.controller.driver import Driver
     from infsample_rl.controller.startup import prepare
 
-    torch.set_num_threads(1)  # the driver computes little, and threads that spin would wait for cores that its workers need
+    # the driver computes little, and threads that spin would wait for cores that its workers need
+    torch.set_num_threads(1)
     try:
         driver = AsyncDriver if config.run.max_staleness > 0 else Driver
         driver(config, prepare(config)).run()
     except KeyboardInterrupt:
-        print(f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr)
+        print(
+            f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr
+        )
         return 130
     except ValueError as error:
         return _fail(error, 2)
@@ -84,9 +89,13 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
 
 
 def _how_to_go_on(text: str, config) -> str:  # type: ignore[no-untyped-def]
-    """A failure's line; that of a full disk, which names no file, says what is to have room and that nothing else is lost."""
+    """A failure's line; that of a full disk, which names no file, says what is to have room and that nothing else is
+    lost."""
     if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT)):
-        return f"{text}; once run.dir={config.run.dir} has room, run.resume=auto and the same settings go on from the last checkpoint"
+        return (
+            f"{text}; once run.dir={config.run.dir} has room, run.resume=auto and the same settings go on from the "
+            "last checkpoint"
+        )
     return text
 
 

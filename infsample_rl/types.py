@@ -1,8 +1,8 @@
 """The records that cross process borders, each with a worked example.
 
-Arrays are numpy (int32 ids, float32 log-probabilities), so Ray's object store hands them over without a copy. Records have no __slots__:
-those that have are pickled field by field in Python.
-One type per stage: Prompt -> Completion -> (rewards, reference log-probabilities) -> TrainingSample -> LearnerRow.
+Arrays are numpy (int32 ids, float32 log-probabilities), so Ray's object store hands them over without a copy. Records
+have no __slots__: those that have are pickled field by field in Python. One type per stage: Prompt -> Completion ->
+(rewards, reference log-probabilities) -> TrainingSample -> LearnerRow.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class Phase(NamedTuple):
     name: str
     start: float  # time.time()
     end: float
-    thread: int  # 0 for the first thread of the process that had a phase, 1 for the second, ...: phases of one thread nest
+    # 0 for the first thread of the process that had a phase, 1 for the second, ...: phases of one thread nest
+    thread: int
 
 
 class WorkerPhases(NamedTuple):
-    """What one worker has done since it was last asked. Phases that started before `until` are all here, this time or before.
+    """What one worker has done since it was last asked. Phases that started before `until` are all here, this time or
+    before.
 
     Example: WorkerPhases(role="rollout", index=3, node="10.0.0.7", phases=[], until=1763630002.0)
     """
@@ -55,7 +57,8 @@ class Prompt:
 
 
 class RowStay(NamedTuple):
-    """One sample in one decode row of an engine without a pause. A preempted sample, or one that waited with its prefix, has several.
+    """One sample in one decode row of an engine without a pause. A preempted sample, or one that waited with its
+    prefix, has several.
 
     Example: RowStay(row=2, start=40, end=64, started=1763630000.25, ended=1763630001.5, tokens=24)
     """
@@ -90,7 +93,8 @@ class Completion:
     sample_index: int
     token_ids: np.ndarray  # [tokens] int32
     logprobs: np.ndarray  # [tokens] float32, of softmax(logits / temperature) over the whole vocabulary
-    sampling_logprobs: np.ndarray | None  # [tokens] float32 of the truncated distribution (top_p, top_k, min_p), else None
+    # [tokens] float32 of the truncated distribution (top_p, top_k, min_p), else None
+    sampling_logprobs: np.ndarray | None
     finish_reason: str  # "stop": a stop token; "length": cut at max_new_tokens
     policy_version: int  # version of the weights that sampled it
     stays: list[RowStay] = field(default_factory=list)  # when it decoded, and in which row
@@ -164,21 +168,24 @@ class StreamEnd:
 class RewardResult:
     """Rewards of one micro-group, in its order. None: failed, timed out, NaN; the sample then trains nothing.
 
-    Example: RewardResult(rewards=[1.0, None], components={"gsm8k": [1.0, None]}, failures=["gsm8k: timed out after 10 s"],
-    started_at=1763630000.30, finished_at=1763630000.31)
+    Example: RewardResult(rewards=[1.0, None], components={"gsm8k": [1.0, None]}, failures=["gsm8k: timed out after 10
+    s"], started_at=1763630000.30, finished_at=1763630000.31)
     """
 
     rewards: list[float | None]
-    components: dict[str, list[float | None]]  # the unweighted value of every reward function, and "FUNCTION/NAME" of what it reported beside
+    # the unweighted value of every reward function, and "FUNCTION/NAME" of what it reported beside
+    components: dict[str, list[float | None]]
     failures: list[str]  # one line for each failed call
     started_at: float
     finished_at: float
 
 
 class ReferenceReport(NamedTuple):
-    """What the driver reads of a reference worker's answer. Example: ReferenceReport(kl_sums=[0.1], peak_memory_bytes=2_400_000)"""
+    """What the driver reads of a reference worker's answer. Example: ReferenceReport(kl_sums=[0.1],
+    peak_memory_bytes=2_400_000)"""
 
-    kl_sums: list[float]  # of each completion: sum over tokens of (policy log-probability - reference log-probability), section 3.4
+    # of each completion: sum over tokens of (policy log-probability - reference log-probability), section 3.4
+    kl_sums: list[float]
     peak_memory_bytes: int  # most memory of the worker so far
 
 
@@ -186,7 +193,8 @@ class ReferenceReport(NamedTuple):
 class ReferenceResult:
     """Reference log-probabilities of one micro-group, in its order.
 
-    Example: ReferenceResult(logprobs=[np.array([-0.2, -2.0, -0.9], np.float32)], report=ReferenceReport([0.1], 2_400_000))
+    Example: ReferenceResult(logprobs=[np.array([-0.2, -2.0, -0.9], np.float32)], report=ReferenceReport([0.1],
+    2_400_000))
     """
 
     logprobs: list[np.ndarray]  # [tokens] float32 each, of softmax(logits / temperature)
@@ -197,8 +205,8 @@ class ReferenceResult:
 class WorkerStatus:
     """Where a worker stands.
 
-    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5, last_line="infsample_rl.rollout.engine.sampling_engine: ...",
-    stack="engine.py:160 in _run: ...")
+    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5,
+    last_line="infsample_rl.rollout.engine.sampling_engine: ...", stack="engine.py:160 in _run: ...")
     """
 
     pid: int
@@ -249,8 +257,8 @@ class TrainingSample:
     """A completion with its advantage: what a learner row is packed from.
 
     Example: TrainingSample(prompt_index=0, sample_index=3, prompt_ids=np.array([5, 9, 7], np.int32),
-    response_ids=np.array([11, 4, 2], np.int32), advantage=0.75, engine_logprobs=np.array([-0.1, -2.3, -0.7], np.float32),
-    reference_logprobs=None)
+    response_ids=np.array([11, 4, 2], np.int32), advantage=0.75, engine_logprobs=np.array([-0.1, -2.3, -0.7],
+    np.float32), reference_logprobs=None)
     """
 
     prompt_index: int
@@ -313,7 +321,8 @@ class WeightManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncReport:
-    """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31, checksum="9f0c5e1b22d4a871")"""
+    """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31,
+    checksum="9f0c5e1b22d4a871")"""
 
     version: int
     num_bytes: int
@@ -328,7 +337,8 @@ class ProbeStatistics:
     Sums of parts add up to the sum of the whole: ProbeStatistics.zeros(3) + parts[0] + parts[1]
     """
 
-    xx: np.ndarray  # [2, F, F] float64, sums of x x^T; the last feature is 1, so the last row holds the sums of x and the count
+    # [2, F, F] float64, sums of x x^T; the last feature is 1, so the last row holds the sums of x and the count
+    xx: np.ndarray
     xy: np.ndarray  # [2, F] float64
     yy: np.ndarray  # [2] float64
 
@@ -359,7 +369,8 @@ class ProbeFit:
 
     weights: np.ndarray  # [F] float64, of the features as they are
     deviation: float  # of log(tokens left) around the prediction, out of fold
-    explained: float  # share of the variance of log(tokens left) that is predicted, out of fold; <= 0: no better than the mean
+    # share of the variance of log(tokens left) that is predicted, out of fold; <= 0: no better than the mean
+    explained: float
     penalty: float
 
 

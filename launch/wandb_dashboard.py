@@ -1,8 +1,9 @@
 """The team's W&B workspace: python launch/wandb_dashboard.py project=PROJECT [entity=TEAM] [name=TITLE] [json=true]
 
-A saved view of a project: what decides about a run first, then a section for every group of metrics, all over `step`, with titles that give
-the unit. Needs wandb-workspaces (pip install infsample_rl[wandb-workspaces]), and a key unless json=true, which prints the view and saves
-nothing. Run it again after an update; it makes a new view, older ones stay. Exit codes: 0 done; 1 W&B refused it; 2 wrong use.
+A saved view of a project: what decides about a run first, then a section for every group of metrics, all over `step`,
+with titles that give the unit. Needs wandb-workspaces (pip install infsample_rl[wandb-workspaces]), and a key unless
+json=true, which prints the view and saves nothing. Run it again after an update; it makes a new view, older ones stay.
+Exit codes: 0 done; 1 W&B refused it; 2 wrong use.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ OVERVIEW = (  # title, metrics
     ("entropy, nats", ("learner/entropy",)),
     ("KL to the reference, nats", ("learner/kl",)),
     ("engine and learner: mean difference of log-probabilities, nats", ("learner/logprob_diff_mean",)),
-    ("seconds of a step and its parts", ("timing/step", "timing/rollout", "timing/backward_after_rollout", "timing/update")),
+    (
+        "seconds of a step and its parts",
+        ("timing/step", "timing/rollout", "timing/backward_after_rollout", "timing/update"),
+    ),
     ("KV of sampling, bytes", ("rollout/peak_kv_bytes", "rollout/kv_pool_bytes")),
 )
 
@@ -59,7 +63,9 @@ def build_workspace(options: DashboardOptions) -> Any:
         names = [name for name in METRICS if name.startswith(group + "/") and "<" not in name]
         sections.append(section(group, [lines(_title(name), (name,)) for name in names]))
     settings = workspaces.WorkspaceSettings(x_axis="step", group_by_prefix="first")
-    return workspaces.Workspace(entity=options.entity, project=options.project, name=options.name, sections=sections, settings=settings)
+    return workspaces.Workspace(
+        entity=options.entity, project=options.project, name=options.name, sections=sections, settings=settings
+    )
 
 
 def _title(name: str) -> str:

@@ -251,7 +251,9 @@ def save_policy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
 
 
 @torch.inference_mode()
-def measure(model: Qwen3ForCausalLM, tokenizer: Any, rows: Sequence[dict[str, Any]], samples: int, max_new_tokens: int) -> list[dict[str, Any]]:
+def measure(
+    model: Qwen3ForCausalLM, tokenizer: Any, rows: Sequence[dict[str, Any]], samples: int, max_new_tokens: int
+) -> list[dict[str, Any]]:
     """Sample each question at temperature 1; one dict a sample (see the last lines)."""
     results = []
     for first in range(0, len(rows), 50):

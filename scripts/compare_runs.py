@@ -1,4 +1,5 @@
-"""Curves and a Markdown table of several runs: python scripts/compare_runs.py --out curves.png RUN_FOLDER [RUN_FOLDER ...]"""
+"""Curves and a Markdown table of several runs: python scripts/compare_runs.py --out curves.png RUN_FOLDER [RUN_FOLDER
+...]"""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ import matplotlib.pyplot as plt
 from infsample_rl.observe.records import read_records
 from infsample_rl.observe.report.writing import labels
 
-PANELS = (("reward/mean", "mean reward"), ("eval/accuracy", "held-out accuracy"), ("response/length_mean", "response length, tokens"))
+PANELS = (
+    ("reward/mean", "mean reward"),
+    ("eval/accuracy", "held-out accuracy"),
+    ("response/length_mean", "response length, tokens"),
+)
 
 
 def read_rows(run: Path) -> list[dict[str, Any]]:
@@ -61,13 +66,20 @@ def table(runs: dict[str, list[dict[str, Any]]]) -> str:
 
         def ends(name: str, digits: int, values: Callable[[str], list[float]] = values) -> str:
             found = values(name)
-            return f"{statistics.fmean(found[:5]):.{digits}f} -> {statistics.fmean(found[-5:]):.{digits}f}" if found else "-"
+            return (
+                f"{statistics.fmean(found[:5]):.{digits}f} -> {statistics.fmean(found[-5:]):.{digits}f}"
+                if found
+                else "-"
+            )
 
         held_out = f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}" if accuracy else "-"
         seconds = f"{statistics.fmean(values('timing/step')):.1f}" if values("timing/step") else "-"
         sampled, rollout = sum(values("response/tokens")), sum(values("timing/rollout"))
         speed = f"{sampled / rollout:,.0f}" if rollout else "-"
-        lines.append(f"| {run} | {held_out} | {ends('reward/mean', 2)} | {ends('response/length_mean', 0)} | {seconds} | {speed} |")
+        lines.append(
+            f"| {run} | {held_out} | {ends('reward/mean', 2)} | {ends('response/length_mean', 0)} | {seconds} | "
+            f"{speed} |"
+        )
     return "\n".join(lines)
 
 

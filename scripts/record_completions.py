@@ -1,11 +1,14 @@
-"""Record groups of completions of a policy, for length predictors and schedules: lengths, first tokens and scores of every sample.
+"""Record groups of completions of a policy, for length predictors and schedules: lengths, first tokens and scores of
+every sample.
 
-python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +experiment=gsm8k_smollm2 data.source=FILE model.dtype=float32 ...
+python scripts/record_completions.py out=FILE.jsonl seconds=1200 dataset=gsm8k +experiment=gsm8k_smollm2
+data.source=FILE model.dtype=float32 ...
 
-Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command. Prompts are taken in
-the seeded order of training, in chunks of prompts_per_step that are always finished, so that a limit in seconds does not favour prompts with
-short responses. A file that is there is gone on with; what a stop left of half a line is cut off. tokens=all adds "token_ids", every response
-in full, for benchmarks.group_size_gradients. What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
+Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command.
+Prompts are taken in the seeded order of training, in chunks of prompts_per_step that are always finished, so that a
+limit in seconds does not favour prompts with short responses. A file that is there is gone on with; what a stop left of
+half a line is cut off. tokens=all adds "token_ids", every response in full, for benchmarks.group_size_gradients. What a
+line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ SAMPLING_SEED = 20260  # of the noise; another one than training's, so that no r
 
 def main() -> int:
     """Record until the time is up."""
-    own = {"out": "", "seconds": "600", "dataset": "", "tokens": "first", "seed": str(SAMPLING_SEED), "threads": str(len(os.sched_getaffinity(0)))}
+    own = {
+        "out": "",
+        "seconds": "600",
+        "dataset": "",
+        "tokens": "first",
+        "seed": str(SAMPLING_SEED),
+        "threads": str(len(os.sched_getaffinity(0))),
+    }
     settings = []
     for argument in sys.argv[1:]:
         name, _, value = argument.partition("=")
@@ -56,7 +66,8 @@ def main() -> int:
 
 
 def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int, all_tokens: bool) -> None:
-    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done. `seed`: of the sampling noise."""
+    """Append one line per prompt to `out` until `seconds` have passed and the chunk at work is done. `seed`: of the
+    sampling noise."""
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     prompts = build_train_prompts(config, tokenizer, model.config.max_position_embeddings)
     engine = SamplingEngine(model, tokenizer, config.rollout, max_prompt_tokens=config.data.max_prompt_tokens)
@@ -78,7 +89,11 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
                 file.write(json.dumps(line) + "\n")
                 tokens += sum(line["lengths"])
         took = time.monotonic() - started
-        print(f"{chunk * len(batch)} prompts, {tokens} tokens, {took:.0f} s, {tokens / took:.0f} tokens/s", file=sys.stderr, flush=True)
+        print(
+            f"{chunk * len(batch)} prompts, {tokens} tokens, {took:.0f} s, {tokens / took:.0f} tokens/s",
+            file=sys.stderr,
+            flush=True,
+        )
     rewards.close()
 
 
@@ -93,7 +108,9 @@ def whole_lines(out: Path) -> int:
     return kept.count(b"\n")
 
 
-def recording(config: Config, dataset: str, prompt: Prompt, completions: list[Completion], scores: list[float | None]) -> dict[str, Any]:
+def recording(
+    config: Config, dataset: str, prompt: Prompt, completions: list[Completion], scores: list[float | None]
+) -> dict[str, Any]:
     """One line of the file."""
     return {
         "dataset": dataset,

@@ -1,4 +1,5 @@
-"""Write docs/reference/: every setting, metric and command, from the code itself: python scripts/write_reference.py [--check]
+"""Write docs/reference/: every setting, metric and command, from the code itself: python scripts/write_reference.py
+[--check]
 
 --check   write nothing; exit code 1 if a page is not what the code says
 """
@@ -45,8 +46,10 @@ def settings_page() -> str:
     """Every setting of the schema, section by section, then the groups of configs/."""
     parts = ["# Settings\n", WRITTEN]
     parts.append(
-        "Given as `name=value` behind `python -m infsample_rl.main`, or in YAML of your own laid out like `configs/` (`--config-dir DIR`). "
-        "`none` is written `null`. A value out of bounds, or one that contradicts another, is one line before anything starts; "
+        "Given as `name=value` behind `python -m infsample_rl.main`, or in YAML of your own laid out like `configs/` "
+        "(`--config-dir DIR`). "
+        "`none` is written `null`. A value out of bounds, or one that contradicts another, is one line before anything "
+        "starts; "
         "`python -m infsample_rl.main --cfg job` prints all settings as composed.\n"
     )
     columns = ("setting", "meaning", "type", "default", "bound")
@@ -54,7 +57,10 @@ def settings_page() -> str:
         parts += [f"## {name}\n", (section.__doc__ or "").strip() + "\n", table(columns, _settings(name, section))]
         if name == "reward":
             parts += ["An entry of `reward.functions`:\n", table(columns, _settings("", RewardFunctionConfig))]
-    parts += ["## Groups\n", "`GROUP=CHOICE` takes a whole file of `configs/GROUP/`, `+experiment=NAME` a whole run's:\n"]
+    parts += [
+        "## Groups\n",
+        "`GROUP=CHOICE` takes a whole file of `configs/GROUP/`, `+experiment=NAME` a whole run's:\n",
+    ]
     parts.append(table(("group", "choices"), _groups()))
     return "\n".join(parts)
 
@@ -64,7 +70,11 @@ def _settings(section: str, schema: type) -> list[tuple[str, ...]]:
     for spec in dataclasses.fields(schema):
         bound = spec.metadata
         name = f"{section}.{spec.name}" if section else spec.name
-        meaning = bound["doc"] if bound else "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+        meaning = (
+            bound["doc"]
+            if bound
+            else "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+        )
         rows.append((f"`{name}`", meaning, str(spec.type).replace(" | None", ""), _default(spec), _bound(spec)))
     return rows
 
@@ -82,26 +92,41 @@ def _bound(spec: dataclasses.Field) -> str:
     bound = spec.metadata
     if not bound:
         return ""
-    texts = [f">= {bound['low']}" if bound["low"] is not None else "", f"> {bound['above']}" if bound["above"] is not None else ""]
-    texts += [f"<= {bound['high']}" if bound["high"] is not None else "", ", ".join(f"`{choice}`" for choice in bound["choices"])]
+    texts = [
+        f">= {bound['low']}" if bound["low"] is not None else "",
+        f"> {bound['above']}" if bound["above"] is not None else "",
+    ]
+    texts += [
+        f"<= {bound['high']}" if bound["high"] is not None else "",
+        ", ".join(f"`{choice}`" for choice in bound["choices"]),
+    ]
     return ", ".join(filter(None, texts))
 
 
 def _groups() -> list[tuple[str, ...]]:
     folders = sorted(path for path in config_folder().iterdir() if path.is_dir() and list(path.glob("*.yaml")))
-    return [(f"`{folder.name}`", ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml")))) for folder in folders]
+    return [
+        (f"`{folder.name}`", ", ".join(f"`{path.stem}`" for path in sorted(folder.glob("*.yaml"))))
+        for folder in folders
+    ]
 
 
 def metrics_page() -> str:
     """Every metric, group by group."""
     parts = ["# Metrics\n", WRITTEN]
     parts.append(
-        "One JSON object a step in `metrics.jsonl`, and the same names in W&B, TensorBoard and MLflow (which takes no `@` and gets `_at_`). "
-        "Where a step has no value (nobody was evaluated, no sample had a reward) the name is absent or null. Metrics for Prometheus, of queues and "
+        "One JSON object a step in `metrics.jsonl`, and the same names in W&B, TensorBoard and MLflow (which takes no "
+        "`@` and gets `_at_`). "
+        "Where a step has no value (nobody was evaluated, no sample had a reward) the name is absent or null. Metrics "
+        "for Prometheus, of queues and "
         "processes, are another set: [observability](../observability.md).\n"
     )
     for group, about in GROUPS.items():
-        rows = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in METRICS.items() if name.startswith(group + "/")]
+        rows = [
+            (f"`{name}`", metric.unit, metric.meaning)
+            for name, metric in METRICS.items()
+            if name.startswith(group + "/")
+        ]
         parts += [f"## {group}\n", about + "\n", table(("metric", "unit", "meaning"), rows)]
     return "\n".join(parts)
 
@@ -109,7 +134,10 @@ def metrics_page() -> str:
 def commands_page() -> str:
     """Every command with its own usage text; measurements and shell scripts apart."""
     parts = ["# Commands\n", WRITTEN]
-    parts.append("Exit codes, where nothing else is said: 0 done, 1 failed, 2 a setting or an input is wrong (one line says which).\n")
+    parts.append(
+        "Exit codes, where nothing else is said: 0 done, 1 failed, 2 a setting or an input is wrong (one line says "
+        "which).\n"
+    )
     found = [path for path in sorted(PACKAGE.rglob("*.py")) if _is_command(path)]
     found.sort(key=lambda path: (path.parent.name == "bench", path.name != "main.py", path.as_posix()))
     for path in found:
@@ -120,18 +148,29 @@ def commands_page() -> str:
         if f"python scripts/{path.name}" in usage:
             parts += [f"## scripts/{path.name}\n", _text(usage)]
     for name in LAUNCHERS:
-        comment = [line for line in (ROOT / "launch" / name).read_text().split("set -euo")[0].splitlines()[1:] if not line.startswith("#SBATCH")]
-        parts += [f"## launch/{name}\n", _text("\n".join(line.removeprefix("#").removeprefix(" ") for line in comment).strip())]
+        comment = [
+            line
+            for line in (ROOT / "launch" / name).read_text().split("set -euo")[0].splitlines()[1:]
+            if not line.startswith("#SBATCH")
+        ]
+        parts += [
+            f"## launch/{name}\n",
+            _text("\n".join(line.removeprefix("#").removeprefix(" ") for line in comment).strip()),
+        ]
     return "\n".join(parts)
 
 
 def _is_command(path: Path) -> bool:
-    """A module that users start: it says how in its docstring. Those that other commands start answer with a record, not an exit code."""
+    """A module that users start: it says how in its docstring. Those that other commands start answer with a record,
+    not an exit code."""
     tree = ast.parse(path.read_text())
     mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     if mains and (mains[0].returns is None or ast.unparse(mains[0].returns) != "int"):
         return False
-    return f"python -m {_module(path)}" in (ast.get_docstring(tree) or "") and 'if __name__ == "__main__"' in path.read_text()
+    return (
+        f"python -m {_module(path)}" in (ast.get_docstring(tree) or "")
+        and 'if __name__ == "__main__"' in path.read_text()
+    )
 
 
 def _module(path: Path) -> str:
@@ -147,7 +186,9 @@ def _arguments(path: Path) -> list[str]:
     """The table of a command's key=value arguments, of the dataclass that its main parses them into."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     place = {"run_with_options": 1, "parse_with_settings": 1}  # of the dataclass among the call's arguments
-    parsed = [call.args[place[call.func.id]] for call in calls if isinstance(call.func, ast.Name) and call.func.id in place]
+    parsed = [
+        call.args[place[call.func.id]] for call in calls if isinstance(call.func, ast.Name) and call.func.id in place
+    ]
     if not parsed:
         return []
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -162,10 +203,14 @@ def main() -> int:
     if unknown:
         print(f"write_reference: {unknown[0]!r} is not an argument; there is --check", file=sys.stderr)
         return 2
-    changed = {name: text for name, text in pages().items() if not (OUT / name).is_file() or (OUT / name).read_text() != text}
+    changed = {
+        name: text for name, text in pages().items() if not (OUT / name).is_file() or (OUT / name).read_text() != text
+    }
     if "--check" in sys.argv:
         for name in changed:
-            print(f"docs/reference/{name} is not what the code says: python scripts/write_reference.py", file=sys.stderr)
+            print(
+                f"docs/reference/{name} is not what the code says: python scripts/write_reference.py", file=sys.stderr
+            )
         return 1 if changed else 0
     OUT.mkdir(parents=True, exist_ok=True)
     for name, text in changed.items():

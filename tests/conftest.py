@@ -74,7 +74,10 @@ def tiny_qwen3(tmp_path_factory) -> Path:
 def sums_file(tmp_path_factory) -> Path:
     """A JSONL file of eight one-digit sums."""
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    rows = [{"question": f"{a} + {b} = ?", "answer": str(a + b)} for a, b in [(1, 2), (3, 4), (2, 2), (5, 1), (0, 7), (6, 3), (8, 1), (4, 4)]]
+    rows = [
+        {"question": f"{a} + {b} = ?", "answer": str(a + b)}
+        for a, b in [(1, 2), (3, 4), (2, 2), (5, 1), (0, 7), (6, 3), (8, 1), (4, 4)]
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -91,7 +94,8 @@ def disk_folder(tmp_path) -> Path:
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """Runs a command's main in this process with arguments it must refuse; the one line it said, its exit code being 2."""
+    """Runs a command's main in this process with arguments it must refuse; the one line it said, its exit code being
+    2."""
 
     def run(main, *arguments):
         monkeypatch.setattr("sys.argv", ["command", *arguments])
@@ -100,7 +104,8 @@ def refused(monkeypatch, capsys):
         except SystemExit as ended:
             status = ended.code
         printed = capsys.readouterr()
-        lines = [line for line in printed.err.strip().splitlines() if not line.startswith("Loading weights")]  # a progress bar
+        # a progress bar
+        lines = [line for line in printed.err.strip().splitlines() if not line.startswith("Loading weights")]
         assert status == 2 and len(lines) == 1, (status, printed)
         return lines[0]
 
@@ -109,7 +114,8 @@ def refused(monkeypatch, capsys):
 
 @pytest.fixture(scope="session")
 def pack_buckets():
-    """(name, tensor) pairs, version -> manifest and all buckets at once, as a learner would put them into the object store."""
+    """(name, tensor) pairs, version -> manifest and all buckets at once, as a learner would put them into the object
+    store."""
     from infsample_rl.model.weight_sync.buckets import stream_buckets
     from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
 

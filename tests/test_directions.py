@@ -1,4 +1,5 @@
-"""Imports point one way, between packages and inside them; Ray is imported in one; and what a GPU image may lack is never needed.
+"""Imports point one way, between packages and inside them; Ray is imported in one; and what a GPU image may lack is
+never needed.
 
 An allow list by rank: an import is right only if it goes down. Lazy imports and those under TYPE_CHECKING count.
 """
@@ -30,7 +31,8 @@ RANKS = {
     "main": 11,
     "__main__": 12,
 }
-SHORT_NAMES = {"simulate": "commands", "chaos": "commands", "evaluate": "commands"}  # python -m infsample_rl.NAME runs commands/NAME.py
+# python -m infsample_rl.NAME runs commands/NAME.py
+SHORT_NAMES = {"simulate": "commands", "chaos": "commands", "evaluate": "commands"}
 
 
 def modules_under(root: Path) -> dict[str, Path]:
@@ -101,7 +103,11 @@ def circles(root: Path) -> list[list[str]]:
 def importers_of(package: str, root: Path) -> set[str]:
     """Rooms whose files import a package that is not ours."""
     modules = modules_under(root)
-    return {room_of(name) for name, path in modules.items() if any(item.split(".")[0] == package for item in imports_of(path, modules))}
+    return {
+        room_of(name)
+        for name, path in modules.items()
+        if any(item.split(".")[0] == package for item in imports_of(path, modules))
+    }
 
 
 def test_imports_between_packages_go_down():
@@ -183,9 +189,32 @@ def test_ray_outside_of_cluster_is_found(house):
 
 
 PURE = [
-    *("config", "types", "observe.phases", "observe.timeline", "observe.health", "observe.report", "commands.chaos", "commands.simulate"),
-    *("rollout.schedule", "rollout.simulator", "rollout.optimum", "learner.row_plan", "learner.advantage", "controller.groups"),
-    *("cluster.dealing", "cluster.failures", "plan.placement", "plan.process_plan", "model.weight_sync.transport", "model.hub"),
+    *(
+        "config",
+        "types",
+        "observe.phases",
+        "observe.timeline",
+        "observe.health",
+        "observe.report",
+        "commands.chaos",
+        "commands.simulate",
+    ),
+    *(
+        "rollout.schedule",
+        "rollout.simulator",
+        "rollout.optimum",
+        "learner.row_plan",
+        "learner.advantage",
+        "controller.groups",
+    ),
+    *(
+        "cluster.dealing",
+        "cluster.failures",
+        "plan.placement",
+        "plan.process_plan",
+        "model.weight_sync.transport",
+        "model.hub",
+    ),
     "reward.peer_forms",
 ]
 
@@ -194,9 +223,16 @@ PURE = [
 def test_pure_files_have_no_tensors(name):
     """What decides and counts works on ints and lists."""
     modules = modules_under(ROOT)
-    files = [module for module in modules if module == f"infsample_rl.{name}" or module.startswith(f"infsample_rl.{name}.")]
+    files = [
+        module for module in modules if module == f"infsample_rl.{name}" or module.startswith(f"infsample_rl.{name}.")
+    ]
     assert files
-    wrong = {module: item for module in files for item in imports_of(modules[module], modules) if item.split(".")[0] in ("torch", "transformers")}
+    wrong = {
+        module: item
+        for module in files
+        for item in imports_of(modules[module], modules)
+        if item.split(".")[0] in ("torch", "transformers")
+    }
     assert wrong == {}
 
 

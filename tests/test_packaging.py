@@ -32,17 +32,23 @@ def installed(tmp_path_factory) -> Path:
     ignored = shutil.ignore_patterns(".venv", ".git", "runs", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=ignored)
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch / "dist", source], check=True, capture_output=True
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", scratch / "dist", source],
+        check=True,
+        capture_output=True,
     )
     (wheel,) = (scratch / "dist").glob("*.whl")
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", scratch / "site", wheel], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", scratch / "site", wheel], check=True
+    )
     return scratch / "site"
 
 
 @pytest.mark.slow
 def test_installed_wheel_composes_every_experiment(installed, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", CODE, str(installed)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(installed)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines == [[path.stem, path.stem] for path in sorted((ROOT / "configs" / "experiment").glob("*.yaml"))]

@@ -1,4 +1,5 @@
-"""Weights and checkpoints are data: nothing in them runs. Code that comes with a model runs only when it is asked for."""
+"""Weights and checkpoints are data: nothing in them runs. Code that comes with a model runs only when it is asked
+for."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_torch_loads_weights_only_and_pickle_reads_no_file():
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             function = ast.unparse(call.func)
             if function == "torch.load":
-                assert any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in call.keywords), name
+                assert any(
+                    keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in call.keywords
+                ), name
             if function.split(".")[0] == "pickle" and function.split(".")[-1] in ("load", "loads", "Unpickler"):
                 assert name in UNPICKLES, name
             assert not any(keyword.arg == "allow_pickle" for keyword in call.keywords), name
@@ -56,7 +59,10 @@ def test_a_models_own_code_is_not_run_unless_asked_for(tiny_qwen3, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_qwen3, folder)
     config = json.loads((folder / "config.json").read_text())
-    own = {"model_type": "its_own", "auto_map": {"AutoConfig": "its_code.OwnConfig", "AutoModelForCausalLM": "its_code.OwnModel"}}
+    own = {
+        "model_type": "its_own",
+        "auto_map": {"AutoConfig": "its_code.OwnConfig", "AutoModelForCausalLM": "its_code.OwnModel"},
+    }
     (folder / "config.json").write_text(json.dumps(config | own))
     (folder / "its_code.py").write_text(f"import os; os.mkdir({str(tmp_path / 'ran')!r})\n")
     with pytest.raises(ValueError):

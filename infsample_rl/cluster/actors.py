@@ -1,4 +1,5 @@
-"""Every worker as a Ray actor: opens the references it is handed, exports what the worker returns. Started by cluster.py.
+"""Every worker as a Ray actor: opens the references it is handed, exports what the worker returns. Started by
+cluster.py.
 
 Workers are plain classes that know nothing of Ray; they are imported where they run, so the driver loads none of them.
 """
@@ -39,11 +40,13 @@ from infsample_rl.types import (
 )
 
 StreamItem = bytes | MicroGroupHeader | list[Completion] | StreamEnd
-Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # weights as references to flat buckets, and their checksums
+# weights as references to flat buckets, and their checksums
+Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]
 
 
 class Observed:
-    """What every actor tells of itself: metrics by way of Ray, progress, phases and status when it is asked, also while its own calls run."""
+    """What every actor tells of itself: metrics by way of Ray, progress, phases and status when it is asked, also while
+    its own calls run."""
 
     _done = 0  # micro-groups or rows
 
@@ -80,20 +83,24 @@ class RolloutCalls(Observed):
         self.observe(config, "rollout", index, self.rollout.statistics)
 
     def stream(self, order: bytes) -> Iterator[StreamItem]:
-        """Of a sealed StreamOrder: micro-groups with their headers, as seal_micro_groups() sends them, until all is done or halt(number),
-        and the stream's end."""
+        """Of a sealed StreamOrder: micro-groups with their headers, as seal_micro_groups() sends them, until all is
+        done or halt(number), and the stream's end."""
         asked: StreamOrder = unseal(order)
         yield from seal_micro_groups(self._counted(self._items(*asked)))
         yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
 
-    def _counted(self, items: Iterator[MicroGroupHeader | list[Completion]]) -> Iterator[MicroGroupHeader | list[Completion]]:
+    def _counted(
+        self, items: Iterator[MicroGroupHeader | list[Completion]]
+    ) -> Iterator[MicroGroupHeader | list[Completion]]:
         for item in items:
             if isinstance(item, list):
                 self.metrics.count("micro_groups_yielded")
                 self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
             yield item
 
-    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+    def _items(
+        self, work: list[RolloutWork], step: int, evaluation: bool, number: int
+    ) -> Iterator[MicroGroupHeader | list[Completion]]:
         return self.rollout.stream(work, step=step, evaluation=evaluation, number=number)
 
     def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
@@ -168,9 +175,12 @@ class ReferenceCalls(Observed):
         self.observe(config, "reference", index, dict)
 
     def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
-        """Of micro-groups, one of each sealed Prompt: a sealed list[ReferenceReport], then of each the ReferenceResult, which the driver leaves
-        closed."""
-        found = [self._logprobs(unseal(prompt), open_micro_group(payload)) for prompt, payload in zip(prompts, payloads, strict=True)]
+        """Of micro-groups, one of each sealed Prompt: a sealed list[ReferenceReport], then of each the ReferenceResult,
+        which the driver leaves closed."""
+        found = [
+            self._logprobs(unseal(prompt), open_micro_group(payload))
+            for prompt, payload in zip(prompts, payloads, strict=True)
+        ]
         return [seal([result.report for result in found]), *found]
 
     def _logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
@@ -199,10 +209,12 @@ class LearnerCalls(Observed):
         return self.learner.setup(host, port, checkpoint)
 
     def learn_rows(self, rows: bytes, *payloads: Any) -> list[dict[str, float]]:
-        """Of a sealed list[RowWork], rows of as many waves, one after the other: forward and backward, or log-probabilities before the step's
-        first update."""
+        """Of a sealed list[RowWork], rows of as many waves, one after the other: forward and backward, or
+        log-probabilities before the step's first update."""
         asked: list[RowWork] = unseal(rows)
-        opened = [payload if isinstance(payload, ReferenceResult) else open_micro_group(payload) for payload in payloads]
+        opened = [
+            payload if isinstance(payload, ReferenceResult) else open_micro_group(payload) for payload in payloads
+        ]
         return [self._learn_row(row, opened) for row in asked]
 
     def _learn_row(self, work: RowWork, payloads: list[Any]) -> dict[str, float]:
@@ -220,7 +232,8 @@ class LearnerCalls(Observed):
 
     @phase("sync")
     def publish(self, version: int) -> Published:
-        """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must be asked."""
+        """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must
+        be asked."""
         manifest, buckets, sums = self.learner.publisher.export(version)
         refs = [ray.put(bucket) for bucket in buckets]
         self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
@@ -244,7 +257,8 @@ class LearnerCalls(Observed):
 
 
 class ColocatedCalls(RolloutCalls, LearnerCalls):
-    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running steps."""
+    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running
+    steps."""
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
         take_secrets(secrets)
@@ -260,7 +274,9 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         """Join the process group, load and shard the policy, build the engine."""
         found = self.both.setup(host, port, checkpoint)
         self.rollout = self.both.rollout
-        self.observe(self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics())
+        self.observe(
+            self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics()
+        )
         return found
 
     @ray.method(concurrency_group="control")
@@ -268,7 +284,9 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         """Running steps and rows since the start."""
         return self.rollout.progress() + self._done
 
-    def _items(self, work: list[RolloutWork], step: int, evaluation: bool, number: int) -> Iterator[MicroGroupHeader | list[Completion]]:
+    def _items(
+        self, work: list[RolloutWork], step: int, evaluation: bool, number: int
+    ) -> Iterator[MicroGroupHeader | list[Completion]]:
         """Learner rows run in the pauses."""
         items = self.rollout.stream(work, step=step, evaluation=evaluation, number=number, pause_every=self.pause_every)
         while True:
@@ -297,7 +315,8 @@ def _samples(work: RowWork, payloads: list[Any]) -> list[TrainingSample] | None:
     return None if work.row is None else assemble(work.row, work.prompt_ids, micro_groups, references)
 
 
-_with_control = ray.remote(concurrency_groups={"control": 2})  # two: give_back() waits for a running step, progress() must not
+# two: give_back() waits for a running step, progress() must not
+_with_control = ray.remote(concurrency_groups={"control": 2})
 ACTORS = {
     "rollout": _with_control(RolloutCalls),
     "reward": _with_control(RewardCalls),

@@ -41,7 +41,8 @@ class RowArrival:
 
 @dataclass(frozen=True, slots=True)
 class MicroGroupLost:
-    """A micro-group that had arrived is gone, with the node that held it; its samples are drawn again and arrive under other keys."""
+    """A micro-group that had arrived is gone, with the node that held it; its samples are drawn again and arrive under
+    other keys."""
 
     key: int
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import ray
 
-from infsample_rl.cluster.calls import SLICE_S, Patience, PayloadLost, Waiting, learner_failure, open_at_once, standing, status_of, value_of
+from infsample_rl.cluster.calls import (
+    SLICE_S,
+    Patience,
+    PayloadLost,
+    Waiting,
+    learner_failure,
+    open_at_once,
+    standing,
+    status_of,
+    value_of,
+)
 from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.workers import Crew, Handle
@@ -22,7 +32,15 @@ class Asking:
     def __init__(self, crew: Crew, note: Callable[[str], None], interruption: Interruption, waiting: Waiting) -> None:
         self._crew, self._note, self._interruption, self._waiting = crew, note, interruption, waiting
 
-    def ask(self, role: str, what: str, call: Callable[[Handle], ray.ObjectRef], timeout_s: float, *, only: list[int] | None = None) -> list[Any]:
+    def ask(
+        self,
+        role: str,
+        what: str,
+        call: Callable[[Handle], ray.ObjectRef],
+        timeout_s: float,
+        *,
+        only: list[int] | None = None,
+    ) -> list[Any]:
         """Answers of all workers of a role, or of those in `only`, in their order."""
         handles = self._crew.all(role)
         return self.gather({call(handles[index]): (role, index) for index in only or sorted(handles)}, what, timeout_s)
@@ -30,8 +48,8 @@ class Asking:
     def gather(self, calls: Calls, what: str, timeout_s: float) -> list[Any]:
         """All results, in order; says what is waited for.
 
-        WorkerLost, for the learner StepLost, when a worker is gone or has not answered after `timeout_s`; Terminated after SIGTERM; what
-        a worker raised, as ValueError or RuntimeError.
+        WorkerLost, for the learner StepLost, when a worker is gone or has not answered after `timeout_s`; Terminated
+        after SIGTERM; what a worker raised, as ValueError or RuntimeError.
         """
         patience, pending, answers = Patience(self._note), list(calls), dict[ray.ObjectRef, Any]()
         while pending:
@@ -53,7 +71,9 @@ class Asking:
             self._note(f"{what}: {worker_name(role, index)} has not answered within {timeout_s:g} s; {where}")
         role, index = silent[0]
         reason = f"{what}: no answer within {timeout_s:g} s"
-        raise StepLost(f"{worker_name(role, index)}: {reason}") if role == "learner" else WorkerLost(role, index, reason)
+        raise (
+            StepLost(f"{worker_name(role, index)}: {reason}") if role == "learner" else WorkerLost(role, index, reason)
+        )
 
     def _value(self, ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any]) -> Any:
         try:

@@ -26,7 +26,8 @@ class PayloadLost(RuntimeError):
 
 
 def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
-    """Values of calls that have ended, fetched in one request. Empty when one of them failed: value_of then tells which, and why."""
+    """Values of calls that have ended, fetched in one request. Empty when one of them failed: value_of then tells
+    which, and why."""
     try:
         return dict(zip(refs, ray.get(refs), strict=True)) if refs else {}
     except ray.exceptions.RayError:
@@ -36,7 +37,8 @@ def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
 def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any] | None = None) -> Any:
     """The value of a call on a worker, `opened` or still to be fetched.
 
-    WorkerLost when its process is gone, PayloadLost when the data is; ValueError for a setting it refused; RuntimeError for what it raised.
+    WorkerLost when its process is gone, PayloadLost when the data is; ValueError for a setting it refused; RuntimeError
+    for what it raised.
     """
     if opened and ref in opened:
         return opened[ref]
@@ -45,8 +47,11 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         return ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else error
-        # RayActorError: the process that was to send an argument died before it had, in a stream between a header and its payload
-        if isinstance(cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)):
+        # RayActorError: the process that was to send an argument died before it had, in a stream between a header and
+        # its payload
+        if isinstance(
+            cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)
+        ):
             raise PayloadLost(f"{who}: {cause}") from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
         raise kind(f"{who}: {_said(cause)}") from error
@@ -58,7 +63,9 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
     except ray.exceptions.ObjectLostError as error:
         raise PayloadLost(f"{who}: {error}") from error
     except ray.exceptions.OutOfMemoryError as error:
-        raise WorkerLost(role, index, "its process died (Ray's memory monitor ended it: the node ran low on memory)") from error
+        raise WorkerLost(
+            role, index, "its process died (Ray's memory monitor ended it: the node ran low on memory)"
+        ) from error
     except ray.exceptions.RayError as error:
         raise RuntimeError(f"{who}: {type(error).__name__}: {error}") from error
 
@@ -75,7 +82,9 @@ def _in_short(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "creation task" in text:
         return f"{NOT_STARTED}: {str(error).strip().splitlines()[-1].strip()}"
-    known = re.search(r"low on memory|Worker exit type: \w+|actor's node was terminated|node has (?:died|been marked dead)[^.]*", text)
+    known = re.search(
+        r"low on memory|Worker exit type: \w+|actor's node was terminated|node has (?:died|been marked dead)[^.]*", text
+    )
     return f"its process died ({known[0] if known else text[:160]})"
 
 
@@ -127,7 +136,8 @@ class Patience:
 
 
 def learner_failure(ranks: dict[int, Any], error: Exception) -> Exception:
-    """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their collectives) or hangs, else the error."""
+    """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their collectives)
+    or hangs, else the error."""
     gone = [worker_name("learner", index) for index, handle in ranks.items() if status_of(handle) is None]
     if isinstance(error, WorkerLost):
         return StepLost(str(error))
@@ -142,4 +152,7 @@ def standing(status: WorkerStatus | None) -> str:
     if status is None:
         return "its process does not answer"
     where = f"in phase {status.phase} for {status.phase_s:.0f} s, process {status.pid} on {status.node}"
-    return f"{where}; last log line: {status.last_line or 'none'}; its threads:\n{status.stack or 'none is in this package'}"
+    return (
+        f"{where}; last log line: {status.last_line or 'none'}; its "
+        f"threads:\n{status.stack or 'none is in this package'}"
+    )

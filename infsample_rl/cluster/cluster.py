@@ -1,4 +1,5 @@
-"""The workers of a run on Ray: starts them, asks them, goes back to a checkpoint. Traffic carries samples, WeightDelivery weights."""
+"""The workers of a run on Ray: starts them, asks them, goes back to a checkpoint. Traffic carries samples,
+WeightDelivery weights."""
 
 from __future__ import annotations
 
@@ -72,9 +73,13 @@ class Cluster:
         self._kernel_kills = KernelKills()
         self.restarts = Restarts(config.cluster.max_restarts, note, self._interruption.sleep, self._explain_loss)
         self._crew = Crew(self._spawn, ray.kill, _is_there, self.restarts)
-        self._traffic = Traffic(config, self._crew, note, self._interruption, lambda index: self._weights.bring_back(index))
+        self._traffic = Traffic(
+            config, self._crew, note, self._interruption, lambda index: self._weights.bring_back(index)
+        )
         self._asking = Asking(self._crew, note, self._interruption, self._traffic.waiting)
-        self._weights = WeightDelivery(config, self._crew, self._asking, note, self._interruption, self._session.has_place)
+        self._weights = WeightDelivery(
+            config, self._crew, self._asking, note, self._interruption, self._session.has_place
+        )
         self._probe_reports: dict[ray.ObjectRef, int] = {}
         self._phase_requests = Requests(lambda worker: worker.phases.remote())
         self._rows_shown = RowsShown()
@@ -117,7 +122,9 @@ class Cluster:
         """ValueError when weights that travel through the object store do not fit in it."""
         if choose_transport(self._config.cluster) == "object_store":
             model = self._config.model
-            shapes = shapes_of_architecture(load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code)
+            shapes = shapes_of_architecture(
+                load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
+            )
             check_object_store(plan_weights(shapes, 0).num_bytes, self._session.object_store_bytes())
 
     def _spawn(self, role: str, index: int) -> tuple[Handle, Answer]:
@@ -132,7 +139,9 @@ class Cluster:
         ask("learner", "learner ranks to start", lambda rank: rank.status.remote(), limit)
         self._session.check_new_nodes()  # this role writes checkpoints
         host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
-        found = ask("learner", "learner ranks to load the policy", lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
+        found = ask(
+            "learner", "learner ranks to load the policy", lambda rank: rank.setup.remote(host, port, checkpoint), limit
+        )[0]
         self._note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
         self._weights.forget_learner()
 
@@ -170,7 +179,8 @@ class Cluster:
         self._traffic.learn(rank, work, keys)
 
     def arrivals(self, *, until_learner_is_idle: bool = False) -> Iterator[Arrival]:
-        """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile. Raises as Traffic.arrivals."""
+        """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile.
+        Raises as Traffic.arrivals."""
         return self._traffic.arrivals(until_learner_is_idle=until_learner_is_idle)
 
     def completions(self, key: int) -> list[Completion] | None:
@@ -184,12 +194,14 @@ class Cluster:
     # Calls on all workers of a role.
 
     def optimizer_step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:
-        """Step the optimizer on every rank, for the last time in this step or not; the metrics are equal on all, rank 0's are returned."""
+        """Step the optimizer on every rank, for the last time in this step or not; the metrics are equal on all, rank
+        0's are returned."""
         self._weights.learner_has_moved = True
         return self._learner("optimizer step", lambda rank: rank.step.remote(totals, is_last))[0]
 
     def publish_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
-        """Bring every engine to the learner's weights, and to the run's length probe. Rollout workers that are lost are replaced."""
+        """Bring every engine to the learner's weights, and to the run's length probe. Rollout workers that are lost are
+        replaced."""
         report, holders = self._weights.deliver(version, probe)
         self._traffic.rollout.begin_version(holders)
         return report
@@ -205,18 +217,22 @@ class Cluster:
         for ref, index in self._probe_reports.items():
             handle = self._crew.all("rollout")[index]
             try:
-                reports += self._asking.gather({ref: ("rollout", index)}, "length probe reports", self._config.cluster.progress_timeout_s)
+                reports += self._asking.gather(
+                    {ref: ("rollout", index)}, "length probe reports", self._config.cluster.progress_timeout_s
+                )
             except WorkerLost as lost:
                 self._traffic.rollout.replace(lost, handle)  # it gets the version that is published next
         return reports
 
     def rollout_ends(self) -> list[StreamEnd]:
-        """What rollout workers said at the end of the last round's streams; a worker that was dealt more later has several."""
+        """What rollout workers said at the end of the last round's streams; a worker that was dealt more later has
+        several."""
         return self._traffic.rollout.ends
 
     def save(self, folder: str) -> None:
         """Write the learner's checkpoint into `folder`."""
-        # Behind rows that may still be under way after abandon_step(), on all ranks alike: in a process that also samples those have a group.
+        # Behind rows that may still be under way after abandon_step(), on all ranks alike: in a process that also
+        # samples those have a group.
         group = {"concurrency_group": "learner"} if self._config.cluster.colocate else {}
         self._learner("saving the checkpoint", lambda rank: rank.save.options(**group).remote(folder))
 
@@ -226,7 +242,8 @@ class Cluster:
     # Workers that come and go
 
     def resize(self) -> None:
-        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It joins when it has weights.
+        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It
+        joins when it has weights.
 
         After a restart, too: RuntimeError where Ray moved a worker to a node with other files.
         """
@@ -241,7 +258,8 @@ class Cluster:
             self._crew.add("rollout", index)
 
     def return_to(self, checkpoint: str | None, reason: str) -> None:
-        """Give the unfinished step up, kill every learner rank and bring all back from `checkpoint`; weights have to be published then."""
+        """Give the unfinished step up, kill every learner rank and bring all back from `checkpoint`; weights have to be
+        published then."""
         self._traffic.abandon()
         while True:
             self._crew.replace_all("learner", reason)
@@ -257,8 +275,8 @@ class Cluster:
         return explain(said, self._config)
 
     def abandon_step(self, *, for_good: bool = False) -> None:
-        """Give the unfinished step up: streams end, what is in flight is forgotten. `for_good`: nothing is sampled any more, so that streams
-        are waited for only where the learner's calls come behind them."""
+        """Give the unfinished step up: streams end, what is in flight is forgotten. `for_good`: nothing is sampled any
+        more, so that streams are waited for only where the learner's calls come behind them."""
         self._traffic.abandon(drained=self._config.cluster.colocate or not for_good)
 
     # What is seen from outside
@@ -266,21 +284,40 @@ class Cluster:
     def counts(self) -> ClusterCounts:
         """Where the run stands now."""
         traffic, rollout = self._traffic, self._traffic.rollout
-        return ClusterCounts(time.time(), traffic.waiting.seconds, len(rollout.ready), traffic.num_arrived, rollout.num_moved, self.restarts.total)
+        return ClusterCounts(
+            time.time(),
+            traffic.waiting.seconds,
+            len(rollout.ready),
+            traffic.num_arrived,
+            rollout.num_moved,
+            self.restarts.total,
+        )
 
     def ask_phases(self, *, rollout: bool = False) -> None:
-        """Ask workers for their phases; they come out of phases(). `rollout`: also rollout workers that decode, who tell theirs when they end."""
-        roles = ("learner", "reward", "reference") if self._config.cluster.colocate else ("rollout", "learner", "reward", "reference")
+        """Ask workers for their phases; they come out of phases(). `rollout`: also rollout workers that decode, who
+        tell theirs when they end."""
+        roles = (
+            ("learner", "reward", "reference")
+            if self._config.cluster.colocate
+            else ("rollout", "learner", "reward", "reference")
+        )
         telling = set() if rollout else self._traffic.rollout.decoding
-        workers = [handle for role in roles for index, handle in self._crew.all(role).items() if role != "rollout" or index not in telling]
+        workers = [
+            handle
+            for role in roles
+            for index, handle in self._crew.all(role).items()
+            if role != "rollout" or index not in telling
+        ]
         self._phase_requests.ask(workers)
 
     def phases(self, *, wait_s: float = 0.0) -> list[WorkerPhases]:
-        """What workers have told at the end of their streams, and what those that were asked have answered within `wait_s` seconds."""
+        """What workers have told at the end of their streams, and what those that were asked have answered within
+        `wait_s` seconds."""
         return self._traffic.rollout.take_phases() + self._phase_requests.take(wait_s)
 
     def now(self) -> ClusterNow:
-        """What is in flight, and the rows as rollout workers said last; asks them again and waits for nobody. For one thread, any."""
+        """What is in flight, and the rows as rollout workers said last; asks them again and waits for nobody. For one
+        thread, any."""
         rollout = self._rows_shown.ask(list(self._crew.all("rollout").values()))
         return ClusterNow(rollout, self._traffic.rollout.num_owed, self._traffic.num_in_flight())
 

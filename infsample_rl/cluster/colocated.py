@@ -1,7 +1,9 @@
-"""Rollout worker and learner rank in one process, taking turns on its device. Plain classes; actors.py wraps them for Ray.
+"""Rollout worker and learner rank in one process, taking turns on its device. Plain classes; actors.py wraps them for
+Ray.
 
-At one rank that nothing shards or adapts, engine and learner are two modules over the same parameters: an update is published by
-doing nothing. Otherwise the engine has a model of its own, into which the learner's parameters are copied, gathered one at a time.
+At one rank that nothing shards or adapts, engine and learner are two modules over the same parameters: an update is
+published by doing nothing. Otherwise the engine has a model of its own, into which the learner's parameters are copied,
+gathered one at a time.
 """
 
 from __future__ import annotations
@@ -38,10 +40,13 @@ class ColocatedWorker:
         self.shares_weights = isinstance(self.learner.backend, UnshardedBackend) and self.config.learner.lora_rank == 0
         model = share_parameters(self.learner.policy.lm) if self.shares_weights else None
         self.rollout = RolloutWorker(self.config, self.rank, model, reserved_bytes=self._learner_growth())
-        return found | {"engine": "shares the learner's weights" if self.shares_weights else "has its own copy of the weights"}
+        return found | {
+            "engine": "shares the learner's weights" if self.shares_weights else "has its own copy of the weights"
+        }
 
     def _learner_growth(self) -> int:
-        """Bytes that the learner's fullest row takes above what the learner holds now, by the plan; rollout.kv_budget_bytes=auto leaves them free."""
+        """Bytes that the learner's fullest row takes above what the learner holds now, by the plan;
+        rollout.kv_budget_bytes=auto leaves them free."""
         if self.config.rollout.kv_budget_bytes != "auto":
             return 0
         lines, _ = learner_lines(self.config, ModelOutline.of(self.config, len(self.learner.tokenizer)))
@@ -63,7 +68,8 @@ class ColocatedWorker:
 
 
 def share_parameters(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module over the same parameters, with its own config, so that attention and checkpointing are set for each alone."""
+    """A second module over the same parameters, with its own config, so that attention and checkpointing are set for
+    each alone."""
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     twin.gradient_checkpointing_disable()
     twin.set_attn_implementation("sdpa")
@@ -71,7 +77,8 @@ def share_parameters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class TurnLock:
-    """A lock that is had in the order in which it was asked for, so that decoding cannot keep a waiting learner row out."""
+    """A lock that is had in the order in which it was asked for, so that decoding cannot keep a waiting learner row
+    out."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

@@ -1,4 +1,5 @@
-"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit, and whether they are still there."""
+"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit, and whether
+they are still there."""
 
 from __future__ import annotations
 
@@ -28,21 +29,29 @@ CONNECT_TIMEOUT_S = 1.0
 RETRY_S = 2.0
 START_ATTEMPTS = 3  # of a local cluster
 RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
-CONTROL_SERVICE_GONE_S = 20.0  # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
+# a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
+CONTROL_SERVICE_GONE_S = 20.0
 TENSOR_ROLES = ("rollout", "reference", "learner")
 HOW_TO_AUTHENTICATE = (
-    "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and RAY_AUTH_MODE=token with "
+    "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and "
+    "RAY_AUTH_MODE=token with "
     "RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
 )
 
 
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
-    """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody in.
+    """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody
+    in.
 
-    The handler of SIGTERM stays the caller's: Ray puts its own in its place, which exits. Terminated after SIGTERM, whichever took it.
+    The handler of SIGTERM stays the caller's: Ray puts its own in its place, which exits. Terminated after SIGTERM,
+    whichever took it.
     """
     handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-    arguments: dict[str, Any] = {"runtime_env": {"env_vars": worker_environment(config)}, "log_to_driver": False, "logging_level": "ERROR"}
+    arguments: dict[str, Any] = {
+        "runtime_env": {"env_vars": worker_environment(config)},
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
     try:
         if config.cluster.address is None:
             _start_local(config, arguments, note)
@@ -56,9 +65,11 @@ def connect(config: Config, note: Callable[[str], None], interruption: Interrupt
 
 
 class RayProcesses:
-    """The two processes of Ray without which a run cannot go on: the raylet of the driver's node, and the cluster's control service.
+    """The two processes of Ray without which a run cannot go on: the raylet of the driver's node, and the cluster's
+    control service.
 
-    Without its raylet a driver waits for ever for workers to start; without the control service Ray ends it after a minute, nothing saved.
+    Without its raylet a driver waits for ever for workers to start; without the control service Ray ends it after a
+    minute, nothing saved.
     """
 
     def __init__(self) -> None:
@@ -95,16 +106,23 @@ def worker_environment(config: Config) -> dict[str, str]:
     threads = str(config.cluster.threads_per_worker)
     package = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
-    return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": python_path}
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": python_path,
+    }
 
 
 def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> dict[str, str]:
-    """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where another library is preloaded.
+    """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where
+    another library is preloaded.
 
-    glibc keeps much of what a learner row frees, so that its peak grows from step to step; jemalloc gives it back in the same time. Without
-    `oversize_threshold:0` it would return every tensor of 8 MB and more at once, and each would be faulted in again (docs/plan.md). MKL
-    keeps the buffers of its products, 10 to 45 MB a thread, unless it is told not to, which costs no time beside jemalloc. Who runs rows keeps
-    few compiled products; not who `samples`, whose row counts come back.
+    glibc keeps much of what a learner row frees, so that its peak grows from step to step; jemalloc gives it back in
+    the same time. Without `oversize_threshold:0` it would return every tensor of 8 MB and more at once, and each would
+    be faulted in again (docs/plan.md). MKL keeps the buffers of its products, 10 to 45 MB a thread, unless it is told
+    not to, which costs no time beside jemalloc. Who runs rows keeps few compiled products; not who `samples`, whose row
+    counts come back.
     """
     if role not in TENSOR_ROLES or gpus > 0 or JEMALLOC_SO is None or "LD_PRELOAD" in os.environ:
         return {}
@@ -113,9 +131,12 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home folder."""
+    """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home
+    folder."""
     cluster = config.cluster
-    dashboard = {"include_dashboard": cluster.dashboard} | ({"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {})
+    dashboard = {"include_dashboard": cluster.dashboard} | (
+        {"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {}
+    )
     with without_secrets():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
@@ -124,12 +145,17 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):
                     raise RuntimeError(f"Ray could not be started here: {error}") from error
-                note("warning: Ray's processes were not up within its 30 s, which a busy machine may need: they are started again")
+                note(
+                    "warning: Ray's processes were not up within its 30 s, which a busy machine may need: they are "
+                    "started again"
+                )
                 ray.shutdown()
     if cluster.dashboard:
         note(f"Ray's dashboard: http://{context.dashboard_url}")
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
-        note("Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it")
+        note(
+            "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"
+        )
 
 
 def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None], interruption: Interruption) -> None:
@@ -139,16 +165,19 @@ def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None]
     elif _probe(address) is None:
         if not config.cluster.allow_unauthenticated:
             raise ValueError(
-                f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for no token, so whoever reaches its ports can run "
+                f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for no token, so whoever "
+                "reaches its ports can run "
                 f"code on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
             )
         note(f"warning: the Ray cluster at {address} asks for no token (cluster.allow_unauthenticated=true)")
     elif not _has_token(config):
         raise ValueError(
-            f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for a token, and this process has none; set "
+            f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for a token, and this "
+            "process has none; set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
         )
-    elif _probe(address, with_token=True) == grpc.StatusCode.UNAUTHENTICATED:  # Ray itself would try for 20 s, and then say less
+    # Ray itself would try for 20 s, and then say less
+    elif _probe(address, with_token=True) == grpc.StatusCode.UNAUTHENTICATED:
         raise ValueError(
             f"cluster.address={config.cluster.address}: the Ray cluster at {address} refuses this process's token; "
             "RAY_AUTH_TOKEN_PATH must name the file of the cluster's own"
@@ -176,7 +205,9 @@ def _find(config: Config, note: Callable[[str], None], interruption: Interruptio
             problem = str(error).splitlines()[0]
         waited = time.monotonic() - started
         if waited >= limit:
-            raise ValueError(f"cluster.address={config.cluster.address}: {problem}; start Ray there, or leave cluster.address out")
+            raise ValueError(
+                f"cluster.address={config.cluster.address}: {problem}; start Ray there, or leave cluster.address out"
+            )
         note(f"waiting for the Ray cluster at {config.cluster.address}: {problem}; {waited:.0f} of {limit:g} s")
         interruption.sleep(min(RETRY_S, limit - waited))
 

@@ -11,7 +11,8 @@ KEPT_ROWS = 100_000  # of the data source, those sampled last
 
 
 class ExpectedLengths:
-    """Expected response length of a prompt: the mean of its samples when it was last sampled, else that of the newest samples of all."""
+    """Expected response length of a prompt: the mean of its samples when it was last sampled, else that of the newest
+    samples of all."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         """`state`: what state() gave."""
@@ -41,21 +42,38 @@ class ExpectedLengths:
 
 
 def deal(
-    prompts: list[Prompt], group_size: int, num_workers: int, *, whole_prompts: bool, expected: list[float] | None = None
+    prompts: list[Prompt],
+    group_size: int,
+    num_workers: int,
+    *,
+    whole_prompts: bool,
+    expected: list[float] | None = None,
 ) -> list[list[RolloutWork]]:
-    """Cut the step's samples, in (prompt, sample) order, into one contiguous part for every worker, near-equal in expected tokens.
+    """Cut the step's samples, in (prompt, sample) order, into one contiguous part for every worker, near-equal in
+    expected tokens.
 
-    `expected`: tokens of a sample of every prompt; None: all equal. A prompt's group may be split over workers; `whole_prompts` keeps
-    it on one (dynamic_slot needs that). Example: 1 prompt, G = 4, 2 workers -> [[prompt 0: samples 0, 1], [prompt 0: samples 2, 3]].
+    `expected`: tokens of a sample of every prompt; None: all equal. A prompt's group may be split over workers;
+    `whole_prompts` keeps it on one (dynamic_slot needs that). Example: 1 prompt, G = 4, 2 workers -> [[prompt 0:
+    samples 0, 1], [prompt 0: samples 2, 3]].
     """
     if whole_prompts:
-        return [[_work(prompt, range(group_size)) for prompt in prompts[worker::num_workers]] for worker in range(num_workers)]
+        return [
+            [_work(prompt, range(group_size)) for prompt in prompts[worker::num_workers]]
+            for worker in range(num_workers)
+        ]
     work = [_work(prompt, range(group_size)) for prompt in prompts]
-    return split(work, num_workers, None if expected is None else {prompt.prompt_index: e for prompt, e in zip(prompts, expected, strict=True)})
+    return split(
+        work,
+        num_workers,
+        None if expected is None else {prompt.prompt_index: e for prompt, e in zip(prompts, expected, strict=True)},
+    )
 
 
-def split(work: Iterable[RolloutWork], num_parts: int, expected: dict[int, float] | None = None) -> list[list[RolloutWork]]:
-    """Cut work into `num_parts` contiguous parts of near-equal expected tokens, {prompt_index: tokens of a sample}; None: all equal."""
+def split(
+    work: Iterable[RolloutWork], num_parts: int, expected: dict[int, float] | None = None
+) -> list[list[RolloutWork]]:
+    """Cut work into `num_parts` contiguous parts of near-equal expected tokens, {prompt_index: tokens of a sample};
+    None: all equal."""
     work = list(work)
     costs = [1.0 if expected is None else expected[item.prompt_index] for item in work]
     total = sum(cost * len(item.sample_indices) for cost, item in zip(costs, work, strict=True))
@@ -67,7 +85,9 @@ def split(work: Iterable[RolloutWork], num_parts: int, expected: dict[int, float
             share = (before + cost * (place + 1)) * num_parts / total  # where the sample ends, in parts
             of_part.setdefault(min(num_parts - 1, int(share - 1e-9)), []).append(sample)
         for part, samples in of_part.items():
-            parts[part].append(RolloutWork(prompt_index=item.prompt_index, prompt_ids=item.prompt_ids, sample_indices=samples))
+            parts[part].append(
+                RolloutWork(prompt_index=item.prompt_index, prompt_ids=item.prompt_ids, sample_indices=samples)
+            )
         before += cost * len(item.sample_indices)
     return parts
 

@@ -1,4 +1,5 @@
-"""What may be lost while a run goes on, and how often it is brought back. No Ray here: cluster.py finds out, driver.py decides."""
+"""What may be lost while a run goes on, and how often it is brought back. No Ray here: cluster.py finds out, driver.py
+decides."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class WorkerLost(RuntimeError):
 
 
 class StepLost(RuntimeError):
-    """The unfinished step cannot be ended: a learner rank is gone, or something the learner needs. The run goes back to its last checkpoint."""
+    """The unfinished step cannot be ended: a learner rank is gone, or something the learner needs. The run goes back to
+    its last checkpoint."""
 
 
 def worker_name(role: str, index: int) -> str:
@@ -26,11 +28,15 @@ def worker_name(role: str, index: int) -> str:
 
 
 class Restarts:
-    """Counts restarts: at most `limit` of a part between two steps that the run had not finished before, with pauses that double from the
-    second on. Each part counts for itself: a node that is lost takes many with it."""
+    """Counts restarts: at most `limit` of a part between two steps that the run had not finished before, with pauses
+    that double from the second on. Each part counts for itself: a node that is lost takes many with it."""
 
     def __init__(
-        self, limit: int, note: Callable[[str], None], sleep: Callable[[float], None], explain: Callable[[str], str] = lambda text: text
+        self,
+        limit: int,
+        note: Callable[[str], None],
+        sleep: Callable[[float], None],
+        explain: Callable[[str], str] = lambda text: text,
     ) -> None:
         """`explain`: adds to what is said of a lost worker what is known beside."""
         self._explain = explain
@@ -43,12 +49,17 @@ class Restarts:
         said = self._explain(f"{who}: {reason}")
         before = self._in_a_row[who]
         if before >= self._limit:
-            raise RuntimeError(f"{said}; cluster.max_restarts={self._limit}: {before} restarts since the run last finished a new step are enough")
+            raise RuntimeError(
+                f"{said}; cluster.max_restarts={self._limit}: {before} restarts since the run last finished a new step "
+                "are enough"
+            )
         self._in_a_row[who] += 1
         self.by_part[who] = self.by_part.get(who, 0) + 1
         pause = 0.0 if before == 0 else min(LONGEST_PAUSE_S, 0.5 * 2.0 ** (before - 1))
         after = f" after {pause:g} s" if pause else ""
-        self._note(f"{said}; started again{after} (restart {before + 1} of at most {self._limit} before a step is finished)")
+        self._note(
+            f"{said}; started again{after} (restart {before + 1} of at most {self._limit} before a step is finished)"
+        )
         self._sleep(pause)
 
     @property

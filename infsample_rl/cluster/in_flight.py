@@ -1,4 +1,5 @@
-"""What is in flight during a step: streams of rollout workers, calls on the others, new workers on their way to the weights."""
+"""What is in flight during a step: streams of rollout workers, calls on the others, new workers on their way to the
+weights."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class Call:
 
 @dataclass(slots=True, eq=False)
 class Return:
-    """A rollout worker in place of a lost one, on its way to the weights. The references keep them in the object store."""
+    """A rollout worker in place of a lost one, on its way to the weights. The references keep them in the object
+    store."""
 
     role: ClassVar[str] = "rollout"
     index: int
@@ -69,8 +71,12 @@ def settle(owed: dict[int, RolloutWork], header: MicroGroupHeader) -> RolloutWor
     arrived = set(header.sample_indices)
     left = [index for index in work.sample_indices if index not in arrived]
     if left:
-        owed[header.prompt_index] = RolloutWork(prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=left)
-    return RolloutWork(prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=list(header.sample_indices))
+        owed[header.prompt_index] = RolloutWork(
+            prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=left
+        )
+    return RolloutWork(
+        prompt_index=work.prompt_index, prompt_ids=work.prompt_ids, sample_indices=list(header.sample_indices)
+    )
 
 
 def drain(generator: Any) -> None:

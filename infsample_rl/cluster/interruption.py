@@ -1,5 +1,5 @@
-"""What ends a run in order, where it waits next, so that it keeps what is finished: SIGTERM, as job managers send it before they kill, and
-the loss of what nothing can bring back."""
+"""What ends a run in order, where it waits next, so that it keeps what is finished: SIGTERM, as job managers send it
+before they kill, and the loss of what nothing can bring back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 
 class Terminated(BaseException):
-    """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for one."""
+    """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for
+    one."""
 
 
 def end_at_once_on_sigterm(line: str) -> None:
@@ -33,7 +34,8 @@ def end_at_once_on_sigterm(line: str) -> None:
 
 
 class Interruption:
-    """Turns SIGTERM into Terminated at the next check(). The handler itself does nothing else, so it cannot break a call in two."""
+    """Turns SIGTERM into Terminated at the next check(). The handler itself does nothing else, so it cannot break a
+    call in two."""
 
     def __init__(self) -> None:
         self.requested_at: float | None = None  # time.monotonic()
@@ -76,7 +78,8 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self, for_s: float) -> Iterator[None]:
-        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after the request."""
+        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after
+        the request."""
         before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:
             yield

@@ -1,8 +1,8 @@
 """Records as bytes, for calls that the driver makes or takes by the hundred in a step.
 
-Ray takes bytes as they are; a record it pickles itself, with a call back into Python for every object in it and a buffer of its own for every
-array, which costs the driver about twice as much. A small micro-group travels in one message behind its header, a large one in a
-second through the object store.
+Ray takes bytes as they are; a record it pickles itself, with a call back into Python for every object in it and a
+buffer of its own for every array, which costs the driver about twice as much. A small micro-group travels in one
+message behind its header, a large one in a second through the object store.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def seal(record: Any) -> bytes:
 
 
 def unseal(sealed: bytes) -> Any:
-    """The record: a process of this run made the bytes, Ray carried them. Of a sealed micro-group the header alone, which comes first."""
+    """The record: a process of this run made the bytes, Ray carried them. Of a sealed micro-group the header alone,
+    which comes first."""
     return pickle.loads(sealed)
 
 
@@ -47,8 +48,11 @@ class SealedOnce:
         self._found.clear()
 
 
-def seal_micro_groups(items: Iterable[MicroGroupHeader | list[Completion]]) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:
-    """Of header, micro-group, header, micro-group, ...: each small micro-group sealed in one with its header, the others as they are."""
+def seal_micro_groups(
+    items: Iterable[MicroGroupHeader | list[Completion]],
+) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:
+    """Of header, micro-group, header, micro-group, ...: each small micro-group sealed in one with its header, the
+    others as they are."""
     header = None
     for item in items:
         if isinstance(item, MicroGroupHeader):

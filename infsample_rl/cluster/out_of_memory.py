@@ -1,7 +1,8 @@
-"""When memory runs out: who asked for how much, what the plan said of it, which setting to change. Pure; reads RUN/plan.json and /proc.
+"""When memory runs out: who asked for how much, what the plan said of it, which setting to change. Pure; reads
+RUN/plan.json and /proc.
 
-A failure travels as text: a worker's exception, or what Ray says of a process that is gone. `explain` adds to such a line what helps; lines
-that are not of memory stay as they are.
+A failure travels as text: a worker's exception, or what Ray says of a process that is gone. `explain` adds to such a
+line what helps; lines that are not of memory stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from infsample_rl.config.fields import parse_bytes
 from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
 
 OUT_OF_MEMORY = re.compile(
-    r"out of memory|(?:can't|cannot) allocate memory|unable to allocate|MemoryError|std::bad_alloc|low on memory|OutOfMemory|OUT_OF_MEMORY",
+    r"out of memory|(?:can't|cannot) allocate memory|unable to allocate|MemoryError|std::bad_alloc|low on "
+    r"memory|OutOfMemory|OUT_OF_MEMORY",
     re.IGNORECASE,
 )
 SIZE = r"([\d.,]+) ?(bytes|[KMGTPE]i?B)\b"
@@ -35,7 +37,9 @@ PART_OF_PHASE = {  # where a process does the work of several parts
 }
 SAID = "ran out of memory"  # in a line that has been explained
 LINES_SHOWN = 3  # of the plan, the largest
-UNITS = {"bytes": 1} | {f"{letter}{i}B": base**power for i, base in (("", 1000), ("i", 1024)) for power, letter in enumerate("KMGTPE", 1)}
+UNITS = {"bytes": 1} | {
+    f"{letter}{i}B": base**power for i, base in (("", 1000), ("i", 1024)) for power, letter in enumerate("KMGTPE", 1)
+}
 
 
 def is_out_of_memory(text: str) -> bool:
@@ -44,10 +48,12 @@ def is_out_of_memory(text: str) -> bool:
 
 
 def explain(text: str, config: Config) -> str:
-    """A failure's line, and if it is one of memory: what was asked, what plan.json predicted, settings to change, most effective first.
+    """A failure's line, and if it is one of memory: what was asked, what plan.json predicted, settings to change, most
+    effective first.
 
-    Example: "learner rank 0: CUDA out of memory. Tried to allocate 2.00 GiB ... in phase backward" -> "learner rank 0 ran out of memory in phase
-    backward: it asked for 2.15 GB, 1.1 GB were free; the plan said 9.9 GB, most of it activations 6.1 GB, ...; set ...: <the text>"
+    Example: "learner rank 0: CUDA out of memory. Tried to allocate 2.00 GiB ... in phase backward" -> "learner rank 0
+    ran out of memory in phase backward: it asked for 2.15 GB, 1.1 GB were free; the plan said 9.9 GB, most of it
+    activations 6.1 GB, ...; set ...: <the text>"
     """
     if not is_out_of_memory(text) or SAID in text:
         return text
@@ -92,7 +98,8 @@ def planned_text(run_dir: Path, role: str | None) -> str:
 
 
 def advice(config: Config, part: str | None, phase: str) -> list[str]:
-    """Settings that lessen what a part holds, as name=value, the most effective first; only such as the run does not have already."""
+    """Settings that lessen what a part holds, as name=value, the most effective first; only such as the run does not
+    have already."""
     if part == "rollout":
         return _rollout_advice(config)
     if part == "learner":
@@ -100,7 +107,10 @@ def advice(config: Config, part: str | None, phase: str) -> list[str]:
     if part == "reference":
         return _reference_advice(config)
     if part == "reward":
-        return [f"reward.model_batch_tokens={config.reward.model_batch_tokens // 2} with a reward model", "cluster.reward_workers on another machine"]
+        return [
+            f"reward.model_batch_tokens={config.reward.model_batch_tokens // 2} with a reward model",
+            "cluster.reward_workers on another machine",
+        ]
     return []
 
 
@@ -128,7 +138,9 @@ def _learner_advice(config: Config, phase: str) -> list[str]:
     if learner.max_tokens_per_micro_batch > longest:
         rows.append(f"learner.max_tokens_per_micro_batch={max(longest, learner.max_tokens_per_micro_batch // 2)}")
     if learner.activation_checkpointing == 0:
-        rows.append("learner.activation_checkpointing=1 (with learner.recompute_granularity=selective it costs hardly any time)")
+        rows.append(
+            "learner.activation_checkpointing=1 (with learner.recompute_granularity=selective it costs hardly any time)"
+        )
     elif learner.activation_checkpointing > 1 or learner.recompute_granularity == "selective":
         rows.append("learner.activation_checkpointing=1 with learner.recompute_granularity=full")
     if learner.logprob_chunk_tokens > 256:
@@ -145,7 +157,12 @@ def _learner_advice(config: Config, phase: str) -> list[str]:
     if learner.backend == "deepspeed" and learner.zero_stage < 3:
         states.append("learner.zero_stage=3")
     reference = config.reference
-    if config.objective.needs_reference and reference.placement == "learner" and not reference.offload and config.cluster.learner_gpus:
+    if (
+        config.objective.needs_reference
+        and reference.placement == "learner"
+        and not reference.offload
+        and config.cluster.learner_gpus
+    ):
         states.append("reference.offload=true")
     return [*states, *rows] if phase in ("setup", "optimizer", "sync", "save") else [*rows, *states]
 

@@ -1,4 +1,5 @@
-"""A run's place in a Ray cluster: joined, reserved by placement groups, proven to see the run's files. Who gets what is placement.py's arithmetic."""
+"""A run's place in a Ray cluster: joined, reserved by placement groups, proven to see the run's files. Who gets what is
+placement.py's arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from infsample_rl.cluster.calls import SLICE_S
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.config import Config
-from infsample_rl.plan.placement import Node, Reservation, Worker, layout_table, nodes_text, refusal, reservations, worker_groups
+from infsample_rl.plan.placement import (
+    Node,
+    Reservation,
+    Worker,
+    layout_table,
+    nodes_text,
+    refusal,
+    reservations,
+    worker_groups,
+)
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
@@ -34,21 +44,23 @@ Bundle = tuple[PlacementGroup, int]
 class RaySession:
     """Joins or starts Ray, reserves a place for every worker, and says where that is.
 
-    The workers of a role are reserved together (placement.reservations); each that is added later has a reservation of its own.
+    The workers of a role are reserved together (placement.reservations); each that is added later has a reservation of
+    its own.
     """
 
     def __init__(self, config: Config, note: Callable[[str], None], interruption: Interruption):
         self._config, self._note, self._interruption = config, note, interruption
         self._groups = {group.role: group for group in worker_groups(config)}
         self._bundles: dict[Worker, Bundle] = {}
-        self._asked: dict[Worker, PlacementGroup] = {}  # added workers that still have no place; an autoscaler sees what they ask for
+        # added workers that still have no place; an autoscaler sees what they ask for
+        self._asked: dict[Worker, PlacementGroup] = {}
         self._sees_files: dict[str, bool] = {}  # node -> whether it proved to see the driver's files
 
     def open(self) -> None:
         """Connect, reserve, print the layout, have every node prove what it sees.
 
-        ValueError, before any worker starts, for a cluster that cannot be joined or does not hold the run, and for a node with other files;
-        Terminated after SIGTERM, or when Ray itself is gone.
+        ValueError, before any worker starts, for a cluster that cannot be joined or does not hold the run, and for a
+        node with other files; Terminated after SIGTERM, or when Ray itself is gone.
         """
         connect(self._config, self._note, self._interruption)
         self._interruption.end_when(RayProcesses().failure)
@@ -67,7 +79,12 @@ class RaySession:
         group, (reservation, bundle) = self._groups[role], self._bundles[role, index]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
         environment = {"env_vars": allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)}
-        return {"num_cpus": group.cpus, "num_gpus": group.gpus, "scheduling_strategy": strategy, "runtime_env": environment}
+        return {
+            "num_cpus": group.cpus,
+            "num_gpus": group.gpus,
+            "scheduling_strategy": strategy,
+            "runtime_env": environment,
+        }
 
     def add(self, role: str, index: int) -> bool:
         """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for."""
@@ -91,7 +108,8 @@ class RaySession:
         return self.node_of(role, index) in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def check_new_nodes(self) -> bool:
-        """Have nodes that Ray moved workers to prove what they see; whether every worker has a place. RuntimeError for a node with other files."""
+        """Have nodes that Ray moved workers to prove what they see; whether every worker has a place. RuntimeError for
+        a node with other files."""
         if self._config.cluster.address is None:
             return True
         nodes = {self.node_of(*worker) for worker in self._bundles}
@@ -103,7 +121,11 @@ class RaySession:
     def object_store_bytes(self) -> int:
         """Capacity of the smallest object store among the nodes that hold workers."""
         used = {self.node_of(*worker) for worker in self._bundles}
-        sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"] and node["NodeID"] in used]
+        sizes = [
+            node["Resources"].get("object_store_memory", 0)
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] in used
+        ]
         return int(min(sizes, default=0))
 
     def close(self) -> None:
@@ -111,14 +133,19 @@ class RaySession:
         ray.shutdown()
 
     def _reserve(self) -> None:
-        """Ask for all reservations; wait, telling what is missing, as long as nodes may still come; ValueError if it does not fit."""
+        """Ask for all reservations; wait, telling what is missing, as long as nodes may still come; ValueError if it
+        does not fit."""
         wanted = reservations(self._config)
         asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
         started, noted, wait_s = time.monotonic(), -NOTE_EVERY_S, self._config.cluster.wait_for_nodes_s
         asked_at = started
         while True:
             tables = {name: placement_group_table(group) for name, group in asked.items()}
-            pending = {name: table["stats"]["scheduling_state"] for name, table in tables.items() if table["state"] != "CREATED"}
+            pending = {
+                name: table["stats"]["scheduling_state"]
+                for name, table in tables.items()
+                if table["state"] != "CREATED"
+            }
             if not pending:
                 break
             waited = time.monotonic() - started
@@ -128,7 +155,8 @@ class RaySession:
             if wait_s and waited - noted >= NOTE_EVERY_S:
                 noted = waited
                 self._note(f"waiting for nodes, {waited:.0f} of {wait_s:g} s: {self._why(wanted, tables)}")
-            if len(pending) < len(wanted) and time.monotonic() - asked_at > HOLD_S:  # Ray gives each reservation whole, not all of them
+            # Ray gives each reservation whole, not all of them
+            if len(pending) < len(wanted) and time.monotonic() - asked_at > HOLD_S:
                 for group in asked.values():
                     remove_placement_group(group)
                 self._interruption.sleep(random.uniform(0.0, HOLD_S))
@@ -151,7 +179,9 @@ class RaySession:
                     nodes[node_id] = _given_back(nodes[node_id], self._groups[item.workers[bundle][0]].bundle)
         pending = " and ".join(item.name for item in wanted if tables[item.name]["state"] != "CREATED")
         why = refusal(self._config, list(nodes.values()))
-        return why or f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(list(nodes.values()))}"
+        return (
+            why or f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(list(nodes.values()))}"
+        )
 
     def _how_to_wait(self) -> str:
         if self._config.cluster.address is None:
@@ -202,7 +232,10 @@ class RaySession:
 
 def _other_files(problems: dict[str, str]) -> str:
     found = "; ".join(problems.values())
-    return f"every node must see the driver's run folder, model and data: {found}; put them on a file system that all nodes mount at the same path"
+    return (
+        f"every node must see the driver's run folder, model and data: {found}; put them on a file system that all "
+        "nodes mount at the same path"
+    )
 
 
 def _claim(reservation: Reservation, group: PlacementGroup, node_ids: dict[int, str]) -> dict[Worker, Bundle]:

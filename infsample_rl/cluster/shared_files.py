@@ -1,4 +1,5 @@
-"""The proof, at start, that every node sees the same run folder, model and data as the driver. Standard library only; ray_session.py carries it out.
+"""The proof, at start, that every node sees the same run folder, model and data as the driver. Standard library only;
+ray_session.py carries it out.
 
 driver                                          every node
 token into run.dir/.cluster_check/driver   ->   reads it there; compares the size of every file
@@ -23,7 +24,8 @@ Files = list[tuple[str, str, int]]  # setting, file, bytes
 
 
 def needed_files(config: Config) -> Files:
-    """Every local file the workers read, with the setting that names it and its size; hub names are every node's own affair."""
+    """Every local file the workers read, with the setting that names it and its size; hub names are every node's own
+    affair."""
     paths = [
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
@@ -35,8 +37,15 @@ def needed_files(config: Config) -> Files:
     ]
     for function in config.reward.functions:
         path, _, _ = function.name.rpartition(":")
-        paths.append(("reward.functions", function.name.removeprefix("model:") if function.name.startswith("model:") else path))
-    return [(setting, str(file), file.stat().st_size) for setting, path in paths if path and os.path.isabs(path) for file in _files(Path(path))]
+        paths.append(
+            ("reward.functions", function.name.removeprefix("model:") if function.name.startswith("model:") else path)
+        )
+    return [
+        (setting, str(file), file.stat().st_size)
+        for setting, path in paths
+        if path and os.path.isabs(path)
+        for file in _files(Path(path))
+    ]
 
 
 def offer_token(run_dir: Path) -> str:
@@ -50,7 +59,8 @@ def offer_token(run_dir: Path) -> str:
 
 
 def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
-    """What this machine does not see as the driver does, in words; writes nothing into a folder that is not the driver's."""
+    """What this machine does not see as the driver does, in words; writes nothing into a folder that is not the
+    driver's."""
     folder = Path(run_dir) / FOLDER
     if not _holds(folder / "driver", token, READ_PATIENCE_S):
         what = "is another folder there (a local disk?)" if Path(run_dir).is_dir() else "is not there"
@@ -100,4 +110,8 @@ def _files(path: Path) -> list[Path]:
     """The file itself, or those of a folder, hidden ones left out."""
     if path.is_file():
         return [path]
-    return sorted(file for file in path.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts))
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )

@@ -1,4 +1,5 @@
-"""What the rollout workers decode: work that is dealt, given back for idle ones, and dealt again when a worker is lost."""
+"""What the rollout workers decode: work that is dealt, given back for idle ones, and dealt again when a worker is
+lost."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Finished(NamedTuple):
 class RolloutStreams:
     """The rollout workers' streams of micro-groups.
 
-    `bring_back(index)`: references of the weights, and of the call that loads them into a new rollout worker; None where they cannot be
-    had before the next version.
+    `bring_back(index)`: references of the weights, and of the call that loads them into a new rollout worker; None
+    where they cannot be had before the next version.
     """
 
     def __init__(self, config: Config, crew: Crew, note: Callable[[str], None], bring_back: BringBack) -> None:
@@ -50,7 +51,8 @@ class RolloutStreams:
         self._turn = self._num_streams = 0
 
     def begin_version(self, holders: set[int]) -> None:
-        """These rollout workers hold the version that samples from now on; others that are on their way come with the next."""
+        """These rollout workers hold the version that samples from now on; others that are on their way come with the
+        next."""
         self.ready = holders
         self._returns.clear()
 
@@ -67,11 +69,15 @@ class RolloutStreams:
         options: dict[str, Any] = {"num_returns": "streaming"}
         rollout = self._config.rollout
         micro_groups = sum(-(-len(item.sample_indices) // rollout.micro_group) for item in work)
-        if micro_groups > rollout.max_undelivered:  # else it cannot be reached, and telling the worker of each item taken is most of what it costs
-            options["_generator_backpressure_num_objects"] = 2 * rollout.max_undelivered  # a header and a payload each, where they are apart
+        # else it cannot be reached, and telling the worker of each item taken is most of what it costs
+        if micro_groups > rollout.max_undelivered:
+            # a header and a payload each, where they are apart
+            options["_generator_backpressure_num_objects"] = 2 * rollout.max_undelivered
         number, self._num_streams = self._num_streams, self._num_streams + 1
         order = StreamOrder(work, *self._batch, number)
-        self._streams[handle.stream.options(**options).remote(seal(order))] = Stream(index, handle, number, by_prompt(work))
+        self._streams[handle.stream.options(**options).remote(seal(order))] = Stream(
+            index, handle, number, by_prompt(work)
+        )
         self.decoding.add(index)
 
     # what is in flight
@@ -94,7 +100,8 @@ class RolloutStreams:
 
     @property
     def waited_for(self) -> list[Stream]:
-        """Streams of the workers that owe an answer: those that have not ended, and those that were asked for work before they did."""
+        """Streams of the workers that owe an answer: those that have not ended, and those that were asked for work
+        before they did."""
         return list(dict.fromkeys([*self._streams.values(), *self._asked_back.values()]))
 
     def in_flight(self, ref: Any) -> Stream | Return | None:
@@ -123,7 +130,8 @@ class RolloutStreams:
         return wanted
 
     def take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
-        """Take something that is ready, a stream after advance(); a micro-group if it completes one. `opened`: values that have been fetched."""
+        """Take something that is ready, a stream after advance(); a micro-group if it completes one. `opened`: values
+        that have been fetched."""
         if ref in self._streams:
             try:
                 return self._take_item(ref, self._streams[ref], opened)
@@ -136,7 +144,8 @@ class RolloutStreams:
         return None  # something else that was ready has dropped it
 
     def _take_item(self, generator: Any, stream: Stream, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
-        """A micro-group with its header, or the header and then the micro-group, which stays closed; at last the end. An error takes any place."""
+        """A micro-group with its header, or the header and then the micro-group, which stays closed; at last the end.
+        An error takes any place."""
         item, header = stream.item, stream.header
         if item is not None and header is not None:
             stream.header = None
@@ -167,7 +176,8 @@ class RolloutStreams:
     # losses
 
     def draw_again(self, work: RolloutWork, why: str) -> None:
-        """Samples that had arrived are gone: deal them once more. StepLost where a part of a prompt's samples cannot be drawn again."""
+        """Samples that had arrived are gone: deal them once more. StepLost where a part of a prompt's samples cannot be
+        drawn again."""
         self._check_parts(why)
         self._backlog.append(work)
 
@@ -178,10 +188,14 @@ class RolloutStreams:
 
     def _check_parts(self, why: str) -> None:
         if self._takes_the_first:
-            raise StepLost(f"{why}; with rollout.schedule=dynamic_slot the first samples to finish count, so a part of them cannot be drawn again")
+            raise StepLost(
+                f"{why}; with rollout.schedule=dynamic_slot the first samples to finish count, so a part of them "
+                "cannot be drawn again"
+            )
 
     def _draw_what_is_owed(self, stream: Stream) -> None:
-        """Deal again what a stream that has ended neither sent nor is asked for: its worker gave it back, and the answer was lost."""
+        """Deal again what a stream that has ended neither sent nor is asked for: its worker gave it back, and the
+        answer was lost."""
         if not self._takes_the_first and stream not in self._asked_back.values():
             self._backlog += stream.owed.values()
             stream.owed.clear()
@@ -194,7 +208,8 @@ class RolloutStreams:
         self.lose(lost, stream.handle)
 
     def replace(self, lost: WorkerLost, handle: Handle) -> Handle | None:
-        """Start a rollout worker in place of one that is gone, which has no weights before the next version; None if that has been done."""
+        """Start a rollout worker in place of one that is gone, which has no weights before the next version; None if
+        that has been done."""
         if not self._crew.is_current("rollout", lost.index, handle):
             return None
         self.ready.discard(lost.index)
@@ -245,7 +260,8 @@ class RolloutStreams:
                     self.lose(lost, stream.handle)
 
     def abandon(self, *, drained: bool = True) -> None:
-        """End all streams and forget what they owe; `drained`: wait for each to end, as its worker cannot be asked for anything else before."""
+        """End all streams and forget what they owe; `drained`: wait for each to end, as its worker cannot be asked for
+        anything else before."""
         for stream in self._streams.values():
             stream.handle.halt.remote(stream.number)
         for generator in self._streams if drained else ():

@@ -1,6 +1,7 @@
 """A process's metrics for Prometheus, and its phases, by way of Ray: every node's agent serves them at /metrics.
 
-Workers return plain statistics; the actors around them and the driver hand these to a MetricsExporter. docs/observability.md lists every metric.
+Workers return plain statistics; the actors around them and the driver hand these to a MetricsExporter.
+docs/observability.md lists every metric.
 """
 
 from __future__ import annotations
@@ -23,17 +24,38 @@ EXPORT_S = 5.0  # Ray's agents forget a gauge that was not set within their own 
 PREFIX = "infsample_rl_"  # Ray puts its own, ray_, before it
 SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]  # bounds of histograms
 
-# name -> (kind, meaning, further label). All have the labels run, role and worker. Prometheus sees a counter as NAME_total.
+# name -> (kind, meaning, further label). All have the labels run, role and worker. Prometheus sees a counter as
+# NAME_total.
 METRICS: dict[str, tuple[str, str, str]] = {
     # the driver
     "step": ("gauge", "updates done", ""),
     "step_seconds": ("histogram", "seconds of a training step", ""),
     "weight_sync_seconds": ("histogram", "seconds in which a version reached all engines", ""),
-    "driver_busy_seconds": ("counter", "seconds in which the driver worked instead of waiting for something to arrive", ""),
-    "calls_in_flight": ("gauge", "micro-groups at the reward or reference workers, rows at the learner, queued or running", "stage"),
-    "micro_groups_held": ("gauge", "micro-groups of this step that the driver has been told of and the object store holds", ""),
-    "micro_groups_arrived": ("counter", "micro-groups the driver has been told of; micro_groups_yielded less these are undelivered", ""),
-    "samples_moved": ("counter", "samples that a rollout worker gave back, not having started them, for an idle one", ""),
+    "driver_busy_seconds": (
+        "counter",
+        "seconds in which the driver worked instead of waiting for something to arrive",
+        "",
+    ),
+    "calls_in_flight": (
+        "gauge",
+        "micro-groups at the reward or reference workers, rows at the learner, queued or running",
+        "stage",
+    ),
+    "micro_groups_held": (
+        "gauge",
+        "micro-groups of this step that the driver has been told of and the object store holds",
+        "",
+    ),
+    "micro_groups_arrived": (
+        "counter",
+        "micro-groups the driver has been told of; micro_groups_yielded less these are undelivered",
+        "",
+    ),
+    "samples_moved": (
+        "counter",
+        "samples that a rollout worker gave back, not having started them, for an idle one",
+        "",
+    ),
     "workers_decoding": ("gauge", "rollout workers whose stream has not ended", ""),
     "restarts": ("counter", "workers that were started again", "part"),
     # rollout workers
@@ -55,7 +77,8 @@ METRICS: dict[str, tuple[str, str, str]] = {
     "phase_seconds": ("counter", "seconds spent in a phase; the rest is idle", "phase"),
 }
 
-Statistics = dict[str | tuple[str, str], float]  # name, or (name, value of its further label); counters as sums since the start
+# name, or (name, value of its further label); counters as sums since the start
+Statistics = dict[str | tuple[str, str], float]
 
 
 class MetricsExporter:
@@ -74,7 +97,8 @@ class MetricsExporter:
         self._thread.start()
 
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
-        """Add to a counter, of `label` where METRICS gives it a further one. Example: exporter.count("restarts", label="rollout 3")"""
+        """Add to a counter, of `label` where METRICS gives it a further one. Example: exporter.count("restarts",
+        label="rollout 3")"""
         key = (name, label)
         with self._lock:
             self._counted[key] = self._counted.get(key, 0.0) + amount
@@ -111,13 +135,21 @@ class MetricsExporter:
             kind, meaning, further = METRICS[name]
             options = {"description": meaning, "tag_keys": (*self._labels, *filter(None, [further]))}
             made = {"gauge": metrics.Gauge, "counter": metrics.Counter}.get(kind)
-            self._metrics[name] = made(PREFIX + name, **options) if made else metrics.Histogram(PREFIX + name, boundaries=SECONDS, **options)
+            self._metrics[name] = (
+                made(PREFIX + name, **options)
+                if made
+                else metrics.Histogram(PREFIX + name, boundaries=SECONDS, **options)
+            )
         return self._metrics[name]
 
 
 def metrics_addresses() -> list[str]:
     """Where the nodes of the cluster serve their metrics."""
-    return [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in ray.nodes() if node["Alive"]]
+    return [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 class Requests:

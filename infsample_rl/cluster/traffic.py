@@ -1,4 +1,5 @@
-"""Everything in flight between the workers during a step, what of it has arrived, and what is sent again when a worker is lost."""
+"""Everything in flight between the workers during a step, what of it has arrived, and what is sent again when a worker
+is lost."""
 
 from __future__ import annotations
 
@@ -8,8 +9,24 @@ from typing import Any
 
 import ray
 
-from infsample_rl.cluster.arrivals import Arrival, MicroGroupArrival, MicroGroupLost, ReferenceArrival, RewardArrival, RowArrival
-from infsample_rl.cluster.calls import ANSWER_S, SLICE_S, PayloadLost, Waiting, learner_failure, open_at_once, status_of, value_of
+from infsample_rl.cluster.arrivals import (
+    Arrival,
+    MicroGroupArrival,
+    MicroGroupLost,
+    ReferenceArrival,
+    RewardArrival,
+    RowArrival,
+)
+from infsample_rl.cluster.calls import (
+    ANSWER_S,
+    SLICE_S,
+    PayloadLost,
+    Waiting,
+    learner_failure,
+    open_at_once,
+    status_of,
+    value_of,
+)
 from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.in_flight import Call
 from infsample_rl.cluster.interruption import Interruption
@@ -20,8 +37,9 @@ from infsample_rl.cluster.workers import Crew, Handle
 from infsample_rl.config import Config
 from infsample_rl.types import Completion, Prompt, RolloutWork, RowWork
 
-# While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call serve many: this share of
-# the time since the first was waited for, at most so many seconds, and no longer than until nothing else is in flight.
+# While workers decode, what has arrived waits a little for more, so that a look at all that is in flight and a call
+# serve many: this share of the time since the first was waited for, at most so many seconds, and no longer than until
+# nothing else is in flight.
 GATHER_SHARE, GATHER_S = 0.01, 0.1
 MOST_ASKED_AT_ONCE = {"reward": 16, "reference": 4}  # micro-groups in one call
 MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it ends
@@ -30,7 +48,9 @@ MOST_ROWS_AT_ONCE = 8  # in one call of a learner rank: progress is seen when it
 class Traffic:
     """Streams of rollout workers (`rollout`) and calls on the others."""
 
-    def __init__(self, config: Config, crew: Crew, note: Callable[[str], None], interruption: Interruption, bring_back: BringBack) -> None:
+    def __init__(
+        self, config: Config, crew: Crew, note: Callable[[str], None], interruption: Interruption, bring_back: BringBack
+    ) -> None:
         self._config, self._crew, self._note, self._interruption = config, crew, note, interruption
         self.rollout = RolloutStreams(config, crew, note, bring_back)
         self.waiting = Waiting()
@@ -40,8 +60,10 @@ class Traffic:
         self._work: dict[int, RolloutWork] = {}  # of micro-groups, by key
         self._references: dict[int, ray.ObjectRef] = {}
         self._sealed_prompts = SealedOnce()
-        self._unasked: dict[str, list[tuple[int, Prompt]]] = {"reward": [], "reference": []}  # micro-groups that no worker of a role has yet
-        self._unsent_rows: dict[int, list[tuple[RowWork, list[int]]]] = {}  # by learner rank, and the micro-groups they are made of
+        # micro-groups that no worker of a role has yet
+        self._unasked: dict[str, list[tuple[int, Prompt]]] = {"reward": [], "reference": []}
+        # by learner rank, and the micro-groups they are made of
+        self._unsent_rows: dict[int, list[tuple[RowWork, list[int]]]] = {}
         self._next_key = 0
 
     # sending
@@ -97,16 +119,20 @@ class Traffic:
         if self._config.cluster.colocate:  # in a thread beside the stream
             method = method.options(concurrency_group="learner")
         keys = sorted({key for _, of_row in rows for key in of_row})
-        payloads = [self._micro_groups[key] for key in keys] + [self._references[key] for key in keys if key in self._references]
-        self._calls[method.remote(seal([work for work, _ in rows]), *payloads)] = Call("learner", rank, handle, [], _never)
+        payloads = [self._micro_groups[key] for key in keys] + [
+            self._references[key] for key in keys if key in self._references
+        ]
+        self._calls[method.remote(seal([work for work, _ in rows]), *payloads)] = Call(
+            "learner", rank, handle, [], _never
+        )
 
     # what has arrived
 
     def arrivals(self, *, until_learner_is_idle: bool = False) -> Iterator[Arrival]:
         """What arrives, as it arrives, until nothing (or no learner row) is in flight. More may be sent meanwhile.
 
-        Lost rollout, reward and reference workers are replaced and what they owed is sent again. StepLost when a learner rank is gone;
-        Terminated after SIGTERM; RuntimeError when a worker fails, or too many are lost.
+        Lost rollout, reward and reference workers are replaced and what they owed is sent again. StepLost when a
+        learner rank is gone; Terminated after SIGTERM; RuntimeError when a worker fails, or too many are lost.
         """
         watchdog, began = Watchdog(self._config, self._note, self._crew.has_started), time.monotonic()
         while self._is_busy() and not (until_learner_is_idle and self._learner_is_idle()):
@@ -120,7 +146,9 @@ class Traffic:
                 if item := self._calls.get(ref) or self.rollout.in_flight(ref):
                     watchdog.moved(item.role, item.index)
                 yield from self._take(ref, opened)
-            for (role, index), said in watchdog.silent(self.rollout.waited_for, self._calls.values(), self.rollout.returns).items():
+            for (role, index), said in watchdog.silent(
+                self.rollout.waited_for, self._calls.values(), self.rollout.returns
+            ).items():
                 self._give_up(role, index, said)
 
     def _is_busy(self) -> bool:
@@ -137,7 +165,8 @@ class Traffic:
             return []
         if not self.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
             return []
-        # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at once.
+        # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at
+        # once.
         gather_s = min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)) if self.rollout.streams else 0
         return self.waiting.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
 
@@ -161,7 +190,8 @@ class Traffic:
         except WorkerLost as lost:
             if call.role == "learner":
                 raise self._learner_failure(lost) from lost
-            if status_of(call.handle) is not None:  # it lives: the micro-group it was given is that of a worker that died
+            # it lives: the micro-group it was given is that of a worker that died
+            if status_of(call.handle) is not None:
                 return self._lose_payload(call, lost)
             self._replace(lost, call.handle)
             call.again()
@@ -210,7 +240,10 @@ class Traffic:
         work = self._work.get(key)
         if work is None:
             return []
-        self._note(f"{len(work.sample_indices)} samples of prompt {work.prompt_index} are gone with what held them: drawn again")
+        self._note(
+            f"{len(work.sample_indices)} samples of prompt {work.prompt_index} are gone with what held them: drawn "
+            "again"
+        )
         self.rollout.draw_again(work, str(error))
         self.forget([key])
         return [MicroGroupLost(key)]
@@ -241,7 +274,8 @@ class Traffic:
         return {role: roles.count(role) for role in ("reward", "reference", "learner")}
 
     def statistics(self) -> dict[str | tuple[str, str], float]:
-        """What is in flight at this moment, and sums since the start, by metric name; may be asked from another thread."""
+        """What is in flight at this moment, and sums since the start, by metric name; may be asked from another
+        thread."""
         return {("calls_in_flight", role): float(count) for role, count in self.num_in_flight().items()} | {
             "workers_decoding": len(self.rollout.streams),
             "micro_groups_held": len(self._micro_groups),

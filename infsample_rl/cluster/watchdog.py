@@ -28,8 +28,8 @@ class Waited(NamedTuple):
 
 
 class Watchdog:
-    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers and by its progress(), which grows within a call.
-    `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
+    """Of one wait. Each worker has a time of its own: that it moves is shown by its answers and by its progress(),
+    which grows within a call. `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
 
     def __init__(self, config: Config, note: Callable[[str], None], has_started: Callable[[str, int], bool]) -> None:
         self._config, self._note, self._has_started = config, note, has_started
@@ -64,7 +64,9 @@ class Watchdog:
         self._ask({worker: item.handle for worker, item in waited.items() if item.idle_s >= self._every_s})
         return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
-    def _waited(self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, Waited]:
+    def _waited(
+        self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]
+    ) -> dict[Worker, Waited]:
         config, since, limits, handles = self._config, dict[Worker, float](), dict[Worker, float](), dict[Worker, Any]()
         for item in (*streams, *calls, *returns):
             worker, cluster = self._process(item.role, item.index), config.cluster
@@ -77,7 +79,8 @@ class Watchdog:
                 self.moved(item.role, item.index)
             if item.role == "reward":
                 limit_s += config.reward.timeout_s  # a function call may take it all
-            # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything moves, so may it.
+            # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything
+            # moves, so may it.
             asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since
             since[worker] = min(since.get(worker, now), asked)
             limits[worker], handles[worker] = max(limits.get(worker, 0.0), limit_s), item.handle
@@ -93,11 +96,17 @@ class Watchdog:
             if nothing_moves or item.idle_s > item.limit_s / 2
         ]
         if quiet:
-            self._note("waiting: " + ", ".join(quiet[:SHOWN]) + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""))
+            self._note(
+                "waiting: "
+                + ", ".join(quiet[:SHOWN])
+                + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else "")
+            )
 
     def _ask(self, workers: dict[Worker, Any]) -> None:
         asked = {id(handle) for _, handle in self._asked.values()}
-        self._asked |= {handle.progress.remote(): (worker, handle) for worker, handle in workers.items() if id(handle) not in asked}
+        self._asked |= {
+            handle.progress.remote(): (worker, handle) for worker, handle in workers.items() if id(handle) not in asked
+        }
 
     def _hear(self) -> None:
         """Progress of those that have answered since the last look."""
@@ -111,15 +120,24 @@ class Watchdog:
 
     def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
         """Those that were late at the last look already, and so could say where they stand."""
-        given_up = {worker: self._say_last(worker, late[worker], ref) for worker, ref in self._standing.items() if worker in late}
-        self._standing = {worker: item.handle.status.remote() for worker, item in late.items() if worker not in given_up}
+        given_up = {
+            worker: self._say_last(worker, late[worker], ref)
+            for worker, ref in self._standing.items()
+            if worker in late
+        }
+        self._standing = {
+            worker: item.handle.status.remote() for worker, item in late.items() if worker not in given_up
+        }
         return given_up
 
     def _say_last(self, worker: Worker, item: Waited, asked: ray.ObjectRef) -> str:
         status: WorkerStatus | None = None
         with contextlib.suppress(ray.exceptions.RayError):
             status = ray.get(asked) if _answered([asked]) else None
-        said = f"it has not moved for {item.idle_s:.0f} s (cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
+        said = (
+            f"it has not moved for {item.idle_s:.0f} s "
+            f"(cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
+        )
         self._note(f"{worker_name(*worker)}: {said}; {standing(status)}")
         return said
 

@@ -1,4 +1,5 @@
-"""Weights from the learner to the rollout workers: a version to all of them, and to one that takes a lost one's place."""
+"""Weights from the learner to the rollout workers: a version to all of them, and to one that takes a lost one's
+place."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ class WeightDelivery:
     ) -> None:
         """`has_place(role, index)`: whether a worker that has not started has been given one."""
         self._has_place = has_place
-        self._config, self._crew, self._asking, self._note, self._interruption = config, crew, asking, note, interruption
+        self._config, self._crew, self._asking, self._note, self._interruption = (
+            config,
+            crew,
+            asking,
+            note,
+            interruption,
+        )
         self._transport = choose_transport(config.cluster)
         self._version = 0
         self._probe: PublishedProbe | None = None
@@ -46,9 +53,11 @@ class WeightDelivery:
 
     @phase("publish")
     def deliver(self, version: int, probe: PublishedProbe | None) -> tuple[WeightSyncReport, set[int]]:
-        """Bring every engine to the learner's weights, and to the run's length probe; a report, and the workers that hold them.
+        """Bring every engine to the learner's weights, and to the run's length probe; a report, and the workers that
+        hold them.
 
-        Rollout workers that are lost are replaced; those that are still starting are left out, unless too few have started.
+        Rollout workers that are lost are replaced; those that are still starting are left out, unless too few have
+        started.
         """
         started = time.monotonic()
         self._version, self._probe = version, probe
@@ -71,12 +80,24 @@ class WeightDelivery:
         elif self._transport == "object_store":
             published = self._publish()
             gather({ref: ("learner", rank) for rank, ref in enumerate(published)}, "publishing weights", limit)
-            reports = gather({handle.load_weights.remote(published[0], probe): ("rollout", index) for index, handle in rollout.items()}, what, limit)
+            reports = gather(
+                {
+                    handle.load_weights.remote(published[0], probe): ("rollout", index)
+                    for index, handle in rollout.items()
+                },
+                what,
+                limit,
+            )
             # Nobody else holds the buckets: with `published`, at return, the object store frees them.
         else:
             self._link(rollout)
-            calls = {handle.receive_weights.remote(version, probe): ("rollout", index) for index, handle in rollout.items()}
-            calls |= {rank.send_weights.remote(version): ("learner", index) for index, rank in self._crew.all("learner").items()}
+            calls = {
+                handle.receive_weights.remote(version, probe): ("rollout", index) for index, handle in rollout.items()
+            }
+            calls |= {
+                rank.send_weights.remote(version): ("learner", index)
+                for index, rank in self._crew.all("learner").items()
+            }
             try:
                 reports = gather(calls, what, limit)
             except (WorkerLost, StepLost):
@@ -98,7 +119,9 @@ class WeightDelivery:
         if self._linked == members:
             return
         limit, count = self._config.cluster.start_timeout_s, len(members) + 1
-        host, port = self._asking.ask("learner", "learner rank 0", lambda rank: rank.host_weight_link.remote(), limit, only=[0])[0]
+        host, port = self._asking.ask(
+            "learner", "learner rank 0", lambda rank: rank.host_weight_link.remote(), limit, only=[0]
+        )[0]
         calls = {self._crew.all("learner")[0].join_weight_link.remote(count): ("learner", 0)}
         for member, (index, handle) in enumerate(rollout.items(), 1):
             calls[handle.join_weight_link.remote(host, port, member, count)] = ("rollout", index)
@@ -106,7 +129,8 @@ class WeightDelivery:
         self._linked = members
 
     def _those_that_started(self) -> dict[int, Handle]:
-        """Rollout workers that can take weights: not those that still wait for a place or load the model, unless too few are left."""
+        """Rollout workers that can take weights: not those that still wait for a place or load the model, unless too
+        few are left."""
         cluster, patience = self._config.cluster, Patience(self._note)
         while True:
             handles = self._crew.all("rollout")
@@ -117,7 +141,8 @@ class WeightDelivery:
             self._interruption.check()
             if patience.idle_s > cluster.start_timeout_s:
                 raise RuntimeError(
-                    f"{len(started)} rollout workers have started within {cluster.start_timeout_s:g} s, cluster.min_workers={cluster.min_workers} "
+                    f"{len(started)} rollout workers have started within {cluster.start_timeout_s:g} s, "
+                    f"cluster.min_workers={cluster.min_workers} "
                     "are needed"
                 )
             late = ", ".join(worker_name("rollout", index) for index in sorted(set(handles) - set(started)))
@@ -135,10 +160,11 @@ class WeightDelivery:
             self._crew.still_has_no_place("rollout", index)
 
     def bring_back(self, index: int) -> tuple[list[ray.ObjectRef], ray.ObjectRef] | None:
-        """Let a new rollout worker load the version that samples, through the object store, behind whatever the learner has to do.
+        """Let a new rollout worker load the version that samples, through the object store, behind whatever the learner
+        has to do.
 
-        References that keep the weights, and of the call. None when the learner cannot give them now: it has gone on, or its ranks are
-        not in step.
+        References that keep the weights, and of the call. None when the learner cannot give them now: it has gone on,
+        or its ranks are not in step.
         """
         in_step = self._config.learner.grad_sync == "every_row" or self._config.cluster.learner_ranks == 1
         if self.learner_has_moved or not in_step:

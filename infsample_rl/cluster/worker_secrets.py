@@ -1,7 +1,9 @@
-"""Keys and tokens: which worker gets which, handed over as an argument and never part of Ray's runtime environment. Standard library only.
+"""Keys and tokens: which worker gets which, handed over as an argument and never part of Ray's runtime environment.
+Standard library only.
 
-The runtime environment stands in dashboards, logs and the job table. So a key of the driver's environment travels as an argument of the
-worker's constructor, and every worker begins by removing from its own environment what it was not given: a node may have been started with keys.
+The runtime environment stands in dashboards, logs and the job table. So a key of the driver's environment travels as an
+argument of the worker's constructor, and every worker begins by removing from its own environment what it was not
+given: a node may have been started with keys.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ Secrets = dict[str, str | None]  # name -> value; None: the worker keeps what it
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name is taken for a key. Ray's own are not: its processes need them to reach each other.
+    """Whether a variable of this name is taken for a key. Ray's own are not: its processes need them to reach each
+    other.
 
-    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM, RAY_AUTH_TOKEN_PATH are not.
+    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM,
+    RAY_AUTH_TOKEN_PATH are not.
     """
     return bool(SECRET_NAME.search(name)) and not name.startswith("RAY_")
 
@@ -33,13 +37,17 @@ def check_reward_environment(config: Config) -> None:
     """ValueError for a name in reward.environment that is not set here, or that reward functions must not have."""
     for name in config.reward.environment:
         if DRIVER_ONLY.match(name):
-            raise ValueError(f"reward.environment must not hold {name}: only the driver reports to W&B, reward functions must not see its key")
+            raise ValueError(
+                f"reward.environment must not hold {name}: only the driver reports to W&B, reward functions must not "
+                "see its key"
+            )
         if name not in os.environ:
             raise ValueError(f"reward.environment names {name}, which is not set in the driver's environment")
 
 
 def worker_secrets(config: Config) -> dict[str, Secrets]:
-    """Role -> the keys its workers are given: the hub's where a model or predictor comes from it, reward.environment for reward.
+    """Role -> the keys its workers are given: the hub's where a model or predictor comes from it, reward.environment
+    for reward.
 
     Roles are those of placement.worker_groups. W&B's key is nobody's but the driver's.
     """
@@ -58,7 +66,8 @@ def is_hub_name(path: str | None) -> bool:
 
 
 def take_secrets(secrets: Secrets) -> None:
-    """Make this worker's environment hold the given keys and no others. The first thing a worker does; nothing of it is logged."""
+    """Make this worker's environment hold the given keys and no others. The first thing a worker does; nothing of it is
+    logged."""
     for name in [name for name in os.environ if is_secret_name(name) and name not in secrets]:
         del os.environ[name]
     os.environ.update({name: value for name, value in secrets.items() if value is not None})
@@ -66,7 +75,8 @@ def take_secrets(secrets: Secrets) -> None:
 
 @contextlib.contextmanager
 def without_secrets() -> Iterator[None]:
-    """Keys are out of this process's environment inside the block: what it starts there, Ray's local processes, does not inherit them."""
+    """Keys are out of this process's environment inside the block: what it starts there, Ray's local processes, does
+    not inherit them."""
     kept = {name: os.environ.pop(name) for name in list(os.environ) if is_secret_name(name)}
     try:
         yield
@@ -78,7 +88,11 @@ def _models_of(role: str, config: Config) -> list[str | None]:
     """Folders and hub names the workers of a role load from."""
     policy, reference = config.model.path, config.reference.path or config.model.path
     if role == "reward":
-        return [function.name.removeprefix("model:") for function in config.reward.functions if function.name.startswith("model:")]
+        return [
+            function.name.removeprefix("model:")
+            for function in config.reward.functions
+            if function.name.startswith("model:")
+        ]
     if role == "reference":
         return [reference]
     tokenizer, predictor = config.model.tokenizer_path, config.rollout.predictor_path

@@ -1,4 +1,5 @@
-"""The workers of a run as handles, by role and index; a lost one is replaced under its index. Knows nothing of what they do."""
+"""The workers of a run as handles, by role and index; a lost one is replaced under its index. Knows nothing of what
+they do."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Answer = Any  # reference of its answer to a first question, there when it has s
 
 
 class Crew:
-    """`spawn(role, index)` starts a worker and does not wait for it; `end(handle)` kills one, dead or alive; `is_there(answer)` does not wait."""
+    """`spawn(role, index)` starts a worker and does not wait for it; `end(handle)` kills one, dead or alive;
+    `is_there(answer)` does not wait."""
 
     def __init__(
         self,
@@ -49,7 +51,8 @@ class Crew:
         return self._handles.get(role, {})
 
     def has_started(self, role: str, index: int) -> bool:
-        """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it needs."""
+        """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it
+        needs."""
         key = self._shared.get(role, role), index
         if self._answers[key] is not None and self._is_there(self._answers[key]):
             self._answers[key] = None  # looked at once: every version of the weights asks for every worker

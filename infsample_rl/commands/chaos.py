@@ -2,11 +2,11 @@
 
 python -m infsample_rl.chaos steps=8 kills=10 seed=0 [json=true] [out=DIR] [SETTING=VALUE ...]
 
-The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are those of
-infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random, all of them before one comes again
-(rollout, reward and reference workers, learner ranks, the driver, which is then started again). Where the run is further than the kills it
-hits at once, in whatever phase, so that all kills come before its end. Exit 1 if the runs differ in a weight, a
-reward or a sample, 2 for a bad argument.
+The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are
+those of infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random, all of them
+before one comes again (rollout, reward and reference workers, learner ranks, the driver, which is then started again).
+Where the run is further than the kills it hits at once, in whatever phase, so that all kills come before its end. Exit
+1 if the runs differ in a weight, a reward or a sample, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -48,9 +48,26 @@ PHASES = [  # what is aimed at: (role, phase)
 AIM_S = 40.0  # how long a phase is waited for before another is drawn
 QUIET_S = 6.0  # longest random pause before a kill
 SETTINGS = [
-    *("+experiment=kk_tiny", "run.deterministic=true", "run.eval_prompts=0", "run.checkpoint_every=2", "logging.wandb=disabled"),
-    *("data.prompts_per_step=4", "rollout.group_size=8", "rollout.slots=4", "rollout.max_new_tokens=48", "rollout.micro_group_size=2"),
-    *("objective.kl=k3", "objective.kl_coef=0.01", "learner.max_tokens_per_micro_batch=512", "cluster.collective_timeout_s=30"),
+    *(
+        "+experiment=kk_tiny",
+        "run.deterministic=true",
+        "run.eval_prompts=0",
+        "run.checkpoint_every=2",
+        "logging.wandb=disabled",
+    ),
+    *(
+        "data.prompts_per_step=4",
+        "rollout.group_size=8",
+        "rollout.slots=4",
+        "rollout.max_new_tokens=48",
+        "rollout.micro_group_size=2",
+    ),
+    *(
+        "objective.kl=k3",
+        "objective.kl_coef=0.01",
+        "learner.max_tokens_per_micro_batch=512",
+        "cluster.collective_timeout_s=30",
+    ),
     *("cluster.max_restarts=1000", "cluster.progress_timeout_s=120"),
 ]
 
@@ -76,7 +93,8 @@ class ChaosOptions:
 
 
 class Target:
-    """The disturbed run: its processes, found by a mark in their environment, and the driver, started again when it is dead."""
+    """The disturbed run: its processes, found by a mark in their environment, and the driver, started again when it is
+    dead."""
 
     def __init__(self, command: list[str], run_dir: Path) -> None:
         self._command, self._run_dir = command, run_dir
@@ -90,7 +108,9 @@ class Target:
         self.starts += 1
         self._log = (self._run_dir.parent / f"start_{self.starts}.log").open("w")
         environment = {**os.environ, MARK: self._mark}
-        self.driver = subprocess.Popen(self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.driver = subprocess.Popen(
+            self._command, env=environment, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     def processes(self) -> list[tuple[int, tuple[str, ...]]]:
         """(pid, roles) of every worker that lives, and the driver."""
@@ -163,8 +183,11 @@ def _draw(dice: random.Random) -> Iterator[tuple[str, str]]:
         yield from dice.sample(PHASES, len(PHASES))
 
 
-def _hit(target: Target, aim: tuple[str, str], is_late: Callable[[], bool], dice: random.Random) -> tuple[str, str] | None:
-    """Wait until some process is in the phase aimed at, or, when it is late, in any, and kill it: its role and phase; None if none came."""
+def _hit(
+    target: Target, aim: tuple[str, str], is_late: Callable[[], bool], dice: random.Random
+) -> tuple[str, str] | None:
+    """Wait until some process is in the phase aimed at, or, when it is late, in any, and kill it: its role and phase;
+    None if none came."""
     deadline, looked, aims = time.monotonic() + AIM_S, 0.0, [aim]
     processes: list[tuple[int, tuple[str, ...]]] = []
     while time.monotonic() < deadline:
@@ -192,7 +215,8 @@ def _kill(pid: int) -> bool:
 
 
 def differences(undisturbed: Path, disturbed: Path) -> list[str]:
-    """What differs between two runs, in words: weights of the last checkpoint, and metrics that are not times or counts of restarts."""
+    """What differs between two runs, in words: weights of the last checkpoint, and metrics that are not times or counts
+    of restarts."""
     found = []
     checkpoints = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in (undisturbed, disturbed)]
     if checkpoints[0].name != checkpoints[1].name:
@@ -201,7 +225,9 @@ def differences(undisturbed: Path, disturbed: Path) -> list[str]:
         name = path.relative_to(checkpoints[0])
         if path.read_bytes() != (checkpoints[1] / name).read_bytes():
             found.append(f"{name} differs")
-    rows = [{record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in (undisturbed, disturbed)]
+    rows = [
+        {record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in (undisturbed, disturbed)
+    ]
     if list(rows[0]) != list(rows[1]):
         found.append(f"metrics.jsonl has steps {list(rows[0])} and {list(rows[1])}")
     for step in rows[0].keys() & rows[1].keys():
@@ -214,7 +240,11 @@ def _run(arguments: list[str]) -> int:
     options, settings = parse_with_settings(arguments, ChaosOptions)
 
     def say(kill: Kill) -> None:
-        print(f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}", file=sys.stderr if options.json else sys.stdout, flush=True)
+        print(
+            f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}",
+            file=sys.stderr if options.json else sys.stdout,
+            flush=True,
+        )
 
     folder = Path(options.out or tempfile.mkdtemp(prefix="chaos_")).absolute()
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
@@ -237,12 +267,25 @@ def _run(arguments: list[str]) -> int:
     found = differences(*runs)
     hits = Counter(f"{kill.role}/{kill.phase}" for kill in kills)
     if options.json:
-        report = {"kills": [kill._asdict() for kill in kills], "hits": hits, "driver_starts": target.starts, "seconds": seconds, "differences": found}
+        report = {
+            "kills": [kill._asdict() for kill in kills],
+            "hits": hits,
+            "driver_starts": target.starts,
+            "seconds": seconds,
+            "differences": found,
+        }
         print(json.dumps(report))
     else:
         print("\n".join(f"  {name:<20} {count}" for name, count in sorted(hits.items())))
-        print(f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, {seconds[1]:.0f} s with kills")
-        print("\n".join(found) if found else "the same weights, rewards and samples, bit for bit", f"in {folder}", sep="\n")
+        print(
+            f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, "
+            f"{seconds[1]:.0f} s with kills"
+        )
+        print(
+            "\n".join(found) if found else "the same weights, rewards and samples, bit for bit",
+            f"in {folder}",
+            sep="\n",
+        )
     return 1 if found else 0
 
 

@@ -1,7 +1,9 @@
-"""Talk to a checkpoint: python -m infsample_rl chat CHECKPOINT [temperature=0.7] [max_new_tokens=512] [system=TEXT] [seed=0] [section.key=value ...]
+"""Talk to a checkpoint: python -m infsample_rl chat CHECKPOINT [temperature=0.7] [max_new_tokens=512] [system=TEXT]
+[seed=0] [section.key=value ...]
 
-CHECKPOINT is RUN/checkpoints/step_N, whose run's chat template settings are taken, or any Hugging Face folder or hub name. The answer is
-shown token by token, as the training engine decodes it; temperature=0 is greedy. Lines may also come through a pipe.
+CHECKPOINT is RUN/checkpoints/step_N, whose run's chat template settings are taken, or any Hugging Face folder or hub
+name. The answer is shown token by token, as the training engine decodes it; temperature=0 is greedy. Lines may also
+come through a pipe.
 
 /reset forgets what was said, /temperature 0.3 changes it, Ctrl-C ends an answer, Ctrl-D the talk.
 Exit codes: 0 done; 1 it failed; 2 an input is wrong.
@@ -47,7 +49,12 @@ class Chat:
     def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
         self.config, self.seed, self.temperature = config, options.seed, options.temperature
         self.tokenizer = load_tokenizer(config.model)
-        self.engine = SamplingEngine(load_policy_folder(config.model, device), self.tokenizer, config.rollout, lm_head_fp32=config.model.lm_head_fp32)
+        self.engine = SamplingEngine(
+            load_policy_folder(config.model, device),
+            self.tokenizer,
+            config.rollout,
+            lm_head_fp32=config.model.lm_head_fp32,
+        )
         self.messages: list[dict[str, str]] = []
         self.turn = 0
 
@@ -56,14 +63,25 @@ class Chat:
         self.messages, self.turn = [], 0
 
     def answer(self, text: str) -> Iterator[str]:
-        """The answer to `text` in pieces, as they are decoded. ValueError when the talk outgrows the model's context; it then stays as it was."""
+        """The answer to `text` in pieces, as they are decoded. ValueError when the talk outgrows the model's context;
+        it then stays as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
-        options = {"step": self.turn, "sample_indices": [[0]], "evaluation": True, "temperature": self.temperature, "pause_every": 1}
+        options = {
+            "step": self.turn,
+            "sample_indices": [[0]],
+            "evaluation": True,
+            "temperature": self.temperature,
+            "pause_every": 1,
+        }
         stream, shown, said = self.engine.stream([prompt.token_ids.tolist()], self.seed, **options), "", ""
         try:
             for micro_group in stream:
-                tokens = micro_group[0].token_ids.tolist() if micro_group else self.engine.unfinished_tokens().get((0, 0), [])
+                tokens = (
+                    micro_group[0].token_ids.tolist()
+                    if micro_group
+                    else self.engine.unfinished_tokens().get((0, 0), [])
+                )
                 said = response_text(self.tokenizer, tokens, self.config.rollout.stop_strings)
                 whole = said if micro_group else said.rstrip(_INCOMPLETE)
                 if whole.startswith(shown) and len(whole) > len(shown):
@@ -96,11 +114,24 @@ def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> 
     check_temperature("temperature", options.temperature)
     folder = checkpoint_folder(checkpoint)
     run_dir = None if folder is None else run_of(folder)
-    ours = [f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}", "model.tokenizer_path=null"]
+    ours = [
+        f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}",
+        "model.tokenizer_path=null",
+    ]
     ours += ["rollout.group_size=1", "rollout.micro_group_size=null", "rollout.slots=1", "rollout.prompts_at_once=1"]
-    ours += ["rollout.schedule=token_budget", "rollout.predictor=none", "rollout.prefix_tokens=null", "objective.advantage=mean_only"]
-    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]  # one response needs its own length, whatever the run had
-    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0", "run.max_staleness=0"]
+    ours += [
+        "rollout.schedule=token_budget",
+        "rollout.predictor=none",
+        "rollout.prefix_tokens=null",
+        "objective.advantage=mean_only",
+    ]
+    # one response needs its own length, whatever the run had
+    ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]
+    ours += [
+        f"rollout.max_new_tokens={options.max_new_tokens}",
+        "objective.overlong_buffer_tokens=0",
+        "run.max_staleness=0",
+    ]
     ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
     if run_dir is None:
         ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them
@@ -121,7 +152,8 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
         line = line.strip()
         if not line:
             continue
-        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that are no text reach Python as halves of a pair
+        # bytes that are no text reach Python as halves of a pair
+        line = line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if line.startswith("/"):
             print(chat.obey(line), file=out, flush=True)
             continue
@@ -137,7 +169,9 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or "=" in arguments[0]:
-        raise ValueError("give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N [temperature=0.7]")
+        raise ValueError(
+            "give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N [temperature=0.7]"
+        )
     options, overrides = parse_with_settings(arguments[1:], ChatOptions)
     chat = Chat(chat_config(arguments[0], options, overrides), options, "cuda" if torch.cuda.is_available() else "cpu")
     if sys.stdin.isatty():

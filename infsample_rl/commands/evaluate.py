@@ -1,10 +1,12 @@
 """A checkpoint on a data set: python -m infsample_rl.evaluate CHECKPOINT [samples=8] [k=[1,4,8]] [name=value ...]
 
-CHECKPOINT   RUN/checkpoints/step_N, whose run's data, template, sampling and rewards are the defaults; or any Hugging Face folder or hub name
+CHECKPOINT   RUN/checkpoints/step_N, whose run's data, template, sampling and rewards are the defaults; or any Hugging
+Face folder or hub name
 samples      completions of every problem (8)
 k            pass@k is shown for these (1 and samples); a sample passes at a reward of threshold (0.5) or more
 out          a JSONL file of every completion; json=true prints one JSON object instead of the table
-section.key  any setting: data.source=FILE.jsonl, data.eval_source, run.eval_prompts=200, run.eval_temperature=0.6, rollout.kv_budget_bytes=auto,
+section.key  any setting: data.source=FILE.jsonl, data.eval_source, run.eval_prompts=200, run.eval_temperature=0.6,
+rollout.kv_budget_bytes=auto,
              reward=math. data.source alone is what is evaluated; without it the run's held-out problems are
 
 The engine and the reward functions of training, without Ray. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
@@ -64,7 +66,10 @@ class Sampled:
 def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[str]]:
     """CHECKPOINT, the options here, and settings for Hydra. ValueError in one line."""
     if not arguments or "=" in arguments[0]:
-        raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value ...]")
+        raise ValueError(
+            "give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value "
+            "...]"
+        )
     options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
     if not math.isfinite(options.threshold):
         raise ValueError(f"threshold must be a finite reward, got {options.threshold}")
@@ -82,14 +87,24 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     names = {override.partition("=")[0].lstrip("+") for override in overrides}
     if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
         lies = "is a hub name" if folder is None else "lies in no run folder"
-        raise ValueError(f"CHECKPOINT={checkpoint} {lies}: nothing says what to evaluate it on; give data.source=FILE and a reward, as reward=math")
-    ours = [f"model.path={quoted(model)}", "model.tokenizer_path=null", f"rollout.group_size={options.samples}", "rollout.micro_group_size=null"]
+        raise ValueError(
+            f"CHECKPOINT={checkpoint} {lies}: nothing says what to evaluate it on; give data.source=FILE and a reward, "
+            "as reward=math"
+        )
+    ours = [
+        f"model.path={quoted(model)}",
+        "model.tokenizer_path=null",
+        f"rollout.group_size={options.samples}",
+        "rollout.micro_group_size=null",
+    ]
     ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
     ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
     config = load_run_config(run_dir, [*ours, *overrides])
     if config.rollout.group_size != options.samples:
         wrong, right = config.rollout.group_size, options.samples
-        raise ValueError(f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead")
+        raise ValueError(
+            f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead"
+        )
     if "run.eval_samples" in names:
         raise ValueError("run.eval_samples is of the evaluations during a run; give samples= here")
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
@@ -98,12 +113,16 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
     if "run.eval_prompts" in names:
         if config.run.eval_prompts == 0:
             raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
-    elif (config.data.held_out or "").startswith("reasoning_gym:"):  # of generated problems there are as many as one asks for
+    # of generated problems there are as many as one asks for
+    elif (config.data.held_out or "").startswith("reasoning_gym:"):
         config.run = dataclasses.replace(config.run, eval_prompts=config.run.eval_prompts or RunConfig().eval_prompts)
     elif run_dir is None or has_own_data or config.run.eval_prompts == 0:  # a run that was not evaluated has 0
         config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
     if config.data.held_out is None:
-        raise ValueError(f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source to evaluate on")
+        raise ValueError(
+            f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source "
+            "to evaluate on"
+        )
     return config
 
 
@@ -151,7 +170,10 @@ def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult
 def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> dict[str, Estimate | float | int]:
     """Figures by name. A failed reward counts 0 and does not pass."""
     rewards = [[reward or 0.0 for reward in sampled.rewards.values()] for sampled in found]
-    right = [sum(reward is not None and reward >= options.threshold for reward in sampled.rewards.values()) for sampled in found]
+    right = [
+        sum(reward is not None and reward >= options.threshold for reward in sampled.rewards.values())
+        for sampled in found
+    ]
     completions = [completion for sampled in found for completion in sampled.completions.values()]
     lengths = [[len(completion.token_ids) for completion in sampled.completions.values()] for sampled in found]
     figures: dict[str, Estimate | float | int] = {"problems": len(found), "samples": options.samples}
@@ -173,7 +195,12 @@ def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
             for index in sorted(sampled.completions):
                 completion = sampled.completions[index]
                 text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
-                record = {"row": sampled.prompt.row, "sample_index": index, "prompt": sampled.prompt.text, "response": text}
+                record = {
+                    "row": sampled.prompt.row,
+                    "sample_index": index,
+                    "prompt": sampled.prompt.text,
+                    "response": text,
+                }
                 record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
                 record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -186,9 +213,23 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
         if isinstance(value, Estimate):
             form = ",.1f" if name == "length" else ".4f"
             interval = f"{format(value.low, form)} to {format(value.high, form)}"
-            rows.append({"name": name, "value": format(value.value, form), "interval": interval, "method": f"{value.interval} over problems"})
+            rows.append(
+                {
+                    "name": name,
+                    "value": format(value.value, form),
+                    "interval": interval,
+                    "method": f"{value.interval} over problems",
+                }
+            )
         else:
-            rows.append({"name": name, "value": f"{value:.4f}" if isinstance(value, float) else f"{value:,}", "interval": "", "method": ""})
+            rows.append(
+                {
+                    "name": name,
+                    "value": f"{value:.4f}" if isinstance(value, float) else f"{value:,}",
+                    "interval": "",
+                    "method": "",
+                }
+            )
     print(title)
     print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
 
@@ -211,15 +252,28 @@ def _run(arguments: list[str]) -> int:
         _check_out(Path(options.out).absolute(), config)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
-    found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)])
+    found = evaluate(
+        config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)]
+    )
     if options.out is not None:
         write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)
     if options.json:
-        print(json.dumps({name: dataclasses.asdict(value) if isinstance(value, Estimate) else value for name, value in figures.items()}))
+        print(
+            json.dumps(
+                {
+                    name: dataclasses.asdict(value) if isinstance(value, Estimate) else value
+                    for name, value in figures.items()
+                }
+            )
+        )
     else:
         temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
-        show(figures, f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}, a sample passes at a reward of {options.threshold:g}")
+        show(
+            figures,
+            f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}, a sample passes at a reward of "
+            f"{options.threshold:g}",
+        )
     return 0
 
 

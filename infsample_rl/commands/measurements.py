@@ -45,7 +45,10 @@ def print_table(records: list[dict[str, Any]], columns: dict[str, str]) -> None:
     rows = [list(columns.values()), *([cell(name, record[name]) for name in columns] for record in records)]
     widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
     for row in rows:
-        cells = [text.ljust(width) if index == 0 else text.rjust(width) for index, (text, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            text.ljust(width) if index == 0 else text.rjust(width)
+            for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
         print("  ".join(cells).rstrip())
 
 
@@ -70,13 +73,18 @@ def draw_engine(records: list[dict[str, Any]], folder: Path) -> Path:
     names = [record["name"] for record in records][::-1]
     speeds = [record["tokens_per_s"] for record in records][::-1]
     bars = axes.barh(names, speeds, color=[OURS if name.startswith("ours/") else RIVAL for name in names])
-    labels = [f"{record['tokens_per_s']:.0f} tokens/s, KV {record['peak_kv_bytes'] / 1e6:.1f} MB" for record in records][::-1]
+    labels = [
+        f"{record['tokens_per_s']:.0f} tokens/s, KV {record['peak_kv_bytes'] / 1e6:.1f} MB" for record in records
+    ][::-1]
     axes.bar_label(bars, labels, padding=3, fontsize=7)
     axes.set_xlim(0, 1.5 * max(speeds, default=1))
     axes.set_xlabel("tokens/s")
     if records:
         workload = records[0]["workload"]
-        axes.set_title(f"G = {workload['group_size']}, slots = {workload['slots']}, {workload['max_new_tokens']} new tokens", fontsize=9)
+        axes.set_title(
+            f"G = {workload['group_size']}, slots = {workload['slots']}, {workload['max_new_tokens']} new tokens",
+            fontsize=9,
+        )
     return _save(figure, folder / "engine.png")
 
 
@@ -90,7 +98,12 @@ def draw_memory(records: list[dict[str, Any]], folder: Path) -> Path:
             label = "ours, full group" if label == "ours/full_group" else f"ours, slots = {record['slots']}"
         lines.setdefault(label, []).append((record["group_size"], record["peak_memory_bytes"] / 1e9))
     for label, points in lines.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label, linestyle="-" if label.startswith("ours") else "--")
+        axes.plot(
+            *zip(*sorted(points), strict=True),
+            marker="o",
+            label=label,
+            linestyle="-" if label.startswith("ours") else "--",
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(bottom=0)

@@ -1,7 +1,9 @@
 """Adapters into weights: python -m infsample_rl merge CHECKPOINT OUT [trust_remote_code=true]
 
-CHECKPOINT         checkpoints/step_N of a run with learner.lora_rank > 0, or another peft folder of plain LoRA on linear layers
-OUT                a new folder: the merged model, bitwise the weights that sampled, with its tokenizer; from_pretrained takes it
+CHECKPOINT         checkpoints/step_N of a run with learner.lora_rank > 0, or another peft folder of plain LoRA on
+linear layers
+OUT                a new folder: the merged model, bitwise the weights that sampled, with its tokenizer; from_pretrained
+takes it
 trust_remote_code  whether code that comes with the base model is run (false)
 
 Exit codes: 0 done; 1 it failed; 2 an input is wrong.
@@ -26,7 +28,15 @@ from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
-VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+VARIANTS = (
+    "use_dora",
+    "use_rslora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "layer_replication",
+)
 OWN_BASES = ("pissa", "olora", "corda", "loftq")
 
 
@@ -38,7 +48,8 @@ class MergeOptions:
 
 
 def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
-    """Write the base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be merged."""
+    """Write the base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what
+    cannot be merged."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"OUT={out} must be a new or an empty folder")
     lm = load_merged(checkpoint, trust_remote_code=trust_remote_code)
@@ -56,15 +67,22 @@ def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be merged."""
+    """The base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be
+    merged."""
     settings = read_adapter_settings(checkpoint)
     if settings is None:
-        raise ValueError(f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole weights")
+        raise ValueError(
+            f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole "
+            "weights"
+        )
     used = [name for name in VARIANTS if settings.get(name)]
     if str(settings.get("init_lora_weights")).startswith(OWN_BASES):
         used.append(f"init_lora_weights={settings['init_lora_weights']}")
     if settings["peft_type"] != "LORA" or settings.get("bias", "none") != "none" or used:
-        raise ValueError(f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with peft itself")
+        raise ValueError(
+            f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with "
+            "peft itself"
+        )
     try:
         tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
     except (SafetensorError, OSError) as error:
@@ -72,7 +90,11 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
     if not tensors:
         raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} holds no adapters")
     dtype = next(iter(tensors.values())).dtype
-    base = ModelConfig(path=settings["base_model_name_or_path"], dtype=str(dtype).removeprefix("torch."), trust_remote_code=trust_remote_code)
+    base = ModelConfig(
+        path=settings["base_model_name_or_path"],
+        dtype=str(dtype).removeprefix("torch."),
+        trust_remote_code=trust_remote_code,
+    )
     lm = load_model(base)
     scale = settings["lora_alpha"] / settings["r"]
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
@@ -80,15 +102,29 @@ def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrai
         weight = _weight_of(lm, layer.removeprefix(PEFT_PREFIX))
         a, b = tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight", None)
         if weight is None or b is None or (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
-            wrong = "has no such layer" if weight is None else "does not fit it" if b is not None else "has no lora_B for it"
-            raise ValueError(f"CHECKPOINT={checkpoint} adapts {layer}, but {'the base model' if weight is None else 'the adapter'} {wrong}")
+            wrong = (
+                "has no such layer"
+                if weight is None
+                else "does not fit it"
+                if b is not None
+                else "has no lora_B for it"
+            )
+            raise ValueError(
+                f"CHECKPOINT={checkpoint} adapts {layer}, but {'the base model' if weight is None else 'the adapter'} "
+                f"{wrong}"
+            )
         if not (a.isfinite().all() and b.isfinite().all()):
             raise ValueError(f"CHECKPOINT={checkpoint}: the adapter of {layer} is not finite")
         if weight is lm.get_input_embeddings().weight:
-            raise ValueError(f"CHECKPOINT={checkpoint} adapts {layer}, whose weight is the embedding too: merge it with peft itself")
+            raise ValueError(
+                f"CHECKPOINT={checkpoint} adapts {layer}, whose weight is the embedding too: merge it with peft itself"
+            )
         weight.copy_(merge_weight(weight, a, b, scale))
     if tensors:
-        raise ValueError(f"CHECKPOINT={checkpoint} holds {next(iter(tensors))}, which is no adapter of a linear layer: merge it with peft itself")
+        raise ValueError(
+            f"CHECKPOINT={checkpoint} holds {next(iter(tensors))}, which is no adapter of a linear layer: merge it "
+            "with peft itself"
+        )
     return lm
 
 
@@ -108,7 +144,9 @@ def _run(arguments: list[str]) -> int:
     options = parse(arguments[2:], MergeOptions)
     if not out:
         raise ValueError("OUT is empty: give a new or an empty folder")
-    merge_checkpoint(checkpoint_folder(checkpoint) or Path(checkpoint), Path(out), trust_remote_code=options.trust_remote_code)
+    merge_checkpoint(
+        checkpoint_folder(checkpoint) or Path(checkpoint), Path(out), trust_remote_code=options.trust_remote_code
+    )
     print(json.dumps({"merged": out}))
     return 0
 

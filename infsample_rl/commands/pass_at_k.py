@@ -1,8 +1,10 @@
-"""pass@k and confidence intervals of an evaluation. Samples of one problem are not independent: intervals are over problems. Numpy alone.
+"""pass@k and confidence intervals of an evaluation. Samples of one problem are not independent: intervals are over
+problems. Numpy alone.
 
-pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k) of a problem with c of n
-samples right, and its mean over problems. Intervals are 95 %: where every problem's figure is 0 or 1 (one sample a problem, or k = n)
-Wilson's, which also holds when all are equal; else the bootstrap's percentiles, problems drawn with replacement, 10,000 times.
+pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k) of a
+problem with c of n samples right, and its mean over problems. Intervals are 95 %: where every problem's figure is 0 or
+1 (one sample a problem, or k = n) Wilson's, which also holds when all are equal; else the bootstrap's percentiles,
+problems drawn with replacement, 10,000 times.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """The chance that k of a problem's samples, drawn without replacement, hold a right one. ValueError unless 1 <= k <= num_samples."""
+    """The chance that k of a problem's samples, drawn without replacement, hold a right one. ValueError unless 1 <= k
+    <= num_samples."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"k must be between 1 and samples = {num_samples}, got {k}")
     if num_samples - num_right < k:

@@ -1,11 +1,13 @@
 """A recorded step into the learner alone: python -m infsample_rl replay RUN step=K [json=true] [section.key=value ...]
 
-RUN  a run with logging.record_every; step K needs the checkpoint it began from, checkpoints/step_<K-1> (run.checkpoint_every=1
+RUN  a run with logging.record_every; step K needs the checkpoint it began from, checkpoints/step_<K-1>
+(run.checkpoint_every=1
      run.keep_checkpoints=100 keep all), or for step 1 the model itself
 
-One process, unsharded; any setting of the update may be changed, to see what it does to the same samples. Loss, gradient norm and the
-difference of engine and learner are shown beside the run's own. The other half, the scheduler on a run's lengths without a model, is
-python -m infsample_rl.simulate lengths=RUN. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+One process, unsharded; any setting of the update may be changed, to see what it does to the same samples. Loss,
+gradient norm and the difference of engine and learner are shown beside the run's own. The other half, the scheduler on
+a run's lengths without a model, is python -m infsample_rl.simulate lengths=RUN. Exit codes: 0 done; 1 it failed; 2 an
+input is wrong.
 """
 
 from __future__ import annotations
@@ -44,20 +46,29 @@ class ReplayOptions:
 def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     """The run's settings for one learner rank in this process. ValueError in one line."""
     gpus = int(torch.cuda.is_available())
-    ours = ["cluster.learner_ranks=1", f"cluster.learner_gpus={gpus}", f"cluster.reference_gpus={gpus}", "cluster.colocate=false"]
+    ours = [
+        "cluster.learner_ranks=1",
+        f"cluster.learner_gpus={gpus}",
+        f"cluster.reference_gpus={gpus}",
+        "cluster.colocate=false",
+    ]
     ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
     ours += ["learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
     without_effect = [override for override in overrides if _is_recorded(override.partition("=")[0])]
     if without_effect:
-        raise ValueError(f"{without_effect[0]} would change nothing: samples, rewards and advantages are the recorded ones")
+        raise ValueError(
+            f"{without_effect[0]} would change nothing: samples, rewards and advantages are the recorded ones"
+        )
     return load_run_config(run_dir, [*ours, *overrides])
 
 
 def _is_recorded(name: str) -> bool:
     """Whether a setting made what is recorded, and is not read by the update too."""
     section, _, key = name.lstrip("+~").partition(".")
-    return section in ("data", "reward", "logging") or (section == "rollout" and key not in ("temperature", "max_new_tokens"))
+    return section in ("data", "reward", "logging") or (
+        section == "rollout" and key not in ("temperature", "max_new_tokens")
+    )
 
 
 def start_of(run_dir: Path, step: int) -> Path | None:
@@ -82,7 +93,11 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
     plans = [list(_rows(batch, recorded, references, config)) for batch in batches]
     worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
     worker.setup("", 0, None if checkpoint is None else str(checkpoint))
-    ids = {id(row): number for number, row in enumerate(row for plan in plans for row in plan)} if objective.updates_per_step > 1 else {}
+    ids = (
+        {id(row): number for number, row in enumerate(row for plan in plans for row in plan)}
+        if objective.updates_per_step > 1
+        else {}
+    )
     try:
         for row in (row for plan in plans[1:] for row in plan):  # their first pass comes after an update
             worker.remember(row, ids[id(row)])
@@ -103,7 +118,10 @@ def _reference_logprobs(recorded: RecordedStep, config: Config) -> list[Referenc
     if not config.objective.kl_in_loss or config.reference.placement == "learner":
         return []
     worker = ReferenceWorker(config)
-    return [worker.logprobs(group.prompt, completions) for group, completions in zip(recorded.groups, _by_group(recorded), strict=True)]
+    return [
+        worker.logprobs(group.prompt, completions)
+        for group, completions in zip(recorded.groups, _by_group(recorded), strict=True)
+    ]
 
 
 def _by_group(recorded: RecordedStep) -> list[list[Completion]]:
@@ -111,12 +129,20 @@ def _by_group(recorded: RecordedStep) -> list[list[Completion]]:
     return [[recorded.completions[sample.position] for sample in group.samples] for group in recorded.groups]
 
 
-def _rows(groups: list[Group], recorded: RecordedStep, references: list[ReferenceResult], config: Config) -> Iterator[list[TrainingSample]]:
+def _rows(
+    groups: list[Group], recorded: RecordedStep, references: list[ReferenceResult], config: Config
+) -> Iterator[list[TrainingSample]]:
     """Packed learner rows of some groups."""
     samples = _by_group(recorded)
     prompts = {group.prompt.prompt_index: group.prompt.token_ids for group in recorded.groups}
-    planner = RowPlanner(config.learner.max_tokens_per_micro_batch, {index: len(ids) for index, ids in prompts.items()}, long_rows=config.long_rows)
-    rows: list[list[SampleSpec]] = [row for group in groups for row in planner.add_group(trainable_specs(group, config))]
+    planner = RowPlanner(
+        config.learner.max_tokens_per_micro_batch,
+        {index: len(ids) for index, ids in prompts.items()},
+        long_rows=config.long_rows,
+    )
+    rows: list[list[SampleSpec]] = [
+        row for group in groups for row in planner.add_group(trainable_specs(group, config))
+    ]
     for row in rows + planner.flush():
         yield assemble(row, prompts, samples, references)
 
@@ -136,7 +162,9 @@ def _run(arguments: list[str]) -> int:
         raise ValueError("give a run folder first: python -m infsample_rl replay RUN step=K")
     run_dir = Path(arguments[0]).expanduser().absolute()
     if not is_run_folder(run_dir):
-        raise ValueError(f"RUN={arguments[0]} {'is no run folder: it has no config.yaml' if run_dir.is_dir() else 'is no folder'}")
+        raise ValueError(
+            f"RUN={arguments[0]} {'is no run folder: it has no config.yaml' if run_dir.is_dir() else 'is no folder'}"
+        )
     options, overrides = parse_with_settings(arguments[1:], ReplayOptions)
     if options.step == 0:
         raise ValueError("give the step: python -m infsample_rl replay RUN step=K")
@@ -146,10 +174,15 @@ def _run(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"step": options.step, "run": recorded.metrics, "replay": replayed}))
         return 0
-    print(f"step {options.step} of {run_dir}, from {checkpoint or config.model.path}: {len(recorded.completions)} samples")
-    rows = [row | {name: f"{row[name]:.6g}" for name in ("run", "replay")} for row in compare(recorded.metrics, replayed)]
+    print(
+        f"step {options.step} of {run_dir}, from {checkpoint or config.model.path}: {len(recorded.completions)} samples"
+    )
+    rows = [
+        row | {name: f"{row[name]:.6g}" for name in ("run", "replay")} for row in compare(recorded.metrics, replayed)
+    ]
     print_table(
-        [row | {"difference": f"{row['difference']:.1e}"} for row in rows], {"name": "", "run": "run", "replay": "replay", "difference": "relative"}
+        [row | {"difference": f"{row['difference']:.1e}"} for row in rows],
+        {"name": "", "run": "run", "replay": "replay", "difference": "relative"},
     )
     return 0
 

@@ -1,4 +1,5 @@
-"""The checkpoint a command is given, and the settings it was trained with: RUN/config.yaml composed again with changes on top."""
+"""The checkpoint a command is given, and the settings it was trained with: RUN/config.yaml composed again with changes
+on top."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def checkpoint_folder(checkpoint: str) -> Path | None:
-    """The folder CHECKPOINT is, or None for a hub name. ValueError, with the checkpoints there are, for a run folder and for no folder."""
+    """The folder CHECKPOINT is, or None for a hub name. ValueError, with the checkpoints there are, for a run folder
+    and for no folder."""
     folder = Path(checkpoint).expanduser()
     if folder.is_file():
         raise ValueError(f"CHECKPOINT={checkpoint} is a file; give the folder it is in")
@@ -25,7 +27,9 @@ def checkpoint_folder(checkpoint: str) -> Path | None:
     if folder.is_dir() and checkpoint:
         return folder
     if folder.parent.name == "checkpoints":
-        raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder; the run has kept: {_kept(folder.parent.parent)}")
+        raise ValueError(
+            f"CHECKPOINT={checkpoint}: there is no such folder; the run has kept: {_kept(folder.parent.parent)}"
+        )
     if not HUB_NAME.fullmatch(checkpoint):
         raise ValueError(f"CHECKPOINT={checkpoint}: there is no such folder, and a hub name is owner/name")
     return None
@@ -49,7 +53,8 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
-    """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot be."""
+    """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot
+    be."""
     kept = "" if run_dir is None else _read(run_dir / "config.yaml").replace("${", "\\${")
     with tempfile.TemporaryDirectory() as folder:
         experiment = Path(folder) / "experiment" / "run.yaml"
@@ -69,6 +74,7 @@ def _read(path: Path) -> str:
 
 
 def quoted(text: str) -> str:
-    """A value as Hydra takes it, whatever is in it: a backslash means itself but before a quote, the end or an interpolation."""
+    """A value as Hydra takes it, whatever is in it: a backslash means itself but before a quote, the end or an
+    interpolation."""
     text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"

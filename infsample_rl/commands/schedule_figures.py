@@ -23,9 +23,12 @@ def draw(records: list[dict[str, Any]], workload: Workload, options: SimulateOpt
 
 
 def draw_steps(records: list[dict[str, Any]], path: Path) -> Path:
-    """Steps per prompt of every schedule, a panel per file: fewest prompts at a time, most, and what noisy predictions do."""
+    """Steps per prompt of every schedule, a panel per file: fewest prompts at a time, most, and what noisy predictions
+    do."""
     files = list(dict.fromkeys(record["file"] for record in records))
-    names = sorted({_row_name(record) for record in records}, key=lambda name: (ORDER.index(name.split(", true")[0]), name))
+    names = sorted(
+        {_row_name(record) for record in records}, key=lambda name: (ORDER.index(name.split(", true")[0]), name)
+    )
     columns = min(2, len(files))
     figure, panels = _figure(len(files), width=5.2 * columns + 1.2, height=0.9 + 0.24 * len(names), columns=columns)
     for panel, file in zip(panels, files, strict=False):
@@ -48,11 +51,29 @@ def _bars(panel: Any, records: list[dict[str, Any]], names: list[str]) -> None:
     first = next(record for record in records if record["prompts_at_once"] == fewest)
     longest, labels = max(record["steps_per_prompt"] for record in records), {}
     for record in records:
-        row, steps, thin = names.index(_row_name(record)), record["steps_per_prompt"], record["prompts_at_once"] > fewest
+        row, steps, thin = (
+            names.index(_row_name(record)),
+            record["steps_per_prompt"],
+            record["prompts_at_once"] > fewest,
+        )
         if record["sigma"] and not thin:
-            panel.scatter(steps, row, s=9 + 18 * min(2.0, record["sigma"]), facecolors="none", edgecolors="black", linewidths=0.7, zorder=3)
+            panel.scatter(
+                steps,
+                row,
+                s=9 + 18 * min(2.0, record["sigma"]),
+                facecolors="none",
+                edgecolors="black",
+                linewidths=0.7,
+                zorder=3,
+            )
         elif not record["sigma"]:
-            colour = OPTIMUM if record["schedule"] not in SCHEDULES else TOKENS if record["schedule"] == "token_budget" else SLOTS
+            colour = (
+                OPTIMUM
+                if record["schedule"] not in SCHEDULES
+                else TOKENS
+                if record["schedule"] == "token_budget"
+                else SLOTS
+            )
             panel.barh(row, steps, height=0.2 if thin else 0.75, color="black" if thin else colour, alpha=0.75)
         if not thin:
             right, text = labels.get(row, (0, ""))
@@ -66,7 +87,9 @@ def _bars(panel: Any, records: list[dict[str, Any]], names: list[str]) -> None:
     panel.set_xlim(0, 1.14 * longest)
     panel.set_xlabel("running steps per prompt", fontsize=8)
     panel.tick_params(axis="x", labelsize=7)
-    panel.set_title(f"{first['file']}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}", fontsize=8)
+    panel.set_title(
+        f"{first['file']}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}", fontsize=8
+    )
 
 
 def _legend(records: list[dict[str, Any]]) -> str:
@@ -83,7 +106,8 @@ def _at_a_time(prompts: int) -> str:
 
 
 def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> Path:
-    """Rows over steps, a colour per sample, for the prompt whose longest sample is nearest the file's median of such."""
+    """Rows over steps, a colour per sample, for the prompt whose longest sample is nearest the file's median of
+    such."""
     by_longest = sorted(range(len(workload.groups)), key=lambda place: max(workload.groups[place]))
     place = by_longest[len(by_longest) // 2]
     found = {name: _simulate(workload, options, place, name) for name in SHOWN}
@@ -99,8 +123,10 @@ def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> Path:
     memory = options.kv_budget_tokens or options.slots * workload.cap
     bound = token_bound(lengths, memory)
     figure.suptitle(
-        f"{workload.name}, prompt {place}: {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens in the KV memory of {memory:,} tokens\n"
-        "one bar per sample, the darker the longer; one that stops short goes on in another row; grey: a row without work; dotted: barriers\n"
+        f"{workload.name}, prompt {place}: {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens in the KV "
+        f"memory of {memory:,} tokens\n"
+        "one bar per sample, the darker the longer; one that stops short goes on in another row; grey: a row without "
+        "work; dotted: barriers\n"
         f"infinite and lpt know the true lengths; {bound:,.0f} steps: the {MEMORY_BOUND}",
         fontsize=9,
     )
@@ -110,7 +136,16 @@ def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> Path:
 
 def _simulate(workload: Workload, options: SimulateOptions, place: int, schedule: str) -> Simulation:
     known = 0.0 if schedule in PREDICTED_SCHEDULES else None
-    return simulate_call(workload, options, range(place, place + 1), 1, schedule, known, parks="park" in options.preemptions, record_rows=True)
+    return simulate_call(
+        workload,
+        options,
+        range(place, place + 1),
+        1,
+        schedule,
+        known,
+        parks="park" in options.preemptions,
+        record_rows=True,
+    )
 
 
 def _rows(panel: Any, name: str, result: Simulation, lengths: list[int], last: int) -> None:
@@ -119,9 +154,18 @@ def _rows(panel: Any, name: str, result: Simulation, lengths: list[int], last: i
     rank = {index: place for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index]))}
     for stay in result.stays:
         colour = _colour(rank[stay.sample] / max(1, len(lengths) - 1))
-        panel.broken_barh([(stay.start, stay.end - stay.start)], (stay.row - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.4)
+        panel.broken_barh(
+            [(stay.start, stay.end - stay.start)],
+            (stay.row - 0.42, 0.84),
+            facecolors=colour,
+            edgecolor="white",
+            linewidth=0.4,
+        )
     if name == "naive":
-        for barrier in {max(stay.end for stay in result.stays if stay.sample // rows == turn) for turn in range(-(-len(lengths) // rows))}:
+        for barrier in {
+            max(stay.end for stay in result.stays if stay.sample // rows == turn)
+            for turn in range(-(-len(lengths) // rows))
+        }:
             panel.axvline(barrier, color="black", linewidth=0.9, linestyle=":")
     panel.axvline(result.running_steps, color="black", linewidth=1)
     panel.text(result.running_steps, rows / 2 - 0.5, f" {result.running_steps:,} steps", fontsize=8, va="center")
@@ -139,7 +183,9 @@ def _colour(share: float) -> Any:
     return colormaps["viridis_r"](0.05 + 0.9 * share)
 
 
-def _figure(panels: int, width: float, height: float, columns: int, ratios: list[int] | None = None) -> tuple[Any, list[Any]]:
+def _figure(
+    panels: int, width: float, height: float, columns: int, ratios: list[int] | None = None
+) -> tuple[Any, list[Any]]:
     """A figure and its panels, row by row; `height` inches of one panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
     from matplotlib.figure import Figure

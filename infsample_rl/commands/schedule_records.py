@@ -1,4 +1,5 @@
-"""Schedules measured on recorded lengths: one record each, beside bounds and the best schedules that know everything. No torch."""
+"""Schedules measured on recorded lengths: one record each, beside bounds and the best schedules that know everything.
+No torch."""
 
 from __future__ import annotations
 
@@ -10,18 +11,30 @@ from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.rollout.optimum import TokenOptimum, slot_bound, slot_optimum, token_bound, token_optimum
 
 # what an optimum has not
-MEASURED = ("preemption", "kv_budget_tokens", "peak_kv_tokens", "row_utilisation", "preemptions_per_prompt", "completion_steps", "mean_length")
+MEASURED = (
+    "preemption",
+    "kv_budget_tokens",
+    "peak_kv_tokens",
+    "row_utilisation",
+    "preemptions_per_prompt",
+    "completion_steps",
+    "mean_length",
+)
 
 
 def measure(workload: Workload, options: SimulateOptions, prompts_at_once: int) -> Iterator[dict[str, Any]]:
     """A record per schedule, sigma and, of token_budget, kind of preemption, and per optimum."""
-    infinite = _record(workload, options, prompts_at_once, "infinite", 0.0)  # what the others are compared with; true lengths always fit
+    # what the others are compared with; true lengths always fit
+    infinite = _record(workload, options, prompts_at_once, "infinite", 0.0)
     for schedule in options.schedules:
         reads, preempts = schedule in PREDICTED_SCHEDULES, schedule == "token_budget"
         for sigma in [*([] if reads else [None]), *(options.noise if reads or preempts else [])]:
             same = schedule == "infinite" and sigma == 0
             for preemption in options.preemptions if preempts else [None]:
-                yield _compared(infinite if same else _record(workload, options, prompts_at_once, schedule, sigma, preemption), infinite)
+                yield _compared(
+                    infinite if same else _record(workload, options, prompts_at_once, schedule, sigma, preemption),
+                    infinite,
+                )
     if options.optimum:
         for record in _optima(workload, options, prompts_at_once):
             yield _compared(record, infinite)
@@ -32,10 +45,18 @@ def _compared(record: dict[str, Any], infinite: dict[str, Any]) -> dict[str, Any
 
 
 def _record(
-    workload: Workload, options: SimulateOptions, prompts_at_once: int, schedule: str, sigma: float | None, preemption: str | None = None
+    workload: Workload,
+    options: SimulateOptions,
+    prompts_at_once: int,
+    schedule: str,
+    sigma: float | None,
+    preemption: str | None = None,
 ) -> dict[str, Any]:
     calls = calls_of(workload, options, prompts_at_once)
-    found = [simulate_call(workload, options, call, prompts_at_once, schedule, sigma, parks=preemption == "park") for call in calls]
+    found = [
+        simulate_call(workload, options, call, prompts_at_once, schedule, sigma, parks=preemption == "park")
+        for call in calls
+    ]
     count = len(workload.groups)
     steps, tokens = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
     lost, parked = sum(each.recomputed_tokens for each in found), sum(each.parked_tokens for each in found)
@@ -48,7 +69,9 @@ def _record(
         for place, index in zip(each.completed_prompts, each.completed, strict=True)
     ]
     bounds = _bounds(workload, options, calls, prompts_at_once)
-    bound = {"token_budget": bounds["token_bound"], "full_group": None, "dynamic_slot": None}.get(schedule, bounds["slot_bound"])
+    bound = {"token_budget": bounds["token_bound"], "full_group": None, "dynamic_slot": None}.get(
+        schedule, bounds["slot_bound"]
+    )
     name = schedule + (", computed again" if preemption == "recompute" else "")
     return _common(workload, options, prompts_at_once, name, sigma) | {
         "schedule": schedule,
@@ -78,16 +101,26 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
     slots = [slot_optimum(each, options.slots) for each in lengths]
     memory = []
     for call, each in zip(calls, lengths, strict=True):
-        resident = sorted((-(-workload.prompt_tokens[place] // options.page_size) for place in call), reverse=True)[:prompts_at_once]
+        resident = sorted((-(-workload.prompt_tokens[place] // options.page_size) for place in call), reverse=True)[
+            :prompts_at_once
+        ]
         whole = budget_of(workload, options, call, prompts_at_once)
-        budget = max(whole - sum(resident) * options.page_size, min(whole - resident[0] * options.page_size, workload.cap))
+        budget = max(
+            whole - sum(resident) * options.page_size, min(whole - resident[0] * options.page_size, workload.cap)
+        )
         best = token_optimum(each, budget, page_size=options.page_size, max_new_tokens=workload.cap)
-        if prompts_at_once > 1:  # a prompt that has ended gives its room to responses, which the budget above leaves out
+        # a prompt that has ended gives its room to responses, which the budget above leaves out
+        if prompts_at_once > 1:
             planned = simulate_call(workload, options, call, prompts_at_once, "token_budget", 0.0)
             best = min(best, TokenOptimum(planned.running_steps, planned.recomputed_tokens, planned.parked_tokens))
         memory.append(best)
-    recomputed, copied = (sum(getattr(each, kind) for each in memory) for kind in ("recomputed_tokens", "parked_tokens"))
-    kinds = (("optimum, slots", slots, 0, 0, "slot_bound"), ("optimum, memory", memory, recomputed, copied, "token_bound"))
+    recomputed, copied = (
+        sum(getattr(each, kind) for each in memory) for kind in ("recomputed_tokens", "parked_tokens")
+    )
+    kinds = (
+        ("optimum, slots", slots, 0, 0, "slot_bound"),
+        ("optimum, memory", memory, recomputed, copied, "token_bound"),
+    )
     for name, best, lost, parked, bound in kinds:
         steps = sum(each.steps for each in best)
         per_prompt = steps / len(workload.groups)
@@ -96,7 +129,8 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
             "name": name,
             "running_steps": steps,
             "steps_per_prompt": per_prompt,
-            "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked) / len(workload.groups),
+            "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked)
+            / len(workload.groups),
             "recomputed_share": lost / tokens,
             "parked_share": parked / tokens,
             **bounds,
@@ -106,7 +140,9 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
         yield _common(workload, options, prompts_at_once, name, 0.0) | dict.fromkeys(MEASURED) | found
 
 
-def _common(workload: Workload, options: SimulateOptions, prompts_at_once: int, schedule: str, sigma: float | None) -> dict[str, Any]:
+def _common(
+    workload: Workload, options: SimulateOptions, prompts_at_once: int, schedule: str, sigma: float | None
+) -> dict[str, Any]:
     known = "" if sigma is None else ", true lengths" if sigma == 0 else f", sigma {sigma:g}"
     return {
         "name": schedule + known,
@@ -125,11 +161,14 @@ def _common(workload: Workload, options: SimulateOptions, prompts_at_once: int, 
 
 
 def _bounds(workload: Workload, options: SimulateOptions, calls: list[range], prompts_at_once: int) -> dict[str, float]:
-    """Mean bounds of a prompt's share of its call (see token_bound). At least the call's shortest prompt is resident while it decodes."""
+    """Mean bounds of a prompt's share of its call (see token_bound). At least the call's shortest prompt is resident
+    while it decodes."""
     slots = tokens = 0.0
     for call in calls:
         lengths = [length for place in call for length in workload.groups[place]]
-        budget = budget_of(workload, options, call, prompts_at_once) - min(workload.prompt_tokens[place] for place in call)
+        budget = budget_of(workload, options, call, prompts_at_once) - min(
+            workload.prompt_tokens[place] for place in call
+        )
         slots += slot_bound(lengths, options.slots)
         tokens += token_bound(lengths, budget)
     return {"slot_bound": slots / len(workload.groups), "token_bound": tokens / len(workload.groups)}

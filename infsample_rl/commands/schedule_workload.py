@@ -1,4 +1,5 @@
-"""What the schedule comparison is given: its options, the recorded lengths, and one simulated call of them. No torch."""
+"""What the schedule comparison is given: its options, the recorded lengths, and one simulated call of them. No
+torch."""
 
 from __future__ import annotations
 
@@ -27,9 +28,15 @@ class SimulateOptions:
     lengths: list[str] = option([], "run folders, or files of recorded lengths, .jsonl or .jsonl.gz")
     slots: int = option(4, "g; the KV memory is slots x cap + the resident prompts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
-    preemptions: list[str] = option(["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute"))
-    group_size: int | None = option(None, "G, samples taken of every prompt; one with fewer is taken whole; none: all recorded", low=1)
-    kv_budget_tokens: int | None = option(None, "all KV tokens, prompts included; none: by slots. full_group has memory for G responses", low=1)
+    preemptions: list[str] = option(
+        ["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute")
+    )
+    group_size: int | None = option(
+        None, "G, samples taken of every prompt; one with fewer is taken whole; none: all recorded", low=1
+    )
+    kv_budget_tokens: int | None = option(
+        None, "all KV tokens, prompts included; none: by slots. full_group has memory for G responses", low=1
+    )
     page_size: int = option(1, "tokens of a KV page", low=1)
     prompt_tokens: int | None = option(0, "tokens of every prompt; none: as recorded", low=0)
     prompts_at_once: int = option(1, "prompts resident together; 1: every prompt alone", low=1)
@@ -49,7 +56,9 @@ class SimulateOptions:
         if not self.lengths:
             raise ValueError("lengths is empty: give lengths=FILE.jsonl")
         if not self.optimum and not any(self.noise or name not in PREDICTED_SCHEDULES for name in self.schedules):
-            raise ValueError("there is nothing to measure: give schedules=[...] and, for those that order by predictions, noise=[0]")
+            raise ValueError(
+                "there is nothing to measure: give schedules=[...] and, for those that order by predictions, noise=[0]"
+            )
         for name in ("c0", "c1", "c2"):
             if not getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(f"{name} must be at most {MOST_SECONDS:,} seconds, got {getattr(self, name)}")
@@ -95,7 +104,10 @@ def load(path: Path, options: SimulateOptions, name: str | None = None) -> Workl
         model=recordings[0].model,
         recorded=[recording.lengths for recording in recordings],
         groups=groups,
-        normal=[_normal(f"{options.seed} {recording.key}", len(group)) for recording, group in zip(recordings, groups, strict=True)],
+        normal=[
+            _normal(f"{options.seed} {recording.key}", len(group))
+            for recording, group in zip(recordings, groups, strict=True)
+        ],
         prompt_tokens=[_prompt_tokens(recording, options, path) for recording in recordings],
         cap=cap,
         group_size=max(map(len, groups)),
@@ -109,7 +121,9 @@ def predictions(workload: Workload, place: int, sigma: float) -> list[float]:
 
 def noisy(lengths: Sequence[int], normal: Sequence[float], sigma: float, cap: int) -> list[float]:
     """Lengths with a lognormal error, at least 1 token and at most `cap`: length x exp(sigma x normal)."""
-    return [min(float(cap), max(1.0, length * math.exp(sigma * each))) for length, each in zip(lengths, normal, strict=True)]
+    return [
+        min(float(cap), max(1.0, length * math.exp(sigma * each))) for length, each in zip(lengths, normal, strict=True)
+    ]
 
 
 def simulate_call(
@@ -151,7 +165,9 @@ def calls_of(workload: Workload, options: SimulateOptions, prompts_at_once: int)
 def budget_of(workload: Workload, options: SimulateOptions, call: range, prompts_at_once: int) -> int:
     """Tokens of the pool that the prompts of `call` share."""
     prompts = [workload.prompt_tokens[place] for place in call]
-    return pool_tokens(options.kv_budget_tokens, options.slots, workload.cap, options.page_size, prompts, prompts_at_once)
+    return pool_tokens(
+        options.kv_budget_tokens, options.slots, workload.cap, options.page_size, prompts, prompts_at_once
+    )
 
 
 def _normal(seed: str, count: int) -> list[float]:
@@ -162,5 +178,8 @@ def _normal(seed: str, count: int) -> list[float]:
 def _prompt_tokens(recording: Recording, options: SimulateOptions, path: Path) -> int:
     tokens = recording.prompt_tokens if options.prompt_tokens is None else options.prompt_tokens
     if tokens is None:
-        raise ValueError(f"prompt_tokens=none takes the recorded number, and {recording.prompt_id} of {path} has none; give prompt_tokens=100")
+        raise ValueError(
+            f"prompt_tokens=none takes the recorded number, and {recording.prompt_id} of {path} has none; give "
+            "prompt_tokens=100"
+        )
     return tokens

@@ -1,11 +1,14 @@
-"""Schedules over recorded response lengths, without a model: running steps, time, KV memory and bounds, at equal KV memory.
+"""Schedules over recorded response lengths, without a model: running steps, time, KV memory and bounds, at equal KV
+memory.
 
-python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,token_budget]] [group_size=32] [noise=[0,0.5]] [json=true] ...
+python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,token_budget]] [group_size=32]
+[noise=[0,0.5]] [json=true] ...
 
-FILE is a run folder, or a file with a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}. The engine's own
-planner is run on the lengths. Predictions are the true lengths x exp(sigma x normal noise) for every sigma of `noise` (0: the true
-lengths), at most the cap. Time is c0 per step + c1 per row and per recomputed token + c2 per parked token; they default to what docs/engine.md
-gives for SmolLM2-135M-Instruct in float32 on 2 CPU cores (python -m benchmarks.engine measures them on any model and machine).
+FILE is a run folder, or a file with a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}.
+The engine's own planner is run on the lengths. Predictions are the true lengths x exp(sigma x normal noise) for every
+sigma of `noise` (0: the true lengths), at most the cap. Time is c0 per step + c1 per row and per recomputed token + c2
+per parked token; they default to what docs/engine.md gives for SmolLM2-135M-Instruct in float32 on 2 CPU cores (python
+-m benchmarks.engine measures them on any model and machine).
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ FORMATS = {"seconds_per_prompt": ".1f", "of_bound": ".2f", "of_infinite": ".3f",
 
 def main(arguments: list[str] | None = None) -> int:
     """Simulate and report; 2 for files or settings that cannot be used."""
-    return run_with_options(lambda options: run(options, [options.prompts_at_once]), SimulateOptions, arguments, usage=__doc__)
+    return run_with_options(
+        lambda options: run(options, [options.prompts_at_once]), SimulateOptions, arguments, usage=__doc__
+    )
 
 
 def run(options: SimulateOptions, at_once: Sequence[int]) -> int:
@@ -68,12 +73,23 @@ def run(options: SimulateOptions, at_once: Sequence[int]) -> int:
     return 0
 
 
-def _print_table(workload: Workload, options: SimulateOptions, records: list[dict[str, Any]], prompts_at_once: int) -> None:
+def _print_table(
+    workload: Workload, options: SimulateOptions, records: list[dict[str, Any]], prompts_at_once: int
+) -> None:
     """A heading with the bounds, then a row per measurement; means per prompt."""
-    together = "one prompt at a time" if prompts_at_once == 1 else f"{prompts_at_once} of {options.prompts_per_call} prompts at a time"
+    together = (
+        "one prompt at a time"
+        if prompts_at_once == 1
+        else f"{prompts_at_once} of {options.prompts_per_call} prompts at a time"
+    )
     first = records[0]
-    print(f"\n{workload.name}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}, cap {first['cap']}, {together}")
-    print(f"{first['slot_bound']:,.0f} steps: lower bound of the slots; {first['token_bound']:,.0f} steps: {MEMORY_BOUND}")
+    print(
+        f"\n{workload.name}: {first['prompts']} prompts, G = {first['group_size']}, g = {first['slots']}, cap "
+        f"{first['cap']}, {together}"
+    )
+    print(
+        f"{first['slot_bound']:,.0f} steps: lower bound of the slots; {first['token_bound']:,.0f} steps: {MEMORY_BOUND}"
+    )
     measurements.print_table([{name: _cell(name, record[name]) for name in COLUMNS} for record in records], COLUMNS)
 
 

@@ -1,4 +1,5 @@
-"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line. Standard library only."""
+"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 
 
-def option(default: Any, doc: str, *, low: int | None = None, choices: tuple[str, ...] = (), key: str | None = None) -> Any:
-    """A dataclass field that is an argument: its meaning, lowest value, allowed values, and its name when not the field's."""
+def option(
+    default: Any, doc: str, *, low: int | None = None, choices: tuple[str, ...] = (), key: str | None = None
+) -> Any:
+    """A dataclass field that is an argument: its meaning, lowest value, allowed values, and its name when not the
+    field's."""
     metadata = {"doc": doc, "low": low, "choices": choices, "key": key}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -25,7 +29,8 @@ def option(default: Any, doc: str, *, low: int | None = None, choices: tuple[str
 
 
 def parse(arguments: list[str], options: type[Options]) -> Options:
-    """The options of `key=value` arguments. ValueError, in one line with the keys that exist, for an unknown key or a bad value."""
+    """The options of `key=value` arguments. ValueError, in one line with the keys that exist, for an unknown key or a
+    bad value."""
     fields = {field.metadata["key"] or field.name: field for field in dataclasses.fields(options)}
     hints = typing.get_type_hints(options)
     values: dict[str, Any] = {}
@@ -49,15 +54,19 @@ def parse_with_settings(arguments: list[str], options: type[Options]) -> tuple[O
     for key in (argument.partition("=")[0] for argument in arguments if "=" in argument):
         nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
         if nearest and key not in names and "." not in key:
-            raise ValueError(f"{key} is no argument; did you mean {nearest[0]}=...? arguments: {', '.join(sorted(names))}, and settings of a run")
+            raise ValueError(
+                f"{key} is no argument; did you mean {nearest[0]}=...? arguments: {', '.join(sorted(names))}, and "
+                "settings of a run"
+            )
     own = [argument for argument in arguments if argument.partition("=")[0] in names or "=" not in argument]
     return parse(own, options), [argument for argument in arguments if argument not in own]
 
 
 def run_command(command: Callable[[list[str]], int], arguments: list[str] | None, *, usage: str) -> int:
-    """Run a command with its arguments, those of this process if None; -h prints `usage`. Returns the exit code: what `command` returns,
-    2 when it raises ValueError (an input is wrong), 1 for OSError, RuntimeError and MemoryError (it failed), each said in one line on
-    stderr, 130 when Ctrl-C ends it and, without a word, 141 when nobody reads its output any more (`| head`)."""
+    """Run a command with its arguments, those of this process if None; -h prints `usage`. Returns the exit code: what
+    `command` returns, 2 when it raises ValueError (an input is wrong), 1 for OSError, RuntimeError and MemoryError (it
+    failed), each said in one line on stderr, 130 when Ctrl-C ends it and, without a word, 141 when nobody reads its
+    output any more (`| head`)."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help"} & set(arguments):
         print(usage)
@@ -77,10 +86,14 @@ def run_command(command: Callable[[list[str]], int], arguments: list[str] | None
         return 2 if isinstance(error, ValueError) else 1
 
 
-def run_with_options(command: Callable[[Options], int], options: type[Options], arguments: list[str] | None = None, *, usage: str) -> int:
+def run_with_options(
+    command: Callable[[Options], int], options: type[Options], arguments: list[str] | None = None, *, usage: str
+) -> int:
     """run_command() of a command whose arguments are `options` alone: -h prints these too."""
     lines = [f"  {name:<20} {meaning} ({default})" for name, default, meaning in describe(options)]
-    return run_command(lambda given: command(parse(given, options)), arguments, usage="\n".join([usage.strip(), "", *lines]))
+    return run_command(
+        lambda given: command(parse(given, options)), arguments, usage="\n".join([usage.strip(), "", *lines])
+    )
 
 
 def describe(options: type[Any]) -> list[tuple[str, str, str]]:
@@ -88,14 +101,18 @@ def describe(options: type[Any]) -> list[tuple[str, str, str]]:
     rows = []
     for field in dataclasses.fields(options):
         value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
-        doc, _, told = field.metadata["doc"].partition("; default: ")  # one that depends on the machine is told in words
+        # one that depends on the machine is told in words
+        doc, _, told = field.metadata["doc"].partition("; default: ")
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "none" if value is None else str(value)
-        rows.append((field.metadata["key"] or field.name, told or (shown.lower() if isinstance(value, bool) else shown), doc))
+        rows.append(
+            (field.metadata["key"] or field.name, told or (shown.lower() if isinstance(value, bool) else shown), doc)
+        )
     return rows
 
 
 def check_writable(folder: Path, name: str) -> None:
-    """Make `folder`, unless it is there. ValueError, naming the argument `name`, when it cannot be made or written to."""
+    """Make `folder`, unless it is there. ValueError, naming the argument `name`, when it cannot be made or written
+    to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -105,7 +122,8 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def _convert(text: str, kind: Any) -> Any:
-    """`text` as a value of type `kind`: str, bool, int, float, a list of one of them ([a,b]), or one of them or None (none)."""
+    """`text` as a value of type `kind`: str, bool, int, float, a list of one of them ([a,b]), or one of them or None
+    (none)."""
     if isinstance(kind, types.UnionType):
         return None if text.lower() in ("none", "null") else _convert(text, typing.get_args(kind)[0])
     if typing.get_origin(kind) is list:

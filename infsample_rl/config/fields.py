@@ -10,13 +10,24 @@ from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
 
-SCALARS = {"int": (Integral, "a whole number"), "float": (Real, "a number"), "bool": (bool, "true or false"), "str": (str, "a text")}
+SCALARS = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a text"),
+}
 
 LEAST_TEMPERATURE = 1e-3
 
 
 def setting(
-    default: Any, doc: str, *, low: float | None = None, high: float | None = None, above: float | None = None, choices: tuple[str, ...] = ()
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field with its meaning and bound: `low <= value <= high`, `value > above`, or one of `choices`."""
     metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices}
@@ -36,7 +47,8 @@ def check_bounds(section: str, config: Any) -> None:
         if value is None:
             continue
         if bound["choices"] and value not in bound["choices"]:
-            kinds = [choice for choice in bound["choices"] if choice.startswith(f"{str(value).lower()}-")]  # a100: two of them
+            # a100: two of them
+            kinds = [choice for choice in bound["choices"] if choice.startswith(f"{str(value).lower()}-")]
             nearest = kinds or difflib.get_close_matches(str(value).lower(), bound["choices"], n=1)
             hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
             raise ValueError(f"{name} must be one of {', '.join(bound['choices'])}, got {value!r}{hint}")
@@ -47,7 +59,9 @@ def check_bounds(section: str, config: Any) -> None:
         if bound["low"] is not None and value < bound["low"]:
             raise ValueError(f"{name} must be >= {bound['low']}, got {value}; the nearest that works is {bound['low']}")
         if bound["high"] is not None and value > bound["high"]:
-            raise ValueError(f"{name} must be <= {bound['high']}, got {value}; the nearest that works is {bound['high']}")
+            raise ValueError(
+                f"{name} must be <= {bound['high']}, got {value}; the nearest that works is {bound['high']}"
+            )
         if bound["above"] is not None and value <= bound["above"]:
             raise ValueError(f"{name} must be > {bound['above']}, got {value}")
 
@@ -73,7 +87,8 @@ def check_temperature(name: str, temperature: float) -> None:
 
 
 def parse_bytes(text: str, expected: str = "rollout.kv_budget_bytes must be auto or a size") -> int:
-    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): "1.5KB" -> 1500. ValueError, beginning with `expected`, for anything else."""
+    """Bytes of "1048576", "24GB" (10^9) or "512MiB" (2^20): "1.5KB" -> 1500. ValueError, beginning with `expected`, for
+    anything else."""
     units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if found is None or found[2].upper() not in units or float(found[1]) <= 0:

@@ -11,32 +11,53 @@ from infsample_rl.config.fields import check_bounds, setting
 class ObjectiveConfig:
     """The GRPO objective; the paper's equations 2-4 by default."""
 
-    advantage: str = setting("std", "std: (r - mean) / (std + 1e-6); mean_only (section 3.4); rloo", choices=("std", "mean_only", "rloo"))
+    advantage: str = setting(
+        "std", "std: (r - mean) / (std + 1e-6); mean_only (section 3.4); rloo", choices=("std", "mean_only", "rloo")
+    )
     loss: str = setting("grpo", "loss and its normalisation", choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo"))
     clip_low: float = setting(0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1)
     clip_high: float = setting(0.2, "ratio is clipped above at 1 + clip_high", low=0)
     kl: str = setting("k3", "KL estimator in the loss", choices=("none", "k1", "k2", "k3"))
     kl_coef: float = setting(0.001, "weight of the KL in the loss", low=0)
-    kl_in_reward: bool = setting(False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)")
+    kl_in_reward: bool = setting(
+        False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)"
+    )
     kl_reward_coef: float = setting(0.0, "beta of the KL in the reward", low=0)
     entropy_coef: float = setting(0.0, "weight of the entropy bonus in the loss", low=0)
     importance: str = setting(
         "auto",
-        "truncated importance weights for the difference of engine and learner; auto: token_tis with run.max_staleness=1, else none",
+        "truncated importance weights for the difference of engine and learner; auto: token_tis with "
+        "run.max_staleness=1, else none",
         choices=("auto", "none", "token_tis", "sequence_tis"),
     )
     importance_cap: float = setting(2.0, "cap of the importance weights", above=0)
     mismatch_stop: float = setting(
-        0.05, "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability", above=0
+        0.05,
+        "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability",
+        above=0,
     )
-    mismatch_stop_float32: float = setting(1e-4, "in fp32 with kv_dtype=auto the run stops above this |engine - learner| of any token", above=0)
-    epochs: int = setting(1, "updates from every sample of a step (GRPO's mu); above 1 the ratio is to the policy of the first", low=1)
+    mismatch_stop_float32: float = setting(
+        1e-4, "in fp32 with kv_dtype=auto the run stops above this |engine - learner| of any token", above=0
+    )
+    epochs: int = setting(
+        1, "updates from every sample of a step (GRPO's mu); above 1 the ratio is to the policy of the first", low=1
+    )
     mini_batches: int = setting(1, "updates the step's prompts are split into, in every epoch", low=1)
-    overlong_buffer_tokens: int = setting(0, "DAPO's soft overlong punishment: its length before max_new_tokens; 0: none", low=0)
-    overlong_penalty: float = setting(1.0, "what a response of max_new_tokens loses of its reward, with overlong_buffer_tokens > 0", low=0)
-    dynamic_sampling: bool = setting(False, "DAPO: groups whose rewards are all equal are dropped and other prompts sampled instead")
-    dynamic_sampling_rounds: int = setting(4, "most rounds of sampling in a step with dynamic_sampling; then it trains with what it has", low=1)
-    shuffle_advantages: bool = setting(False, "control run: shuffle the advantages within every group, so nothing can be learnt")
+    overlong_buffer_tokens: int = setting(
+        0, "DAPO's soft overlong punishment: its length before max_new_tokens; 0: none", low=0
+    )
+    overlong_penalty: float = setting(
+        1.0, "what a response of max_new_tokens loses of its reward, with overlong_buffer_tokens > 0", low=0
+    )
+    dynamic_sampling: bool = setting(
+        False, "DAPO: groups whose rewards are all equal are dropped and other prompts sampled instead"
+    )
+    dynamic_sampling_rounds: int = setting(
+        4, "most rounds of sampling in a step with dynamic_sampling; then it trains with what it has", low=1
+    )
+    shuffle_advantages: bool = setting(
+        False, "control run: shuffle the advantages within every group, so nothing can be learnt"
+    )
 
     def __post_init__(self) -> None:
         check_bounds("objective", self)
@@ -44,7 +65,8 @@ class ObjectiveConfig:
             raise ValueError("objective.kl_reward_coef must be > 0 with kl_in_reward=true, got 0.0")
         if not self.kl_in_reward and self.kl_reward_coef > 0:
             raise ValueError(
-                f"objective.kl_reward_coef={self.kl_reward_coef} is not read with kl_in_reward=false: set kl_in_reward=true or kl_reward_coef=0"
+                f"objective.kl_reward_coef={self.kl_reward_coef} is not read with kl_in_reward=false: set "
+                "kl_in_reward=true or kl_reward_coef=0"
             )
 
     @property
@@ -70,7 +92,8 @@ class ReferenceConfig:
     path: str | None = setting(None, "folder or hub name; none: model.path")
     placement: str = setting(
         "workers",
-        "workers: processes of its own; learner: sharded over the learner ranks, beside the policy (with LoRA: the policy without adapters)",
+        "workers: processes of its own; learner: sharded over the learner ranks, beside the policy (with LoRA: the "
+        "policy without adapters)",
         choices=("workers", "learner"),
     )
     offload: bool = setting(False, "with placement=learner: its weights are in host memory between uses")
@@ -84,45 +107,70 @@ class ReferenceConfig:
 class LearnerConfig:
     """The update."""
 
-    backend: str = setting("fsdp", "how parameters are sharded: fsdp is FSDP2 (none at one rank), deepspeed is ZeRO", choices=("fsdp", "deepspeed"))
+    backend: str = setting(
+        "fsdp",
+        "how parameters are sharded: fsdp is FSDP2 (none at one rank), deepspeed is ZeRO",
+        choices=("fsdp", "deepspeed"),
+    )
     zero_stage: int = setting(2, "deepspeed: 1 shards the optimizer, 2 gradients too, 3 parameters too", low=1, high=3)
     shard_ranks: int | None = setting(None, "fsdp: ranks that share one copy of the policy (HSDP); none: all", low=1)
     grad_sync: str = setting(
         "every_row",
-        "every_row: gather and reduce with every row, in waves; last_row: fsdp ranks keep whole parameters and gradients and reduce once",
+        "every_row: gather and reduce with every row, in waves; last_row: fsdp ranks keep whole parameters and "
+        "gradients and reduce once",
         choices=("every_row", "last_row"),
     )
     offload_optimizer: bool = setting(False, "masters, AdamW moments and the optimizer step in host memory")
     moments_folder: str | None = setting(
-        None, "folder on a disk of the learner's machine: AdamW's moments are in a file there (on a GPU with offload_optimizer); none: in memory"
+        None,
+        "folder on a disk of the learner's machine: AdamW's moments are in a file there (on a GPU with "
+        "offload_optimizer); none: in memory",
     )
-    overlap: bool = setting(True, "backward of complete groups while others decode; false: after the last sample of the step")
-    optimizer: str = setting("adamw", "adamw, or adamw_8bit (torchao): moments in 8 bits with scales", choices=("adamw", "adamw_8bit"))
+    overlap: bool = setting(
+        True, "backward of complete groups while others decode; false: after the last sample of the step"
+    )
+    optimizer: str = setting(
+        "adamw", "adamw, or adamw_8bit (torchao): moments in 8 bits with scales", choices=("adamw", "adamw_8bit")
+    )
     lr: float = setting(1e-6, "AdamW learning rate", above=0)
     lr_schedule: str = setting("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
     min_lr_ratio: float = setting(0.0, "lr at the end of linear and cosine, as a share of lr", low=0, high=1)
     warmup_steps: int = setting(0, "updates of linear warm-up from 0", low=0)
-    warmup_ratio: float = setting(0.0, "the same as a share of the run's updates; only with warmup_steps=0", low=0, high=1)
+    warmup_ratio: float = setting(
+        0.0, "the same as a share of the run's updates; only with warmup_steps=0", low=0, high=1
+    )
     weight_decay: float = setting(0.0, "AdamW weight decay, of matrices only", low=0)
     beta1: float = setting(0.9, "AdamW beta 1", low=0, high=0.999999)
     beta2: float = setting(0.999, "AdamW beta 2", low=0, high=0.999999)
     adam_epsilon: float = setting(1e-8, "AdamW epsilon", above=0)
     max_grad_norm: float = setting(1.0, "gradient norm is clipped at this", above=0)
-    max_tokens_per_micro_batch: int = setting(16384, "tokens of one forward and backward pass: prompts, and the responses packed behind them", low=16)
+    max_tokens_per_micro_batch: int = setting(
+        16384, "tokens of one forward and backward pass: prompts, and the responses packed behind them", low=16
+    )
     logprob_chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", low=1)
-    activation_checkpointing: int = setting(0, "recompute activations in the backward pass: 0 of none, 1 of every layer, n of every n-th", low=0)
+    activation_checkpointing: int = setting(
+        0, "recompute activations in the backward pass: 0 of none, 1 of every layer, n of every n-th", low=0
+    )
     recompute_granularity: str = setting(
-        "full", "full: of a recomputed layer only its input is kept; selective: its matrix products too", choices=("full", "selective")
+        "full",
+        "full: of a recomputed layer only its input is kept; selective: its matrix products too",
+        choices=("full", "selective"),
     )
     lora_rank: int = setting(0, "train LoRA adapters of this rank (peft), not the weights; 0: the weights", low=0)
     lora_alpha: float = setting(32.0, "adapters count lora_alpha / lora_rank", above=0)
     lora_targets: list[str] = setting(["all-linear"], "names of the modules that get adapters, or all-linear")
     lora_publish: str = setting(
-        "merged", "what the engine is sent: merged weights, or the adapters, which it merges itself", choices=("merged", "adapters")
+        "merged",
+        "what the engine is sent: merged weights, or the adapters, which it merges itself",
+        choices=("merged", "adapters"),
     )
-    on_nonfinite: str = setting("stop", "a NaN or infinite loss or gradient: stop the run, or skip the update", choices=("stop", "skip"))
+    on_nonfinite: str = setting(
+        "stop", "a NaN or infinite loss or gradient: stop the run, or skip the update", choices=("stop", "skip")
+    )
 
     def __post_init__(self) -> None:
         check_bounds("learner", self)
         if self.warmup_steps > 0 and self.warmup_ratio > 0:
-            raise ValueError(f"give learner.warmup_steps={self.warmup_steps} or learner.warmup_ratio={self.warmup_ratio:g}, not both")
+            raise ValueError(
+                f"give learner.warmup_steps={self.warmup_steps} or learner.warmup_ratio={self.warmup_ratio:g}, not both"
+            )

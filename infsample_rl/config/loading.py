@@ -1,4 +1,5 @@
-"""Compose `configs/` with Hydra into one checked Config. Every problem is one line of ConfigError, found before Ray starts."""
+"""Compose `configs/` with Hydra into one checked Config. Every problem is one line of ConfigError, found before Ray
+starts."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
     settings = compose(overrides, config_dir)
     _make_paths_absolute(settings)
     try:
-        settings["reward"]["functions"] = [_reward_function(index, entry) for index, entry in enumerate(settings["reward"]["functions"])]
+        settings["reward"]["functions"] = [
+            _reward_function(index, entry) for index, entry in enumerate(settings["reward"]["functions"])
+        ]
         config = Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
         check_no_secrets(config, os.environ)
         return config
@@ -103,11 +106,14 @@ def _groups(config_dir: str | None) -> set[str]:
 
 
 def _normalise(override: str) -> str:
-    """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1`, be written without Hydra's plus."""
+    """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1`, be written without Hydra's
+    plus."""
     if override.startswith("experiment="):
         return "+" + override
     into_dict = re.match(r"(\w+)\.(\w+)\.\w", override)
-    if into_dict and into_dict.group(2) in {spec.name for spec in dataclasses.fields(SECTIONS.get(into_dict.group(1), Config))}:
+    if into_dict and into_dict.group(2) in {
+        spec.name for spec in dataclasses.fields(SECTIONS.get(into_dict.group(1), Config))
+    }:
         return "++" + override
     return override
 
@@ -124,7 +130,10 @@ def _check_override(override: str, config_dir: str | None) -> None:
         raise ConfigError(f"{override}: settings cannot be deleted; give a value instead, e.g. {name}=null")
     if not equals or not name:
         nearest = _nearest(name.split("=")[0], config_dir)
-        raise ConfigError(f"{override!r} is not name=value{nearest}; a value with spaces needs quotes, as in 'data.instruction=\"Think first.\"'")
+        raise ConfigError(
+            f"{override!r} is not name=value{nearest}; a value with spaces needs quotes, as in "
+            "'data.instruction=\"Think first.\"'"
+        )
     _check_name(name, value, config_dir)
     try:
         OverridesParser.create().parse_override(override)
@@ -144,7 +153,10 @@ def _check_name(name: str, value: str, config_dir: str | None) -> None:
             raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{hint}")
         return
     if name.startswith("hydra"):
-        raise ConfigError(f"{name}: Hydra only composes the settings here and writes nothing; set run.dir, and --config-dir for a folder of your own")
+        raise ConfigError(
+            f"{name}: Hydra only composes the settings here and writes nothing; set run.dir, and --config-dir for a "
+            "folder of your own"
+        )
     section, _, key = name.partition(".")
     if section not in SECTIONS or not key:
         raise ConfigError(f"{name} is not a setting{_nearest(name, config_dir)}")
@@ -160,9 +172,17 @@ def setting_names() -> list[str]:
 
 def _nearest(name: str, config_dir: str | None) -> str:
     by_key = {full.partition(".")[2]: full for full in setting_names()}
-    close = difflib.get_close_matches(name, setting_names() if "." in name else sorted(_groups(config_dir)), n=1, cutoff=0.6)
-    close = close or [by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1, cutoff=0.6)]
-    return f"; did you mean {close[0]}?" if close else f"; sections are {', '.join(SECTIONS)} (python -m infsample_rl.main --cfg job prints all)"
+    close = difflib.get_close_matches(
+        name, setting_names() if "." in name else sorted(_groups(config_dir)), n=1, cutoff=0.6
+    )
+    close = close or [
+        by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1, cutoff=0.6)
+    ]
+    return (
+        f"; did you mean {close[0]}?"
+        if close
+        else f"; sections are {', '.join(SECTIONS)} (python -m infsample_rl.main --cfg job prints all)"
+    )
 
 
 def _did_you_mean(value: str, options: list[str], prefix: str) -> str:
@@ -183,8 +203,15 @@ def _one_line(error: Exception) -> str:
     types = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
     wrong_type = re.match(r"Value '(.*?)' (?:of type '\w+' )?(?:could not be converted to|is not a valid) (\w+)", first)
     if wrong_type:
-        key = f"reward.functions: an entry's {key}" if key in {spec.name for spec in dataclasses.fields(RewardFunctionConfig)} else key
-        return f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got {wrong_type.group(1)!r}{_default_of(key)}"
+        key = (
+            f"reward.functions: an entry's {key}"
+            if key in {spec.name for spec in dataclasses.fields(RewardFunctionConfig)}
+            else key
+        )
+        return (
+            f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got "
+            f"{wrong_type.group(1)!r}{_default_of(key)}"
+        )
     unknown = re.match(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", first)
     if unknown and unknown.group(2) == RewardFunctionConfig.__name__:
         takes = ", ".join(spec.name for spec in dataclasses.fields(RewardFunctionConfig))
@@ -204,12 +231,15 @@ def _default_of(name: str) -> str:
 
 
 def _run_of(checkpoint: str) -> Path:
-    """The run folder that run.resume=RUN/checkpoints/step_N goes on in. ConfigError for another folder: run.dir has to say it then."""
+    """The run folder that run.resume=RUN/checkpoints/step_N goes on in. ConfigError for another folder: run.dir has to
+    say it then."""
     parent = Path(checkpoint).expanduser().resolve().parent
     folder = parent.parent if parent.name == "superseded" else parent
     if folder.name != "checkpoints":
         known = "auto, never, or a checkpoint RUN/checkpoints/step_N"
-        raise ConfigError(f"run.resume must be {known}, got {checkpoint!r}; for one that lies elsewhere give run.dir too")
+        raise ConfigError(
+            f"run.resume must be {known}, got {checkpoint!r}; for one that lies elsewhere give run.dir too"
+        )
     return folder.parent
 
 
@@ -224,7 +254,12 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
     run["dir"] = str(Path(run["dir"]).expanduser().absolute())
     if run["resume"] not in ("auto", "never"):
         run["resume"] = str(Path(run["resume"]).expanduser().absolute())
-    for section, key in ((model, "path"), (model, "tokenizer_path"), (settings["reference"], "path"), (settings["rollout"], "predictor_path")):
+    for section, key in (
+        (model, "path"),
+        (model, "tokenizer_path"),
+        (settings["reference"], "path"),
+        (settings["rollout"], "predictor_path"),
+    ):
         section[key] = _absolute_if_local(section[key])
     for key in ("source", "eval_source"):
         data[key] = data[key] if data[key] in DATA_NAMES else _absolute_if_local(data[key])

@@ -16,9 +16,15 @@ SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries
 class RewardFunctionConfig:
     """One reward function of the weighted sum."""
 
-    name: str = setting("", "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, or model:<folder or hub name>")
+    name: str = setting(
+        "",
+        "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, or model:<folder or hub "
+        "name>",
+    )
     weight: float = setting(1.0, "factor in the sum")
-    kwargs: dict[str, Any] = setting({}, "keywords passed to the function; no keys: name their variables in reward.environment")
+    kwargs: dict[str, Any] = setting(
+        {}, "keywords passed to the function; no keys: name their variables in reward.environment"
+    )
 
     def __post_init__(self) -> None:
         check_bounds("reward.functions", self)
@@ -29,19 +35,30 @@ class RewardConfig:
     """Reward functions and the processes they run in."""
 
     functions: list[RewardFunctionConfig] = field(default_factory=list, metadata={})
-    timeout_s: float = setting(30.0, "seconds a call may take before its process is killed and the reward is None", above=0)
+    timeout_s: float = setting(
+        30.0, "seconds a call may take before its process is killed and the reward is None", above=0
+    )
     retries: int = setting(1, "further tries of a call that died (not of one that timed out)", low=0)
     processes: int = setting(1, "processes of one reward worker that run reward functions", low=1)
     model_batch_tokens: int = setting(16384, "padded tokens in one batch of a reward model", low=1)
     isolation: str = setting(
         "limits",
-        "none: just a process of its own; limits: memory is bounded, the environment holds no keys; sandbox: also no network, no other files",
+        "none: just a process of its own; limits: memory is bounded, the environment holds no keys; sandbox: also no "
+        "network, no other files",
         choices=ISOLATIONS,
     )
-    memory_limit: str = setting("4GB", "memory of a reward process and all it starts, and the largest file it may write; e.g. 4GB or 512MiB")
-    environment: list[str] = setting([], "environment variables that functions get beside PATH, LANG and the like, by name, e.g. [JUDGE_API_KEY]")
-    read_paths: list[str] = setting([], "with isolation=sandbox: files and folders that functions may read beside Python's and their own")
-    write_paths: list[str] = setting([], "with isolation=sandbox: folders that functions may read and write beside a temporary one")
+    memory_limit: str = setting(
+        "4GB", "memory of a reward process and all it starts, and the largest file it may write; e.g. 4GB or 512MiB"
+    )
+    environment: list[str] = setting(
+        [], "environment variables that functions get beside PATH, LANG and the like, by name, e.g. [JUDGE_API_KEY]"
+    )
+    read_paths: list[str] = setting(
+        [], "with isolation=sandbox: files and folders that functions may read beside Python's and their own"
+    )
+    write_paths: list[str] = setting(
+        [], "with isolation=sandbox: folders that functions may read and write beside a temporary one"
+    )
 
     def __post_init__(self) -> None:
         check_bounds("reward", self)
@@ -49,11 +66,19 @@ class RewardConfig:
             raise ValueError("reward.functions is empty: give one, e.g. 'reward.functions=[{name: gsm8k}]'")
         for index, function in enumerate(self.functions):
             if not function.name:
-                raise ValueError(f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function or model:PATH")
+                raise ValueError(
+                    f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function "
+                    "or model:PATH"
+                )
         if not all(isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*", name) for name in self.environment):
-            raise ValueError("reward.environment holds names of environment variables, never values; got an entry that cannot be a name")
+            raise ValueError(
+                "reward.environment holds names of environment variables, never values; got an entry that cannot be a "
+                "name"
+            )
         if self.memory_bytes < SMALLEST_MEMORY:
-            raise ValueError(f"reward.memory_limit must be >= 256MiB, got {self.memory_limit}; the nearest that works is 256MiB")
+            raise ValueError(
+                f"reward.memory_limit must be >= 256MiB, got {self.memory_limit}; the nearest that works is 256MiB"
+            )
 
     @property
     def memory_bytes(self) -> int:

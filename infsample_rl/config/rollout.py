@@ -6,7 +6,18 @@ from dataclasses import dataclass
 
 from infsample_rl.config.fields import check_bounds, check_temperature, parse_bytes, setting
 
-SCHEDULES = ("token_budget", "full_group", "naive", "fixed_slot", "dynamic_slot", "arrival", "fptas", "sjf", "infinite", "lpt")
+SCHEDULES = (
+    "token_budget",
+    "full_group",
+    "naive",
+    "fixed_slot",
+    "dynamic_slot",
+    "arrival",
+    "fptas",
+    "sjf",
+    "infinite",
+    "lpt",
+)
 PREDICTORS = ("none", "bert", "probe")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
 PAPER_PREFIX_TOKENS = 16  # k of the paper
@@ -19,13 +30,21 @@ class RolloutConfig:
     """Sampling: G completions of every prompt through a fixed KV pool."""
 
     group_size: int = setting(8, "G, completions of every prompt", low=1)
-    slots: int = setting(4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1)
+    slots: int = setting(
+        4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1
+    )
     schedule: str = setting("token_budget", "which sample decodes next (README: schedules)", choices=SCHEDULES)
-    predictor: str = setting("probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS)
-    predictor_path: str | None = setting(None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning")
+    predictor: str = setting(
+        "probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS
+    )
+    predictor_path: str | None = setting(
+        None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning"
+    )
     predict_every: int = setting(32, "running steps from one prediction of the probe for all rows to the next", low=1)
     prefix_tokens: int | None = setting(
-        None, "k, tokens of every sample decoded before fptas, sjf, infinite and lpt start; none: 16 with a predictor", low=0
+        None,
+        "k, tokens of every sample decoded before fptas, sjf, infinite and lpt start; none: 16 with a predictor",
+        low=0,
     )
     epsilon: float = setting(0.1, "rounding of fptas and infinite (Algorithm 2)", above=0)
     max_new_tokens: int = setting(256, "longest response in tokens", low=1)
@@ -34,26 +53,44 @@ class RolloutConfig:
     top_k: int = setting(0, "most probable tokens kept; 0: all", low=0)
     min_p: float = setting(0.0, "tokens below min_p x the largest probability are dropped", low=0, high=1)
     stop_token_ids: list[int] = setting([], "stop ids beside those of the generation config and the tokenizer")
-    stop_strings: list[str] = setting([], "texts that end a sample at the token that completes one; rewards get the text before it")
-    bad_token_ids: list[int] = setting([], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference")
-    prompts_at_once: int = setting(2, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1)
+    stop_strings: list[str] = setting(
+        [], "texts that end a sample at the token that completes one; rewards get the text before it"
+    )
+    bad_token_ids: list[int] = setting(
+        [], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference"
+    )
+    prompts_at_once: int = setting(
+        2, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1
+    )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     kv_budget_tokens: int | None = setting(
         None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1
     )
     kv_budget_bytes: str | None = setting(
-        None, "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights and, colocated, the learner's planned peak"
+        None,
+        "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights and, colocated, the "
+        "learner's planned peak",
     )
-    kv_dtype: str = setting("auto", "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head", choices=KV_DTYPES)
+    kv_dtype: str = setting(
+        "auto",
+        "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head",
+        choices=KV_DTYPES,
+    )
     max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
     preemption: str = setting(
-        "auto", "KV of a preempted sample: computed again, or parked outside the pool; auto: parked if there is a place", choices=PREEMPTIONS
+        "auto",
+        "KV of a preempted sample: computed again, or parked outside the pool; auto: parked if there is a place",
+        choices=PREEMPTIONS,
     )
     park_folder: str | None = setting(
-        None, "folder on a disk, of each rollout machine, for a file of parked KV; none: with GPUs host memory, else the temporary folder"
+        None,
+        "folder on a disk, of each rollout machine, for a file of parked KV; none: with GPUs host memory, else the "
+        "temporary folder",
     )
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
-    max_undelivered: int = setting(8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1)
+    max_undelivered: int = setting(
+        8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_budget_bytes, int):
@@ -61,49 +98,75 @@ class RolloutConfig:
         check_bounds("rollout", self)
         check_temperature("rollout.temperature", self.temperature)
         if "" in self.stop_strings:
-            raise ValueError(f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out")
+            raise ValueError(
+                f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out"
+            )
         if any("\N{REPLACEMENT CHARACTER}" in string for string in self.stop_strings):
-            raise ValueError(f"rollout.stop_strings must not hold U+FFFD, which incomplete characters decode to, got {self.stop_strings}")
+            raise ValueError(
+                "rollout.stop_strings must not hold U+FFFD, which incomplete characters decode to, got "
+                f"{self.stop_strings}"
+            )
         if any(token < 0 for token in self.bad_token_ids):
             raise ValueError(f"rollout.bad_token_ids must be >= 0, got {self.bad_token_ids}")
         if self.kv_budget_bytes is not None:
             if self.kv_budget_tokens is not None:
-                raise ValueError(f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or rollout.kv_budget_bytes={self.kv_budget_bytes}, not both")
+                raise ValueError(
+                    f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or "
+                    f"rollout.kv_budget_bytes={self.kv_budget_bytes}, not both"
+                )
             if self.kv_budget_bytes != "auto":
                 parse_bytes(self.kv_budget_bytes)
         if self.park_folder is not None and self.preemption == "recompute":
-            raise ValueError(f"rollout.park_folder={self.park_folder} is not read by rollout.preemption=recompute: leave one of them out")
+            raise ValueError(
+                f"rollout.park_folder={self.park_folder} is not read by rollout.preemption=recompute: leave one of "
+                "them out"
+            )
         if self.max_rows is not None and self.schedule != "token_budget":
-            raise ValueError(f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots instead")
+            raise ValueError(
+                f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots "
+                "instead"
+            )
         if self.schedule == "dynamic_slot" and self.group_size < self.slots:
-            raise ValueError(f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}")
+            raise ValueError(
+                f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}"
+            )
         self._check_predictor()
 
     def _check_predictor(self) -> None:
         if self.predictor == "bert" and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(f"rollout.predictor=bert is not read by rollout.schedule={self.schedule}: take predictor=probe or schedule=infinite")
+            raise ValueError(
+                f"rollout.predictor=bert is not read by rollout.schedule={self.schedule}: take predictor=probe or "
+                "schedule=infinite"
+            )
         if self.prefix_tokens is None:
             return
         if self.predictor == "none" and self.prefix_tokens > 0:
             raise ValueError(f"rollout.prefix_tokens must be 0 with predictor=none, got {self.prefix_tokens}")
         if self.prefix_tokens > 0 and self.schedule not in PREDICTED_SCHEDULES:
             raise ValueError(
-                f"rollout.prefix_tokens must be 0 with schedule={self.schedule}, which waits for no prediction, got {self.prefix_tokens}; "
+                f"rollout.prefix_tokens must be 0 with schedule={self.schedule}, which waits for no prediction, got "
+                f"{self.prefix_tokens}; "
                 "leave it out"
             )
         if self.prefix_tokens >= self.max_new_tokens:
-            raise ValueError(f"rollout.prefix_tokens must be < max_new_tokens = {self.max_new_tokens}, got {self.prefix_tokens}")
+            raise ValueError(
+                f"rollout.prefix_tokens must be < max_new_tokens = {self.max_new_tokens}, got {self.prefix_tokens}"
+            )
         if self.predictor == "bert" and self.prefix_tokens < 1:
-            raise ValueError(f"rollout.prefix_tokens must be >= 1 with predictor=bert, got {self.prefix_tokens}; the paper takes 16")
+            raise ValueError(
+                f"rollout.prefix_tokens must be >= 1 with predictor=bert, got {self.prefix_tokens}; the paper takes 16"
+            )
         if self.predictor == "probe" and self.schedule in PREDICTED_SCHEDULES and self.prefix_tokens < 2:
             raise ValueError(
-                f"rollout.prefix_tokens must be >= 2 with predictor=probe and schedule={self.schedule}, got {self.prefix_tokens}: "
+                f"rollout.prefix_tokens must be >= 2 with predictor=probe and schedule={self.schedule}, got "
+                f"{self.prefix_tokens}: "
                 "the state before the first token is the same for all samples; leave it out"
             )
 
     @property
     def num_prefix_tokens(self) -> int:
-        """k: tokens every sample decodes before a schedule that waits for predicted lengths starts; 0: there is no such phase."""
+        """k: tokens every sample decodes before a schedule that waits for predicted lengths starts; 0: there is no such
+        phase."""
         if self.prefix_tokens is not None:
             return self.prefix_tokens
         if self.schedule not in PREDICTED_SCHEDULES or self.predictor == "none":
@@ -118,8 +181,13 @@ class RolloutConfig:
 
     @property
     def num_slots(self) -> int:
-        """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for `full_group`."""
-        return self.group_size if self.schedule == "full_group" else min(self.slots, self.group_size * self.prompts_at_once)
+        """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for
+        `full_group`."""
+        return (
+            self.group_size
+            if self.schedule == "full_group"
+            else min(self.slots, self.group_size * self.prompts_at_once)
+        )
 
     @property
     def has_budget(self) -> bool:
@@ -129,7 +197,11 @@ class RolloutConfig:
     @property
     def most_rows(self) -> int:
         """Most rows that decode at a time."""
-        return min(self.max_rows or 256, self.group_size * self.prompts_at_once) if self.schedule == "token_budget" else self.num_slots
+        return (
+            min(self.max_rows or 256, self.group_size * self.prompts_at_once)
+            if self.schedule == "token_budget"
+            else self.num_slots
+        )
 
     @property
     def micro_group(self) -> int:

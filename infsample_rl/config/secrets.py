@@ -1,4 +1,5 @@
-"""Keys do not belong into settings, which the run folder, W&B and checkpoints keep: found and refused before anything is written. Pure."""
+"""Keys do not belong into settings, which the run folder, W&B and checkpoints keep: found and refused before anything
+is written. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +14,23 @@ _KEY_NAME = re.compile(
 )
 _MAYBE_KEY_NAME = re.compile(r"_(key|token)$", re.I)  # data has columns of such names too
 _LIKE_A_KEY = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w.~+=-]{16,}")
-_KEY_PREFIX = re.compile(r"^(Bearer\s+\S{8,}|sk-[\w-]{12,}|hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{12,}|xox[abp]-[\w-]{8,})$")
+_KEY_PREFIX = re.compile(
+    r"^(Bearer\s+\S{8,}|sk-[\w-]{12,}|hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{12,}|xox[abp]-[\w-]{8,})$"
+)
 _SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE|CREDENTIALS?)$")
 _LOGIN_IN_URL = re.compile(r":/{1,2}[^/@:\s]*:[^/@\s]+@")  # one slash where a path was made of it
 SHORTEST = 8  # a shorter value of a variable could stand anywhere by chance
 
 
 def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
-    """ValueError for a setting that is a key by its name, or holds the value of a variable that is one, or a URL with a password.
+    """ValueError for a setting that is a key by its name, or holds the value of a variable that is one, or a URL with a
+    password.
 
     The message names the setting, never its value.
     """
-    secrets = {value: name for name, value in environment.items() if _SECRET_VARIABLE.search(name) and len(value) >= SHORTEST}
+    secrets = {
+        value: name for name, value in environment.items() if _SECRET_VARIABLE.search(name) and len(value) >= SHORTEST
+    }
     for name, value in _leaves("", dataclasses.asdict(config)):
         key = name.rpartition(".")[2].replace("-", "_")
         if not isinstance(value, str) or not value:
@@ -35,9 +41,13 @@ def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
         if _KEY_NAME.search(key):
             raise ValueError(f"{name} is a key by its name: settings are written down and logged{_instead(name)}")
         if _KEY_PREFIX.search(value) or (_MAYBE_KEY_NAME.search(key) and _LIKE_A_KEY.fullmatch(value)):
-            raise ValueError(f"{name} holds what looks like a key: settings are written down and logged{_instead(name)}")
+            raise ValueError(
+                f"{name} holds what looks like a key: settings are written down and logged{_instead(name)}"
+            )
         if _LOGIN_IN_URL.search(value):
-            raise ValueError(f"{name} holds a URL with a password: settings are written down and logged{_instead(name)}")
+            raise ValueError(
+                f"{name} holds a URL with a password: settings are written down and logged{_instead(name)}"
+            )
 
 
 def _instead(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Settings that were changed while another setting turns off what would read them: said at start, never silently ignored. Pure."""
+"""Settings that were changed while another setting turns off what would read them: said at start, never silently
+ignored. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The same workers, one step off policy: the next step's samples are drawn while the learner trains on this step's.
 
-A step's samples come from the weights one update back (run.max_staleness=1); truncated importance weights correct for it
-(objective.importance, token_tis by default). Weights are published when no worker samples, so every sample has one version.
+A step's samples come from the weights one update back (run.max_staleness=1); truncated importance weights correct for
+it (objective.importance, token_tis by default). Weights are published when no worker samples, so every sample has one
+version.
 """
 
 from __future__ import annotations

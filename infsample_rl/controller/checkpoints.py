@@ -1,6 +1,7 @@
 """Checkpoints in the run folder: written under a temporary name and renamed, the last few kept, found again on resume.
 
-checkpoints/step_000010/ is a Hugging Face folder (from_pretrained takes it) with training_state/ and driver_state.json beside.
+checkpoints/step_000010/ is a Hugging Face folder (from_pretrained takes it) with training_state/ and driver_state.json
+beside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str],
     try:
         save(str(partial))
         if not any(partial.glob("*.safetensors")):
-            raise RuntimeError(f"the learner saved into {partial}, but nothing is there: run.dir must be a folder that every node shares")
+            raise RuntimeError(
+                f"the learner saved into {partial}, but nothing is there: run.dir must be a folder that every node "
+                "shares"
+            )
         (partial / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n")
         write_checksums(partial)
         _sync_to_disk(partial)
@@ -50,13 +54,17 @@ def drop_old(run_dir: Path, keep: int) -> list[str]:
         try:
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         except OSError as error:
-            kept.append(f"{old} could not be removed ({error.strerror or error}): it stays beside the newest {keep} checkpoints")
+            kept.append(
+                f"{old} could not be removed ({error.strerror or error}): it stays beside the newest {keep} checkpoints"
+            )
     return kept
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted((path for path in _step_folders(run_dir / "checkpoints") if (path / STATE_FILE).is_file()), key=_step_in_name)
+    return sorted(
+        (path for path in _step_folders(run_dir / "checkpoints") if (path / STATE_FILE).is_file()), key=_step_in_name
+    )
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -89,7 +97,8 @@ def folders_after(folder: Path, step: int) -> list[Path]:
 
 
 def lock_run_folder(run_dir: Path) -> TextIO:
-    """Keep every other process out of the run folder for as long as the returned file is open. ValueError if it cannot be had."""
+    """Keep every other process out of the run folder for as long as the returned file is open. ValueError if it cannot
+    be had."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
@@ -104,7 +113,8 @@ def lock_run_folder(run_dir: Path) -> TextIO:
 
 
 def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that are newer."""
+    """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that
+    are newer."""
     damages = []
     for folder in sorted(_step_folders(run_dir / "checkpoints"), key=_step_in_name, reverse=True):
         damage = find_damage(folder) if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is missing"
@@ -115,28 +125,35 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
 
 
 def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and warnings: none with `never`, the newest whole one with `auto`, else the folder named.
+    """The checkpoint to go on from, and warnings: none with `never`, the newest whole one with `auto`, else the folder
+    named.
 
-    ValueError if that is none, or damaged: also with `auto`, where all are, since to begin again would set aside what the run has logged.
+    ValueError if that is none, or damaged: also with `auto`, where all are, since to begin again would set aside what
+    the run has logged.
     """
     if resume == "auto":
         newest, damages = newest_whole(run_dir)
         if newest is None and damages:
             raise ValueError(
-                f"run.resume=auto, but no checkpoint of run.dir={run_dir} is whole: {'; '.join(damages)}; put one back, or begin in another run.dir"
+                f"run.resume=auto, but no checkpoint of run.dir={run_dir} is whole: {'; '.join(damages)}; put one "
+                "back, or begin in another run.dir"
             )
         return newest, damages
     if resume == "never":
         metrics = run_dir / "metrics.jsonl"  # empty: of a start that was refused
         if (metrics.exists() and metrics.stat().st_size > 0) or (run_dir / "checkpoints").exists():
             raise ValueError(
-                f"run.resume=never, but run.dir={run_dir} already holds a run; give another run.dir, or run.resume=auto to go on with it"
+                f"run.resume=never, but run.dir={run_dir} already holds a run; give another run.dir, or "
+                "run.resume=auto to go on with it"
             )
         return None, []
     folder = Path(resume)
     if not (folder / STATE_FILE).is_file():
         here = ", ".join(str(path) for path in checkpoints(run_dir)) or "none"
-        raise ValueError(f"run.resume={resume} is not a checkpoint (no {STATE_FILE} in it); auto, never, or a folder; in run.dir there are: {here}")
+        raise ValueError(
+            f"run.resume={resume} is not a checkpoint (no {STATE_FILE} in it); auto, never, or a folder; in run.dir "
+            f"there are: {here}"
+        )
     damage = find_damage(folder)
     if damage is not None:
         raise ValueError(f"run.resume={resume} is damaged: {damage}")

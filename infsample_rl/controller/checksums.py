@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHECKSUM_FILE = "checksums.json"
-_CHUNK = 2**20  # a thread of a process with many takes its memory from any of their pools, and what it takes there stays
+# a thread of a process with many takes its memory from any of their pools, and what it takes there stays
+_CHUNK = 2**20
 _THREADS = 4
 
 
@@ -18,7 +19,8 @@ def write_checksums(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a folder that write_checksums() has seen: a file that is missing, unreadable, cut short or changed. None if nothing is."""
+    """What is wrong with a folder that write_checksums() has seen: a file that is missing, unreadable, cut short or
+    changed. None if nothing is."""
     try:
         listed = json.loads((folder / CHECKSUM_FILE).read_text())
         expected = {str(name): (int(size), int(checksum)) for name, (size, checksum) in dict(listed).items()}
@@ -44,7 +46,10 @@ def _checksums(folder: Path) -> dict[str, list[int]]:
     """{path in the folder: [bytes, CRC-32]}"""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUM_FILE)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, pool.map(_checksum, paths), strict=True)}
+        return {
+            path.relative_to(folder).as_posix(): found
+            for path, found in zip(paths, pool.map(_checksum, paths), strict=True)
+        }
 
 
 def _checksum(path: Path) -> list[int]:

@@ -1,6 +1,7 @@
 """The single controller: prompts, rollout, rewards, advantages, update, weights; one step is `train_step`.
 
-The driver is the only one that knows all workers. It reads headers and floats; tokens go from worker to worker unopened.
+The driver is the only one that knows all workers. It reads headers and floats; tokens go from worker to worker
+unopened.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infsample_rl.cluster.arrivals import Arrival, MicroGroupArrival, MicroGroupLost, ReferenceArrival, RewardArrival, RowArrival
+from infsample_rl.cluster.arrivals import (
+    Arrival,
+    MicroGroupArrival,
+    MicroGroupLost,
+    ReferenceArrival,
+    RewardArrival,
+    RowArrival,
+)
 from infsample_rl.cluster.cluster import Cluster
 from infsample_rl.cluster.dealing import ExpectedLengths, deal
 from infsample_rl.cluster.failures import StepLost
@@ -65,7 +73,8 @@ class Driver:
         self.checkpoint = start.checkpoint
         self.probe = start.probe
         self._lock = start.lock  # of the run folder, for as long as this process lives
-        self.step = self._furthest = start.step  # updates done = version of the weights that sample now; the most so far
+        # updates done = version of the weights that sample now; the most so far
+        self.step = self._furthest = start.step
         self._expected = ExpectedLengths(start.expected_lengths)
         self._origin = (start.checkpoint, self._state())  # where the run goes back to before its first checkpoint
         self._finished_state = self._state()  # of the last finished step
@@ -79,12 +88,15 @@ class Driver:
             self.log.warn(warning)
         self.log.note("first prompt: " + repr(start.prompts.first_rendered))
         self.interruption = Interruption()
-        self.cluster = Cluster(config, total_steps=start.total_steps, note=self.log.note, interruption=self.interruption)
+        self.cluster = Cluster(
+            config, total_steps=start.total_steps, note=self.log.note, interruption=self.interruption
+        )
         path, keep_steps, verbose = self.run_dir / "trace.json", config.logging.trace_steps, config.logging.verbose
         self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep, verbose=verbose)
 
     def run(self) -> None:
-        """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is finished.
+        """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is
+        finished.
 
         RuntimeError when Ray itself is gone, after the same; for what else ends a run, too.
         """
@@ -99,7 +111,9 @@ class Driver:
                 self._publish()
             except StepLost as lost:
                 self._return_to_checkpoint(str(lost))
-            gc.freeze()  # what is there now stays: a collection need not look at libraries and settings again, a tenth of a second each time
+            # what is there now stays: a collection need not look at libraries and settings again, a tenth of a second
+            # each time
+            gc.freeze()
             gc.set_threshold(20_000)  # a step makes tens of thousands of records and no cycle
             self.log.start_progress(self.cluster.now)
             while not self._is_finished():
@@ -113,15 +127,21 @@ class Driver:
         except Terminated:
             self._keep_what_is_finished()
             if self.interruption.failure is not None:
-                raise RuntimeError(f"{self.interruption.failure}; once Ray is there again, run.resume=auto and the same settings go on") from None
+                raise RuntimeError(
+                    f"{self.interruption.failure}; once Ray is there again, run.resume=auto and the same settings go on"
+                ) from None
             failed = False
         finally:
             with ExitStack() as ends:  # each of them, whatever another raises; the last first
                 ends.callback(self.cluster.stop)
                 ends.callback(lambda: self.log.close(failed=failed))
                 ends.callback(self.timeline.close)
-            self.interruption.install()  # Ray has put back what there was before it; a second SIGTERM changes nothing now
-        print(write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started), flush=True)
+            # Ray has put back what there was before it; a second SIGTERM changes nothing now
+            self.interruption.install()
+        print(
+            write_summary(self.config, self.run_dir, checkpoint=self.checkpoint, seconds=time.monotonic() - started),
+            flush=True,
+        )
 
     def _is_finished(self) -> bool:
         return self.step >= self.total_steps and self._saved_step == self.step and not self._owes_evaluation()
@@ -160,7 +180,8 @@ class Driver:
         return self.cluster.publish_weights(self.step, self.probe and self.probe.published())
 
     def _return_to_checkpoint(self, reason: str) -> None:
-        """Do the steps since the last checkpoint again, from the state it has. Again and again, as long as restarts are left."""
+        """Do the steps since the last checkpoint again, from the state it has. Again and again, as long as restarts are
+        left."""
         self._unsavable = "the learner is being brought back"
         while True:
             checkpoint, state = self._origin
@@ -169,9 +190,16 @@ class Driver:
                 self.log.warn(damage)
             if newest is not None and checkpoints.step_of(newest) > state["step"]:
                 checkpoint, state = newest, checkpoints.read_state(newest)
-            if checkpoint is not None and not checkpoint.is_dir():  # of the run that was resumed, and no longer among those that are kept
-                raise RuntimeError(f"{reason}; and no checkpoint of run.dir={self.run_dir} is whole: {checkpoint}, where it began, has been dropped")
-            self.log.warn(f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to {self.step + 1} are done again")
+            # of the run that was resumed, and no longer among those that are kept
+            if checkpoint is not None and not checkpoint.is_dir():
+                raise RuntimeError(
+                    f"{reason}; and no checkpoint of run.dir={self.run_dir} is whole: {checkpoint}, where it began, "
+                    "has been dropped"
+                )
+            self.log.warn(
+                f"{reason}: going back to {checkpoint or 'the start'}; steps {state['step'] + 1} to {self.step + 1} "
+                "are done again"
+            )
             try:
                 self.cluster.return_to(str(checkpoint) if checkpoint else None, reason)
                 self._rewind(checkpoint, state)
@@ -192,7 +220,8 @@ class Driver:
         self.log.rewind(self.step)
 
     def train_step(self) -> tuple[Metrics, Completions]:
-        """One GRPO step: sample every group, score it, learn from complete groups while others decode, update, publish."""
+        """One GRPO step: sample every group, score it, learn from complete groups while others decode, update,
+        publish."""
         started = time.time()
         groups, waves = self._new_groups(), Waves(self.config, self.cluster)
         rounds = self._sample(groups, waves)
@@ -200,14 +229,18 @@ class Driver:
 
     def _new_groups(self) -> StepGroups:
         prompts, size = self.prompts.next_batch(), self.config.rollout.group_size
-        return StepGroups(prompts, self.config, group_size=size, step=self.step, with_reference=self.cluster.has_reference)
+        return StepGroups(
+            prompts, self.config, group_size=size, step=self.step, with_reference=self.cluster.has_reference
+        )
 
     @phase("sample")
     def _sample(self, groups: StepGroups, waves: Waves) -> list[RolloutStats]:
-        """Sample and score the step's groups, handing complete ones to the learner; rollout statistics of every round of sampling.
+        """Sample and score the step's groups, handing complete ones to the learner; rollout statistics of every round
+        of sampling.
 
-        With objective.dynamic_sampling groups without signal are replaced by new prompts, as many as are missing, in a bounded number of
-        rounds (DAPO, arXiv 2503.14476, section 3.2). A round decodes to its end: stopping it early would favour short responses.
+        With objective.dynamic_sampling groups without signal are replaced by new prompts, as many as are missing, in a
+        bounded number of rounds (DAPO, arXiv 2503.14476, section 3.2). A round decodes to its end: stopping it early
+        would favour short responses.
         """
         objective, wanted = self.config.objective, self.config.data.prompts_per_step
         prompts, rounds = groups.prompts, []
@@ -232,12 +265,17 @@ class Driver:
 
     @phase("update")
     def _update(self, groups: StepGroups, waves: Waves, following: StepGroups | None = None) -> UpdateReport:
-        """Step the optimizer as often as the objective asks, once all rows of an update are in; `following`: groups that are sampled meanwhile."""
+        """Step the optimizer as often as the objective asks, once all rows of an update are in; `following`: groups
+        that are sampled meanwhile."""
         if self.step - groups.step > self.config.run.max_staleness:
             allowed = self.config.run.max_staleness
-            raise RuntimeError(f"samples of weights version {groups.step} are to train version {self.step}: run.max_staleness={allowed}")
+            raise RuntimeError(
+                f"samples of weights version {groups.step} are to train version {self.step}: "
+                f"run.max_staleness={allowed}"
+            )
         report, backward_done = [], time.time()
-        with ExitStack() as begun:  # after the first optimizer step the others are waited for, as long as a save would still have time
+        # after the first optimizer step the others are waited for, as long as a save would still have time
+        with ExitStack() as begun:
             for totals, is_last in waves.updates():
                 for arrival in self.cluster.arrivals(until_learner_is_idle=True):
                     self._enter(arrival, following or groups, rows_of=groups)
@@ -252,17 +290,33 @@ class Driver:
         return UpdateReport(report, backward_done, time.time())
 
     def _end_step(
-        self, groups: StepGroups, rounds: list[RolloutStats], update: UpdateReport, *, started: float, following: StepGroups | None = None
+        self,
+        groups: StepGroups,
+        rounds: list[RolloutStats],
+        update: UpdateReport,
+        *,
+        started: float,
+        following: StepGroups | None = None,
     ) -> tuple[Metrics, Completions]:
-        """Publish the new weights; the step's metrics and some of its completions. `following`: groups that were sampled meanwhile."""
+        """Publish the new weights; the step's metrics and some of its completions. `following`: groups that were
+        sampled meanwhile."""
         self.step += 1
-        with self.interruption.held(self.config.run.grace_s - self._save_seconds):  # as long as a save would still have time
+        # as long as a save would still have time
+        with self.interruption.held(self.config.run.grace_s - self._save_seconds):
             predictor = self._learn_lengths()
             synced = self._publish()
         self.cluster.metrics.observe("weight_sync_seconds", synced.seconds)
         self._count_failures(groups)
-        metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics) | rollout_metrics(rounds) | predictor
-        metrics |= timing_metrics(groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended)
+        metrics = (
+            sample_metrics(groups)
+            | forecast_metrics(groups)
+            | update_metrics(update.metrics)
+            | rollout_metrics(rounds)
+            | predictor
+        )
+        metrics |= timing_metrics(
+            groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended
+        )
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
         completions = self.recorder.keep(groups, self.cluster.completions, metrics, step=self.step)
         self._expected.observe(groups.lengths_by_row())
@@ -285,7 +339,8 @@ class Driver:
     def save(self) -> None:
         """Keep everything a resumed run needs, as of the last finished step.
 
-        When it cannot be written (a full disk) the checkpoint before stays; only at the end of the run that is an error.
+        When it cannot be written (a full disk) the checkpoint before stays; only at the end of the run that is an
+        error.
         """
         started = time.time()
 
@@ -302,7 +357,10 @@ class Driver:
         except (OSError, RuntimeError) as error:
             if self.step == self.total_steps:
                 raise
-            self.log.warn(f"the checkpoint of step {self.step} could not be written ({error}); {self.checkpoint or 'none'} is the last good one")
+            self.log.warn(
+                f"the checkpoint of step {self.step} could not be written ({error}); {self.checkpoint or 'none'} is "
+                "the last good one"
+            )
             return
         self._saved_step = self._finished_state["step"]
         for kept in checkpoints.drop_old(self.run_dir, self.config.run.keep_checkpoints):
@@ -313,7 +371,11 @@ class Driver:
 
     def _keep_what_is_finished(self) -> None:
         """Before the end: drop the unfinished step, and save the last finished one if there is time for it."""
-        saved, left, reason = self._saved_step, self.interruption.seconds_left(self.config.run.grace_s), self.interruption.reason
+        saved, left, reason = (
+            self._saved_step,
+            self.interruption.seconds_left(self.config.run.grace_s),
+            self.interruption.reason,
+        )
         finished = self._finished_state["step"]
         if finished == (saved or 0):
             self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
@@ -336,14 +398,18 @@ class Driver:
             if self._saved_step == finished:
                 self.log.note(f"{reason}: stopped after step {finished}; nothing but the unfinished step is lost")
                 return
-        self.log.warn(f"{reason}: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} is kept")
+        self.log.warn(
+            f"{reason}: {why}: steps {(saved or 0) + 1} to {finished} are lost; {self.checkpoint or 'no checkpoint'} "
+            "is kept"
+        )
 
     def _state(self) -> dict[str, Any]:
         return {"step": self.step, "data": self.prompts.state(), "expected_lengths": self._expected.state()}
 
     @phase("learn")
     def _learn_lengths(self) -> dict[str, float | None]:
-        """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has ended."""
+        """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has
+        ended."""
         if self.probe is None:
             return {}
         metrics = {"predictor/used": float(self.probe.published().is_used)}
@@ -351,7 +417,10 @@ class Driver:
         switched = self.probe.enter(reports)
         if switched:
             self.log.note(f"after step {self.step}: {switched}")
-        return metrics | {"predictor/steps_saved": self.probe.steps_saved, "predictor/fit_seconds": time.time() - started}
+        return metrics | {
+            "predictor/steps_saved": self.probe.steps_saved,
+            "predictor/fit_seconds": time.time() - started,
+        }
 
     def _start_rollout(self, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
         """`batch`: number of the step that these samples will train, which their noise is made from."""
@@ -361,13 +430,17 @@ class Driver:
         self.cluster.start_rollout(dealt, step=batch, evaluation=evaluation)
 
     def _enter(self, arrival: Arrival, groups: StepGroups, rows_of: StepGroups | None = None) -> None:
-        """Put what has arrived into the step's book (learner rows into that of `rows_of`); a micro-group goes on to reward and reference at once."""
+        """Put what has arrived into the step's book (learner rows into that of `rows_of`); a micro-group goes on to
+        reward and reference at once."""
         match arrival:
             case RowArrival(rank, report):
                 (rows_of or groups).row_times.append((rank, report["started_at"], report["ended_at"]))
             case MicroGroupArrival(key, header):
                 if header.policy_version != groups.step:
-                    raise RuntimeError(f"a micro-group was sampled by weights version {header.policy_version}, not by version {groups.step}")
+                    raise RuntimeError(
+                        f"a micro-group was sampled by weights version {header.policy_version}, not by version "
+                        f"{groups.step}"
+                    )
                 prompt = groups.add_micro_group(key, header).prompt
                 self.cluster.score(key, prompt)
                 if groups.with_reference:
@@ -383,7 +456,9 @@ class Driver:
 
     def _count_failures(self, groups: StepGroups) -> None:
         if len(groups.failures) > FAILURES_SHOWN:
-            self.log.warn_seldom(f"... and {len(groups.failures) - FAILURES_SHOWN} more failed reward calls after step {self.step}")
+            self.log.warn_seldom(
+                f"... and {len(groups.failures) - FAILURES_SHOWN} more failed reward calls after step {self.step}"
+            )
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)

@@ -15,7 +15,16 @@ from operator import attrgetter
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.overlong import overlong_penalty
-from infsample_rl.types import Forecast, LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult, RowStay, SampleSpec
+from infsample_rl.types import (
+    Forecast,
+    LossTotals,
+    MicroGroupHeader,
+    Prompt,
+    ReferenceReport,
+    RewardResult,
+    RowStay,
+    SampleSpec,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +53,8 @@ class Group:
 
     prompt: Prompt
     size: int  # G
-    samples: list[SampleRecord] = field(default_factory=list)  # those that have arrived; once it is complete by index, whatever order they ended in
+    # those that have arrived; once it is complete by index, whatever order they ended in
+    samples: list[SampleRecord] = field(default_factory=list)
     rewarded: int = 0
     referenced: int = 0
     last_sample_at: float = 0.0  # time.time() when its last sample ended
@@ -100,11 +110,15 @@ class StepGroups:
         return {group.prompt.row: [sample.length for sample in group.samples] for group in self.groups}
 
     def trains(self, group: Group) -> bool:
-        """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all equal.
+        """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all
+        equal.
 
         Rewards before they are shaped: a punished length or a KL alone is no signal (DAPO filters on accuracy).
         """
-        return not self._config.objective.dynamic_sampling or len({sample.reward for sample in group.trained_samples()}) > 1
+        return (
+            not self._config.objective.dynamic_sampling
+            or len({sample.reward for sample in group.trained_samples()}) > 1
+        )
 
     def trained(self) -> list[Group]:
         """Complete groups that are trained."""
@@ -115,7 +129,9 @@ class StepGroups:
         group = self.groups[header.prompt_index]
         records = [
             SampleRecord(sample_index=index, length=length, finish_reason=reason, micro_group=key, position=position)
-            for position, (index, length, reason) in enumerate(zip(header.sample_indices, header.lengths, header.finish_reasons, strict=True))
+            for position, (index, length, reason) in enumerate(
+                zip(header.sample_indices, header.lengths, header.finish_reasons, strict=True)
+            )
         ]
         for record, forecast in zip(records, header.forecasts, strict=False):
             record.forecast = forecast
@@ -124,7 +140,9 @@ class StepGroups:
         group.samples += records
         group.last_sample_at = max(group.last_sample_at, header.finished_at)
         if len(group.samples) > group.size:
-            raise RuntimeError(f"prompt {header.prompt_index} got {len(group.samples)} samples, its group has {group.size}")
+            raise RuntimeError(
+                f"prompt {header.prompt_index} got {len(group.samples)} samples, its group has {group.size}"
+            )
         self._by_micro_group[key] = (group, records)
         return group
 
@@ -170,7 +188,8 @@ class StepGroups:
         return len(self._handed_out) == len(self.groups)
 
     def _note_if_complete(self, group: Group) -> None:
-        """Called with what a group got, of which one thing is the last: no other group is looked at, there may be thousands."""
+        """Called with what a group got, of which one thing is the last: no other group is looked at, there may be
+        thousands."""
         if group.rewarded == group.size and (not self.with_reference or group.referenced == group.size):
             group.samples.sort(key=attrgetter("sample_index"))
             heapq.heappush(self._ready, group.prompt.prompt_index)
@@ -189,7 +208,8 @@ class StepGroups:
                 sample.advantage = advantage
 
     def _shaped_reward(self, sample: SampleRecord) -> float | None:
-        """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong responses."""
+        """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong
+        responses."""
         if sample.reward is None:
             return None
         objective, reward = self._config.objective, sample.reward
@@ -197,17 +217,25 @@ class StepGroups:
             reward -= objective.kl_reward_coef * sample.kl_sum
         if objective.overlong_buffer_tokens > 0:
             longest = self._config.rollout.max_new_tokens
-            reward += overlong_penalty(sample.length, longest, objective.overlong_buffer_tokens, objective.overlong_penalty)
+            reward += overlong_penalty(
+                sample.length, longest, objective.overlong_buffer_tokens, objective.overlong_penalty
+            )
         return reward
 
 
 def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
-    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL or entropy in the loss)."""
+    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL or entropy in
+    the loss)."""
     samples = group.trained_samples()
     if not config.objective.kl_in_loss and config.objective.entropy_coef == 0 and not group.has_signal:
         return []
     return [
-        SampleSpec(prompt_index=group.prompt.prompt_index, sample_index=sample.sample_index, length=sample.length, advantage=sample.advantage)
+        SampleSpec(
+            prompt_index=group.prompt.prompt_index,
+            sample_index=sample.sample_index,
+            length=sample.length,
+            advantage=sample.advantage,
+        )
         for sample in samples
     ]
 
@@ -222,7 +250,9 @@ def loss_totals(groups: list[Group], config: Config) -> LossTotals:
     """Denominators of an update on these groups: their samples with a reward."""
     samples = [sample for group in groups for sample in group.trained_samples()]
     return LossTotals(
-        num_sequences=len(samples), num_tokens=sum(sample.length for sample in samples), length_normalizer=config.rollout.max_new_tokens
+        num_sequences=len(samples),
+        num_tokens=sum(sample.length for sample in samples),
+        length_normalizer=config.rollout.max_new_tokens,
     )
 
 
@@ -230,5 +260,7 @@ def provisional_totals(config: Config) -> LossTotals:
     """Denominators for gradients accumulated before the step's real totals are known; rescaled once at the end."""
     num_sequences = config.samples_per_step
     return LossTotals(
-        num_sequences=num_sequences, num_tokens=num_sequences * config.rollout.max_new_tokens, length_normalizer=config.rollout.max_new_tokens
+        num_sequences=num_sequences,
+        num_tokens=num_sequences * config.rollout.max_new_tokens,
+        length_normalizer=config.rollout.max_new_tokens,
     )

@@ -11,7 +11,8 @@ from infsample_rl.observe.timeline import Timeline
 
 
 def observe_step(cluster: Cluster, timeline: Timeline, step: int, before: ClusterCounts) -> Metrics:
-    """Enter a step that has just ended into metrics and timeline, and ask the workers what they did in it. `before`: when it began."""
+    """Enter a step that has just ended into metrics and timeline, and ask the workers what they did in it. `before`:
+    when it began."""
     now = cluster.counts()
     cluster.metrics.observe("step_seconds", now.at - before.at)
     add_phases(cluster, timeline)

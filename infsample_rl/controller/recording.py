@@ -1,8 +1,10 @@
-"""What a run keeps of its samples, so that each half can run again without the other: lengths for the scheduler, whole steps for the learner.
+"""What a run keeps of its samples, so that each half can run again without the other: lengths for the scheduler, whole
+steps for the learner.
 
-RUN/lengths.jsonl                        every step: a line for every prompt, as `python -m infsample_rl.simulate lengths=RUN` reads it
-RUN/samples.jsonl                        every step: of a few prompts, who decoded when (sample_records.py)
-RUN/recordings/step_000003/              every logging.record_every steps, for `python -m infsample_rl replay RUN step=3`
+RUN/lengths.jsonl                        every step: a line for every prompt, as `python -m infsample_rl.simulate
+lengths=RUN` reads it RUN/samples.jsonl                        every step: of a few prompts, who decoded when
+(sample_records.py) RUN/recordings/step_000003/              every logging.record_every steps, for `python -m
+infsample_rl replay RUN step=3`
     samples.safetensors                  all token ids, log-probabilities, rewards and advantages of the step
     recording.json                       which groups were trained, and what the learner said
 """
@@ -48,8 +50,16 @@ class RecordedStep:
 class StepRecorder:
     """Keeps a step's samples, as much of them as the settings say."""
 
-    def __init__(self, config: Config, run_dir: Path, tokenizer: PreTrainedTokenizerBase, log: RunLogger, *, total_steps: int) -> None:
-        self._config, self._run_dir, self._tokenizer, self._log, self._total_steps = config, run_dir, tokenizer, log, total_steps
+    def __init__(
+        self, config: Config, run_dir: Path, tokenizer: PreTrainedTokenizerBase, log: RunLogger, *, total_steps: int
+    ) -> None:
+        self._config, self._run_dir, self._tokenizer, self._log, self._total_steps = (
+            config,
+            run_dir,
+            tokenizer,
+            log,
+            total_steps,
+        )
 
     def keep(self, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int) -> list[dict[str, Any]]:
         """Write lengths, who decoded when and, where it is due, the whole step; the completions that are shown."""
@@ -73,12 +83,17 @@ def length_records(groups: StepGroups, config: Config, *, step: int) -> list[dic
         samples = group.samples
         known = {"prompt_id": f"row {group.prompt.row}, step {step}", "prompt_tokens": len(group.prompt.token_ids)}
         known |= {"max_new_tokens": config.rollout.max_new_tokens, "lengths": [sample.length for sample in samples]}
-        truncated, scores = [sample.finish_reason == "length" for sample in samples], [sample.reward for sample in samples]
+        truncated, scores = (
+            [sample.finish_reason == "length" for sample in samples],
+            [sample.reward for sample in samples],
+        )
         records.append(names | known | {"truncated": truncated, "scores": scores})
     return records
 
 
-def write_recording(run_dir: Path, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int, total_steps: int) -> bool:
+def write_recording(
+    run_dir: Path, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int, total_steps: int
+) -> bool:
     """Write a step into RUN/recordings, under a temporary name first. False: some of its samples are gone."""
     trained = sorted(groups.trained(), key=lambda group: group.prompt.prompt_index)
     samples = [(group, sample) for group in trained for sample in group.samples]
@@ -94,7 +109,9 @@ def write_recording(run_dir: Path, groups: StepGroups, fetch: Fetch, metrics: Me
         "lengths": np.array([sample.length for _, sample in samples], np.int32),
         "token_ids": _joined([completion.token_ids for completion in completions], np.int32),
         "logprobs": _joined([completion.logprobs for completion in completions], np.float32),
-        "rewards": np.array([math.nan if sample.reward is None else sample.reward for _, sample in samples], np.float64),
+        "rewards": np.array(
+            [math.nan if sample.reward is None else sample.reward for _, sample in samples], np.float64
+        ),
         "advantages": np.array([sample.advantage for _, sample in samples], np.float64),
     }
     facts = {
@@ -122,24 +139,44 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
     """A recorded step. ValueError, with the steps that there are, when it was not recorded."""
     folder = recording_folder(run_dir, step)
     if not (folder / FACTS).is_file():
-        there = ", ".join(str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*"))) or "none"
-        raise ValueError(f"step={step} of {run_dir} was not recorded; recorded steps: {there}; set logging.record_every=1 in a run to keep all")
+        there = (
+            ", ".join(str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*")))
+            or "none"
+        )
+        raise ValueError(
+            f"step={step} of {run_dir} was not recorded; recorded steps: {there}; set logging.record_every=1 in a run "
+            "to keep all"
+        )
     try:
         facts, arrays = json.loads((folder / FACTS).read_text()), load_file(folder / SAMPLES)
     except (ValueError, SafetensorError) as error:
-        raise ValueError(f"step={step} of {run_dir} cannot be read ({folder}): {' '.join(str(error).split())}") from None
+        raise ValueError(
+            f"step={step} of {run_dir} cannot be read ({folder}): {' '.join(str(error).split())}"
+        ) from None
     prompt_ids = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    token_ids, logprobs = (np.split(arrays[name], np.cumsum(arrays["lengths"])[:-1]) for name in ("token_ids", "logprobs"))
+    token_ids, logprobs = (
+        np.split(arrays[name], np.cumsum(arrays["lengths"])[:-1]) for name in ("token_ids", "logprobs")
+    )
     groups, completions, place = [], [], 0
     for number, prompt_index in enumerate(facts["prompt_indices"]):
         prompt = Prompt(
-            prompt_index=prompt_index, row=facts["rows"][number], messages=[], text=facts["prompts"][number], token_ids=prompt_ids[number]
+            prompt_index=prompt_index,
+            row=facts["rows"][number],
+            messages=[],
+            text=facts["prompts"][number],
+            token_ids=prompt_ids[number],
         )
         group = Group(prompt=prompt, size=int(arrays["group_sizes"][number]))
         for _ in range(group.size):
             sample_index, reward = int(arrays["sample_indices"][place]), float(arrays["rewards"][place])
             reason = facts["finish_reasons"][place]
-            sample = SampleRecord(sample_index=sample_index, length=len(token_ids[place]), finish_reason=reason, micro_group=0, position=place)
+            sample = SampleRecord(
+                sample_index=sample_index,
+                length=len(token_ids[place]),
+                finish_reason=reason,
+                micro_group=0,
+                position=place,
+            )
             sample.reward, sample.advantage = None if math.isnan(reward) else reward, float(arrays["advantages"][place])
             group.samples.append(sample)
             completions.append(
@@ -155,7 +192,13 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
             )
             place += 1
         groups.append(group)
-    return RecordedStep(step=facts["step"], total_steps=facts["total_steps"], groups=groups, completions=completions, metrics=facts["metrics"])
+    return RecordedStep(
+        step=facts["step"],
+        total_steps=facts["total_steps"],
+        groups=groups,
+        completions=completions,
+        metrics=facts["metrics"],
+    )
 
 
 def recording_folder(run_dir: Path, step: int) -> Path:

@@ -59,7 +59,8 @@ class Start:
 def prepare(config: Config) -> Start:
     """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
     run_dir = Path(config.run.dir or ".")
-    # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a checkpoint.
+    # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a
+    # checkpoint.
     lock = checkpoints.lock_run_folder(run_dir) if run_dir.is_dir() else None
     try:
         return _prepare(config, run_dir, lock)
@@ -83,10 +84,15 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     check_packable(architecture)
     trained = check_lora(config, architecture, checkpoint)
     if len(tokenizer) > architecture.vocab_size:
-        raise ValueError(f"the tokenizer of model.path={config.model.path} has {len(tokenizer)} ids, the model only {architecture.vocab_size}")
+        raise ValueError(
+            f"the tokenizer of model.path={config.model.path} has {len(tokenizer)} ids, the model only "
+            f"{architecture.vocab_size}"
+        )
     outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
     if outside:
-        raise ValueError(f"rollout.stop_token_ids must be ids of the tokenizer, 0 to {len(tokenizer) - 1}, got {outside}")
+        raise ValueError(
+            f"rollout.stop_token_ids must be ids of the tokenizer, 0 to {len(tokenizer) - 1}, got {outside}"
+        )
     masked_index(config.rollout.bad_token_ids, len(tokenizer), "cpu")
     StopStrings(tokenizer, config.rollout.stop_strings)
     context = context_of(architecture)
@@ -95,14 +101,24 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     total_steps = config.run.steps or prompts.steps_for_epochs(config.run.epochs)
     config.check_warmup(total_steps)
     step, warnings, expected_lengths = 0, damages, None
-    probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens) if config.uses_probe else None
+    probe = (
+        RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
+        if config.uses_probe
+        else None
+    )
     if checkpoint is not None:
         state = checkpoints.read_state(checkpoint)
         step, expected_lengths = state["step"], state.get("expected_lengths")
         if step > total_steps:
-            raise ValueError(f"{checkpoint} is after step {step}, this run has {total_steps}: raise run.steps or run.epochs, or give another run.dir")
+            raise ValueError(
+                f"{checkpoint} is after step {step}, this run has {total_steps}: raise run.steps or run.epochs, or "
+                "give another run.dir"
+            )
         if step == total_steps:
-            warnings.append(f"run.dir={run_dir} has all of its {total_steps} steps: nothing is left to train; raise run.steps or run.epochs to go on")
+            warnings.append(
+                f"run.dir={run_dir} has all of its {total_steps} steps: nothing is left to train; raise run.steps or "
+                "run.epochs to go on"
+            )
         prompts.restore(state["data"])
         missing = probe.load(checkpoint) if probe is not None else None
         warnings += [missing] if missing else []
@@ -118,7 +134,10 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         step=step,
         expected_lengths=expected_lengths,
         checkpoint=checkpoint,
-        table=[*derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows), ("trained", trained)],
+        table=[
+            *derived_table(config, architecture, total_steps=total_steps, step=step, num_rows=prompts.num_rows),
+            ("trained", trained),
+        ],
         warnings=[
             *warnings,
             *(f"{path} is of a step that is done again: it goes to {path.parent / 'superseded'}" for path in again),
@@ -134,7 +153,8 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
 
 
 def take_over(config: Config, run_dir: Path, step: int) -> None:
-    """The workers have started, after `step`: from here on the folder is this start's. Before, it holds what the start before it left."""
+    """The workers have started, after `step`: from here on the folder is this start's. Before, it holds what the start
+    before it left."""
     checkpoints.set_aside_after(run_dir, step)
     written = run_dir / "config.yaml.partial"
     written.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
@@ -148,25 +168,35 @@ def setting_warnings(config: Config) -> list[str]:
     if rollout.schedule == "dynamic_slot":
         warnings.append("rollout.schedule=dynamic_slot keeps the first G samples to finish and so favours short ones")
     if rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none":
-        warnings.append(f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set rollout.predictor=probe")
+        warnings.append(
+            f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set "
+            "rollout.predictor=probe"
+        )
     if rollout.predictor == "bert" and rollout.predictor_path is None:
         warnings.append(
-            "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a trained length predictor"
+            "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a "
+            "trained length predictor"
         )
     unread = unread_settings(config)
     if unread:
         warnings.append(f"set, but nothing reads it here: {', '.join(unread)}")
     if config.model.dtype == "float16":
         warnings.append(
-            "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the range of float32"
+            "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has "
+            "the range of float32"
         )
     if rollout.kv_dtype != "auto":
         warnings.append(
-            f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; learner/logprob_diff_* shows what "
-            f"that does to log-probabilities; its mean, not every token, is bounded, by objective.mismatch_stop={config.objective.mismatch_stop:g}"
+            f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; "
+            "learner/logprob_diff_* shows what "
+            "that does to log-probabilities; its mean, not every token, is bounded, by "
+            f"objective.mismatch_stop={config.objective.mismatch_stop:g}"
         )
     if config.reference.offload and config.cluster.learner_gpus == 0:
-        warnings.append("reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case")
+        warnings.append(
+            "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any "
+            "case"
+        )
     objective = config.objective
     if objective.kl != "none" and objective.kl_coef == 0:
         warnings.append(f"objective.kl={objective.kl} with objective.kl_coef=0: there is no KL in the loss")
@@ -180,7 +210,10 @@ def context_warnings(architecture: PretrainedConfig, context: int | None) -> lis
     positions = getattr(architecture, "max_position_embeddings", None)
     if context is None or positions is None or context >= positions:
         return []
-    return [f"rope_type=longrope: a prompt and its response end at {context} of the model's {positions} tokens, beyond which rows change each other"]
+    return [
+        f"rope_type=longrope: a prompt and its response end at {context} of the model's {positions} tokens, beyond "
+        "which rows change each other"
+    ]
 
 
 def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> list[str]:
@@ -197,7 +230,8 @@ def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, genera
 
 
 def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 16) -> int:
-    """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded up)."""
+    """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded
+    up)."""
     settings = architecture.to_dict()
     heads = settings.get("num_key_value_heads") or architecture.num_attention_heads
     head_dim = settings.get("head_dim") or architecture.hidden_size // architecture.num_attention_heads
@@ -205,11 +239,16 @@ def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str
     return -(-page_bytes(architecture.num_hidden_layers, page_size, heads, head_dim, stored) // page_size)
 
 
-def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: int) -> list[tuple[str, str]]:
+def derived_table(
+    config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: int
+) -> list[tuple[str, str]]:
     """What follows from the settings, as (name, value) rows."""
     rollout, data = config.rollout, config.data
     per_token = kv_bytes_per_token(architecture, config.model.dtype, rollout.kv_dtype, rollout.page_size)
-    processes = [f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "") for group in worker_groups(config)]
+    processes = [
+        f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "")
+        for group in worker_groups(config)
+    ]
     device = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
     epochs = total_steps * data.prompts_per_step / num_rows
     return [
@@ -226,7 +265,11 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
         ("KV pool per rollout worker", _pool_text(config, per_token)),
-        ("KV of the full group", f"{rollout.group_size * rollout.max_new_tokens * per_token:,} bytes, what decoding all G at once would take"),
+        (
+            "KV of the full group",
+            f"{rollout.group_size * rollout.max_new_tokens * per_token:,} bytes, what decoding all G at once would "
+            "take",
+        ),
         ("learner row", f"up to {config.learner.max_tokens_per_micro_batch:,} tokens"),
         ("evaluation", _evaluation_text(config)),
         ("processes", ", ".join(["1 driver", *processes])),
@@ -238,7 +281,10 @@ def derived_table(config: Config, architecture: PretrainedConfig, *, total_steps
 def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
     if config.rollout.kv_dtype == "auto":
         return ""
-    return f" ({config.rollout.kv_dtype} with scales; {kv_bytes_per_token(architecture, config.model.dtype):,} in {config.model.dtype})"
+    return (
+        f" ({config.rollout.kv_dtype} with scales; {kv_bytes_per_token(architecture, config.model.dtype):,} in "
+        f"{config.model.dtype})"
+    )
 
 
 def _predictor_text(config: Config) -> str:
@@ -259,7 +305,9 @@ def _pool_text(config: Config, per_token: int) -> str:
     """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
     rollout = config.rollout
     if rollout.kv_budget_bytes == "auto":
-        return "0.9 of what is free after the weights" + (" and the learner's planned peak" if config.cluster.colocate else "")
+        return "0.9 of what is free after the weights" + (
+            " and the learner's planned peak" if config.cluster.colocate else ""
+        )
     prompts = [config.data.max_prompt_tokens] * rollout.prompts_at_once
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
@@ -274,7 +322,10 @@ def _updates_text(config: Config) -> str:
     objective = config.objective
     if objective.updates_per_step == 1:
         return "1" + ("" if config.learner.overlap else ", after the last sample (learner.overlap=false)")
-    return f"{objective.updates_per_step} = {objective.epochs} epochs x {objective.mini_batches} mini-batches, after the last sample"
+    return (
+        f"{objective.updates_per_step} = {objective.epochs} epochs x {objective.mini_batches} mini-batches, after "
+        "the last sample"
+    )
 
 
 def _learner_text(config: Config) -> str:
@@ -291,31 +342,44 @@ def _learner_text(config: Config) -> str:
 def _evaluation_text(config: Config) -> str:
     if config.data.held_out is None or config.run.eval_prompts == 0:
         return "none (data.eval_source, run.eval_prompts)"
-    every = f"every {config.run.eval_every} steps" if config.run.eval_every else "before the first and after the last step"
+    every = (
+        f"every {config.run.eval_every} steps" if config.run.eval_every else "before the first and after the last step"
+    )
     return f"{config.run.eval_prompts} problems of {config.data.held_out} x {config.run.eval_samples} samples, {every}"
 
 
 def _check_this_machine(config: Config) -> None:
-    """ValueError when a local cluster has too few GPUs or folders are no place for files; CPUs are reservations there, as many as are asked for."""
+    """ValueError when a local cluster has too few GPUs or folders are no place for files; CPUs are reservations there,
+    as many as are asked for."""
     cpus, gpus = max(os.cpu_count() or 1, total_cpus(config)), torch.cuda.device_count()
     problem = refusal(config, [Node(name="this machine", cpus=cpus, gpus=gpus, all_cpus=cpus, all_gpus=gpus)])
     if problem:
         raise ValueError(problem)
-    for name, folder in (("learner.moments_folder", config.learner.moments_folder), ("rollout.park_folder", config.rollout.park_folder)):
+    for name, folder in (
+        ("learner.moments_folder", config.learner.moments_folder),
+        ("rollout.park_folder", config.rollout.park_folder),
+    ):
         if folder is not None:
             check_disk_folder(name, folder)
 
 
 def _check_folders(config: Config) -> None:
     """Local folders of models must be there; a hub name is tried later."""
-    for name, path in (("rollout.predictor_path", config.rollout.predictor_path), ("reference.path", config.reference.path)):
+    for name, path in (
+        ("rollout.predictor_path", config.rollout.predictor_path),
+        ("reference.path", config.reference.path),
+    ):
         if path is not None and Path(path).is_absolute() and not Path(path).is_dir():
             raise ValueError(f"{name}={path} is not a folder")
     folder = Path(config.model.path)
     if not folder.is_absolute():
         return  # a hub name
     if not folder.is_dir():
-        hint = "; `make smollm2` (python -m infsample_rl.model.fetch_smollm2) makes it" if cache_folder() in folder.parents else ""
+        hint = (
+            "; `make smollm2` (python -m infsample_rl.model.fetch_smollm2) makes it"
+            if cache_folder() in folder.parents
+            else ""
+        )
         raise ValueError(f"model.path={folder} is not a folder{hint}")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")

@@ -1,4 +1,5 @@
-"""Metrics of a step, computed from the driver's book and the workers' reports. Names are final: dashboards build on them."""
+"""Metrics of a step, computed from the driver's book and the workers' reports. Names are final: dashboards build on
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ RolloutStats = list[StreamEnd]  # of a round of sampling
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:
-    """Rewards and lengths over all samples of the step, and what the reference took. Samples without a reward are outside the reward figures."""
+    """Rewards and lengths over all samples of the step, and what the reference took. Samples without a reward are
+    outside the reward figures."""
     samples = [sample for group in groups.groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [sample.length for sample in samples]
@@ -33,7 +35,8 @@ def sample_metrics(groups: StepGroups) -> Metrics:
         "reward/mean": statistics.fmean(rewards) if rewards else None,
         "reward/std": float(np.std(rewards)) if rewards else None,
         "reward/failed": len(samples) - len(rewards),
-        "reward/groups_with_signal": sum(any(sample.advantage for sample in group.samples) for group in groups.groups) / len(groups.groups),
+        "reward/groups_with_signal": sum(any(sample.advantage for sample in group.samples) for group in groups.groups)
+        / len(groups.groups),
         "response/length_mean": statistics.fmean(lengths),
         "response/length_std": float(np.std(lengths)),
         "response/length_max": max(lengths),
@@ -50,13 +53,20 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
     names = sorted({name for sample in samples for name in sample.components})
     if len(names) < 2:
         return {}
-    values = {name: [sample.components[name] for sample in samples if sample.components.get(name) is not None] for name in names}
+    values = {
+        name: [sample.components[name] for sample in samples if sample.components.get(name) is not None]
+        for name in names
+    }
     # Divided first: functions may return numbers whose sum no float holds.
-    return {f"reward/{name}": math.fsum(value / len(found) for value in found) if found else None for name, found in values.items()}
+    return {
+        f"reward/{name}": math.fsum(value / len(found) for value in found) if found else None
+        for name, found in values.items()
+    }
 
 
 def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
-    """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. A failed reward counts as wrong."""
+    """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. A failed reward counts as
+    wrong."""
     scores = [[sample.reward or 0.0 for sample in group.samples] for group in groups.groups]
     lengths = [sample.length for group in groups.groups for sample in group.samples]
     accuracy = statistics.fmean(score for group in scores for score in group)
@@ -70,8 +80,8 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
 
 
 def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
-    """Workers decode side by side, a worker's streams one after the other: a round's steps and peaks are its largest worker's, rounds and
-    counts add, utilisation is weighted by steps. What lost workers did is not in it.
+    """Workers decode side by side, a worker's streams one after the other: a round's steps and peaks are its largest
+    worker's, rounds and counts add, utilisation is weighted by steps. What lost workers did is not in it.
     """
     streams = [end.stats for ends in rounds for end in ends]
     steps = sum(stream["running_steps"] for stream in streams)
@@ -81,7 +91,9 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
         "rollout/rounds": len(rounds),
         "rollout/peak_kv_bytes": max((stream["peak_kv_bytes"] for stream in streams), default=None),
         "rollout/kv_pool_bytes": max((stream["kv_pool_bytes"] for stream in streams), default=None),
-        "memory/rollout_peak_bytes": max((stream["peak_memory_bytes"] for stream in streams if "peak_memory_bytes" in stream), default=None),
+        "memory/rollout_peak_bytes": max(
+            (stream["peak_memory_bytes"] for stream in streams if "peak_memory_bytes" in stream), default=None
+        ),
         "rollout/row_utilisation": busy / steps if steps else None,
         "rollout/recomputed_tokens": sum(stream["recomputed_tokens"] for stream in streams),
         "rollout/parked_tokens": sum(stream["parked_tokens"] for stream in streams),
@@ -98,9 +110,11 @@ def _largest_worker(ends: RolloutStats, name: str) -> float:
 
 
 def forecast_metrics(groups: StepGroups) -> Metrics:
-    """How good the first prediction of every sample's length was: errors over samples that ended by themselves, Kendall's tau-b within prompts.
+    """How good the first prediction of every sample's length was: errors over samples that ended by themselves,
+    Kendall's tau-b within prompts.
 
-    Over FORECAST_PROMPTS of the step's prompts, spread evenly: a tau takes the square of G. Nothing where nothing was predicted.
+    Over FORECAST_PROMPTS of the step's prompts, spread evenly: a tau takes the square of G. Nothing where nothing was
+    predicted.
     """
     every = -(-len(groups.groups) // FORECAST_PROMPTS)
     found = [[sample for sample in group.samples if sample.forecast is not None] for group in groups.groups[::every]]
@@ -115,7 +129,10 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    ended, taus = sum(prompt.num_uncensored for prompt in prompts), [prompt.tau for prompt in prompts if prompt.tau is not None]
+    ended, taus = (
+        sum(prompt.num_uncensored for prompt in prompts),
+        [prompt.tau for prompt in prompts if prompt.tau is not None],
+    )
     return {
         "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
         "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
@@ -124,21 +141,31 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
 
 
 def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
-    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's, memory and maxima the
-    most there was, the gradient's norm that of updates which were made.
+    """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's,
+    memory and maxima the most there was, the gradient's norm that of updates which were made.
     """
     found = {name: [update[name] for update in updates if update[name] is not None] for name in updates[0]}
     if "learner/grad_norm" in found:
-        found["learner/grad_norm"] = [update["learner/grad_norm"] for update in updates if not update["learner/skipped_updates"]] or [0.0]
+        found["learner/grad_norm"] = [
+            update["learner/grad_norm"] for update in updates if not update["learner/skipped_updates"]
+        ] or [0.0]
     largest = {name: name.startswith("memory/") or name.endswith("_max") for name in found}
-    means = {name: (max if largest[name] else statistics.fmean)(values) if values else None for name, values in found.items()}
+    means = {
+        name: (max if largest[name] else statistics.fmean)(values) if values else None for name, values in found.items()
+    }
     skipped = sum(update["learner/skipped_updates"] for update in updates)
-    return means | {"learner/skipped_updates": skipped, "learner/lr": updates[-1]["learner/lr"], "learner/updates": len(updates)}
+    return means | {
+        "learner/skipped_updates": skipped,
+        "learner/lr": updates[-1]["learner/lr"],
+        "learner/updates": len(updates),
+    }
 
 
-def timing_metrics(groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float) -> Metrics:
-    """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these were
-    trained, the same ones on policy or where none were.
+def timing_metrics(
+    groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float
+) -> Metrics:
+    """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these
+    were trained, the same ones on policy or where none were.
     """
     decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(sampled_beside))
     tokens = sum(sample.length for group in groups.groups for sample in group.samples)
@@ -150,8 +177,10 @@ def timing_metrics(groups: StepGroups, sampled_beside: StepGroups, *, started: f
         "timing/backward_after_rollout": max(0.0, backward_done - beside),
         "timing/update": updated - backward_done,
         "timing/overlap": overlapped / len(ranks) if ranks else 0.0,  # a rank's rows while others decoded
-        "timing/backward_lead": max((beside - begin for _, begin, _ in groups.row_times), default=0.0),  # > 0: trained while others decoded
-        "timing/reward_lead": max(group.last_sample_at - group.first_reward_at for group in groups.groups),  # > 0: scored while its group decoded
+        # > 0: trained while others decoded
+        "timing/backward_lead": max((beside - begin for _, begin, _ in groups.row_times), default=0.0),
+        # > 0: scored while its group decoded
+        "timing/reward_lead": max(group.last_sample_at - group.first_reward_at for group in groups.groups),
         "timing/tokens_per_s": tokens / (decoded - groups.started_at),
     }
 
@@ -168,7 +197,8 @@ def completion_records(
     *,
     step: int,
 ) -> list[dict[str, Any]]:
-    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text rewards saw and what is known."""
+    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text
+    rewards saw and what is known."""
     everything = [(group, sample) for group in groups.groups for sample in group.samples]
     count = min(config.logging.completions_per_step, len(everything))
     records = []

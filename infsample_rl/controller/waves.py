@@ -1,4 +1,5 @@
-"""Learner rows go out in waves: one row for every rank, told to all ranks in one order, so that their collectives match."""
+"""Learner rows go out in waves: one row for every rank, told to all ranks in one order, so that their collectives
+match."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ Row = list[SampleSpec]
 class Waves:
     """Packs complete groups into rows and sends them to the learner.
 
-    With one update a step and learner.overlap, a wave goes out as soon as every rank has a row, while other prompts still decode; the
-    denominators are then provisional. Otherwise rows wait until the step's groups are all there, and denominators are exact.
-    With learner.grad_sync=last_row ranks need not keep step: a row goes to the rank that has had the fewest tokens.
+    With one update a step and learner.overlap, a wave goes out as soon as every rank has a row, while other prompts
+    still decode; the denominators are then provisional. Otherwise rows wait until the step's groups are all there, and
+    denominators are exact. With learner.grad_sync=last_row ranks need not keep step: a row goes to the rank that has
+    had the fewest tokens.
     """
 
     def __init__(self, config: Config, cluster: Cluster):
@@ -35,7 +37,9 @@ class Waves:
         self._micro_group_of: dict[tuple[int, int], int] = {}
 
     def _new_planner(self) -> RowPlanner:
-        return RowPlanner(self._config.learner.max_tokens_per_micro_batch, self._lengths, long_rows=self._config.long_rows)
+        return RowPlanner(
+            self._config.learner.max_tokens_per_micro_batch, self._lengths, long_rows=self._config.long_rows
+        )
 
     def add(self, group: Group) -> None:
         """Take a complete group; full waves go out."""
@@ -48,7 +52,8 @@ class Waves:
             self._send_full_waves()
 
     def finish(self) -> None:
-        """No group is missing: send what is left, where rows go out as they come; ranks without a row run one of weight zero."""
+        """No group is missing: send what is left, where rows go out as they come; ranks without a row run one of weight
+        zero."""
         if not self._streams:
             return
         self._rows += self._planner.flush()
@@ -58,7 +63,8 @@ class Waves:
             self._rows = []
 
     def updates(self) -> Iterator[tuple[LossTotals, bool]]:
-        """Send the rows of the step's updates, one update after the other: its denominators, and whether it is the last.
+        """Send the rows of the step's updates, one update after the other: its denominators, and whether it is the
+        last.
 
         The next one's rows go out when the caller, who has stepped the optimizer, asks for it.
         """
@@ -81,7 +87,9 @@ class Waves:
 
     def _plan(self, groups: list[Group]) -> list[list[Row | None]]:
         planner = self._new_planner()
-        rows = [row for group in groups for row in planner.add_group(trainable_specs(group, self._config))] + planner.flush()
+        rows = [
+            row for group in groups for row in planner.add_group(trainable_specs(group, self._config))
+        ] + planner.flush()
         return balanced_waves(rows, len(self._rank_tokens), self._lengths)
 
     def _row_ids(self, plans: list[list[list[Row | None]]]) -> dict[tuple[int, int], int] | None:
@@ -99,7 +107,9 @@ class Waves:
         while len(self._rows) >= ranks:
             self._send([self._rows.pop(0) for _ in range(ranks)], self._totals)
 
-    def _send(self, wave: list[Row | None], totals: LossTotals | None, row_ids: dict[tuple[int, int], int] | None = None) -> None:
+    def _send(
+        self, wave: list[Row | None], totals: LossTotals | None, row_ids: dict[tuple[int, int], int] | None = None
+    ) -> None:
         for rank, row in enumerate(wave):
             if row is None and not self._lockstep:
                 continue

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
-RAW_ANSWER = "answer_as_given"  # the column of a row's own `answer`, where the gold answer cut from it has taken its name
+# the column of a row's own `answer`, where the gold answer cut from it has taken its name
+RAW_ANSWER = "answer_as_given"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} or \fbox{...}, braces balanced; None without one. last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"."""
+    r"""The content of the last \boxed{...} or \fbox{...}, braces balanced; None without one.
+    last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"."""
     matches = list(re.finditer(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{$]+))", text))
     if not matches:
         return None

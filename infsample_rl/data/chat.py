@@ -31,18 +31,22 @@ class Rendered:
 
 
 def render(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
-    """One problem as a prompt, whatever its length. ValueError when the template refuses it or does not know a keyword."""
+    """One problem as a prompt, whatever its length. ValueError when the template refuses it or does not know a
+    keyword."""
     check_template_kwargs(tokenizer, data)
     messages = chat_messages(problem, data)
     try:
         text = _texts([messages], tokenizer, data)[0]
     except (jinja2.TemplateError, TypeError) as error:
-        raise ValueError(f"{problem.origin}, row {problem.row}: the chat template refuses it: {one_line(error)}") from error
+        raise ValueError(
+            f"{problem.origin}, row {problem.row}: the chat template refuses it: {one_line(error)}"
+        ) from error
     return _prompt(problem, messages, text, _token_ids([text], tokenizer, data)[0])
 
 
 def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> Rendered:
-    """All problems as prompts, in batches; those above data.max_prompt_tokens raise, go, or lose the start of their question.
+    """All problems as prompts, in batches; those above data.max_prompt_tokens raise, go, or lose the start of their
+    question.
 
     Rows the template refuses are bad rows (data.bad_rows).
     """
@@ -57,8 +61,12 @@ def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> Ren
         refused = {row for row, _ in faults}
         kept = [index for index, problem in enumerate(problems) if problem.row not in refused]
         problems, chats = [problems[i] for i in kept], [chats[i] for i in kept]
-    prompts = [_prompt(*parts) for parts in zip(problems, chats, texts, _token_ids(texts, tokenizer, data), strict=True)]
-    report_bad_rows([(p.row, "renders to no token") for p in prompts if len(p.token_ids) == 0], len(prompts), origin, bad_rows)
+    prompts = [
+        _prompt(*parts) for parts in zip(problems, chats, texts, _token_ids(texts, tokenizer, data), strict=True)
+    ]
+    report_bad_rows(
+        [(p.row, "renders to no token") for p in prompts if len(p.token_ids) == 0], len(prompts), origin, bad_rows
+    )
     return _fit([p for p in prompts if len(p.token_ids)], problems, tokenizer, data)
 
 
@@ -68,7 +76,8 @@ def is_plain(tokenizer: Any, data: DataConfig) -> bool:
 
 
 def chat_messages(problem: Problem, data: DataConfig) -> list[dict[str, str]]:
-    """The problem's messages with data.system_prompt (in place of the row's own) and data.instruction after a blank line."""
+    """The problem's messages with data.system_prompt (in place of the row's own) and data.instruction after a blank
+    line."""
     messages = [dict(message) for message in problem.messages]
     if data.system_prompt is not None:
         rest = messages[1:] if messages[0]["role"] in ("system", "developer") else messages
@@ -80,21 +89,30 @@ def chat_messages(problem: Problem, data: DataConfig) -> list[dict[str, str]]:
 
 
 def check_template_kwargs(tokenizer: Any, data: DataConfig) -> None:
-    """Say which keywords the chat template never mentions, as jinja passes them over in silence; ValueError for a misspelt one."""
+    """Say which keywords the chat template never mentions, as jinja passes them over in silence; ValueError for a
+    misspelt one."""
     if not data.chat_template_kwargs:
         return
     if is_plain(tokenizer, data):
-        why = "data.apply_chat_template is false" if not data.apply_chat_template else f"the tokenizer {tokenizer.name_or_path} has no chat template"
+        why = (
+            "data.apply_chat_template is false"
+            if not data.apply_chat_template
+            else f"the tokenizer {tokenizer.name_or_path} has no chat template"
+        )
         logger.warning("data.chat_template_kwargs=%s has no effect: %s", data.chat_template_kwargs, why)
         return
     words = set(re.findall(r"\w+", tokenizer.get_chat_template()))
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     for name in data.chat_template_kwargs:
         if name in own:
-            raise ValueError(f"data.chat_template_kwargs.{name} is not a keyword of the chat template, and is set here; leave it out")
+            raise ValueError(
+                f"data.chat_template_kwargs.{name} is not a keyword of the chat template, and is set here; leave it out"
+            )
         if name not in words:
             near = difflib.get_close_matches(name, words, n=1, cutoff=0.75)
-            unknown = f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} knows no such keyword"
+            unknown = (
+                f"data.chat_template_kwargs.{name}: the chat template of {tokenizer.name_or_path} knows no such keyword"
+            )
             if near:
                 raise ValueError(f"{unknown}; did you mean {near[0]}?")
             logger.warning("%s; it has no effect", unknown)
@@ -136,7 +154,9 @@ def _token_ids(texts: list[str], tokenizer: Any, data: DataConfig) -> list[np.nd
 
 
 def _prompt(problem: Problem, messages: list[dict[str, str]], text: str, token_ids: np.ndarray) -> Prompt:
-    return Prompt(prompt_index=0, row=problem.row, messages=messages, text=text, token_ids=token_ids, columns=problem.columns)
+    return Prompt(
+        prompt_index=0, row=problem.row, messages=messages, text=text, token_ids=token_ids, columns=problem.columns
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- long prompts
@@ -149,18 +169,27 @@ def _fit(prompts: list[Prompt], problems: list[Problem], tokenizer: Any, data: D
     if not long:
         return Rendered(prompts=_numbered(prompts), dropped=0, truncated=0)
     longest = max(long.values())
-    counted = f"{len(long)} of {len(prompts)} prompts are longer than data.max_prompt_tokens = {limit} (the longest has {longest})"
-    named = ", ".join(f"row {row}" for row in list(long)[:NAMED_IN_MESSAGES]) + (", ..." if len(long) > NAMED_IN_MESSAGES else "")
+    counted = (
+        f"{len(long)} of {len(prompts)} prompts are longer than data.max_prompt_tokens = {limit} (the longest "
+        f"has {longest})"
+    )
+    named = ", ".join(f"row {row}" for row in list(long)[:NAMED_IN_MESSAGES]) + (
+        ", ..." if len(long) > NAMED_IN_MESSAGES else ""
+    )
     if data.long_prompts == "error":
         row, tokens = next(iter(long.items()))
         raise ValueError(
-            f"{origin}, row {row}: the prompt has {tokens} tokens, data.max_prompt_tokens must be >= {tokens}, got {limit}; {counted}: "
+            f"{origin}, row {row}: the prompt has {tokens} tokens, data.max_prompt_tokens must be >= {tokens}, got "
+            f"{limit}; {counted}: "
             f"the nearest that works for all is {longest}, or set data.long_prompts to drop or truncate"
         )
     if data.long_prompts == "drop":
         kept = [prompt for prompt in prompts if prompt.row not in long]
         if not kept:
-            raise ValueError(f"{origin}: {counted}, so data.long_prompts=drop leaves none; the nearest that keeps one is {min(long.values())}")
+            raise ValueError(
+                f"{origin}: {counted}, so data.long_prompts=drop leaves none; the nearest that keeps one is "
+                f"{min(long.values())}"
+            )
         logger.warning("%s: dropped, as %s: %s", origin, counted, named)
         return Rendered(prompts=_numbered(kept), dropped=len(long), truncated=0)
     by_row = {problem.row: problem for problem in problems}
@@ -186,12 +215,15 @@ def _truncated(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
         text = _texts([messages], tokenizer, data)[0]
         return _prompt(problem, messages, text, _token_ids([text], tokenizer, data)[0])
 
-    too_long, fits = 0, len(question) - 1  # first characters kept: bisected, as tokens of a part are not a part of the tokens
+    # first characters kept: bisected, as tokens of a part are not a part of the tokens
+    too_long, fits = 0, len(question) - 1
     best = cut(fits)
     if len(best.token_ids) > data.max_prompt_tokens:
         raise ValueError(
-            f"{problem.origin}, row {problem.row}: the prompt cannot be truncated to data.max_prompt_tokens = {data.max_prompt_tokens}: "
-            f"all but its question takes {len(best.token_ids) - 1} tokens; the nearest that works is {len(best.token_ids)}"
+            f"{problem.origin}, row {problem.row}: the prompt cannot be truncated to data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens}: "
+            f"all but its question takes {len(best.token_ids) - 1} tokens; the nearest that works is "
+            f"{len(best.token_ids)}"
         )
     while fits - too_long > 1:
         middle = (too_long + fits) // 2

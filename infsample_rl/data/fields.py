@@ -1,4 +1,5 @@
-"""Rows into problems: which field is the question, which the answer, and whether both can be used. Standard library only."""
+"""Rows into problems: which field is the question, which the answer, and whether both can be used. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -11,8 +12,13 @@ from infsample_rl.data.boxed import RAW_ANSWER, last_boxed
 from infsample_rl.data.rows import Row, json_type, report_bad_rows
 
 PROMPT_FIELDS = ("question", "problem", "prompt", "quiz")
-FALLBACK_PROMPT_FIELDS = ("query", "instruction", "input", "messages", "text")  # looked at when none of the above is there
-ANSWER_FIELDS = (("answer",), ("ground_truth",), ("solution", "final_answer", "expected_answer", "correct_answer", "target"))
+# looked at when none of the above is there
+FALLBACK_PROMPT_FIELDS = ("query", "instruction", "input", "messages", "text")
+ANSWER_FIELDS = (
+    ("answer",),
+    ("ground_truth",),
+    ("solution", "final_answer", "expected_answer", "correct_answer", "target"),
+)
 VERL_ANSWER = "reward_model.ground_truth"
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -21,7 +27,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class Problem:
     """One usable row of a source, before the chat template.
 
-    Example: Problem(row=3, origin="train.jsonl", messages=[{"role": "user", "content": "1 + 1 = ?"}], columns={"answer": "2"})
+    Example: Problem(row=3, origin="train.jsonl", messages=[{"role": "user", "content": "1 + 1 = ?"}],
+    columns={"answer": "2"})
     """
 
     row: int  # from 1; in JSON Lines the line
@@ -55,7 +62,8 @@ def to_problems(rows: list[Row], fields: Fields, *, origin: str, label: str, bad
 
 
 def find_fields(rows: list[Row], prompt_field: str | None, answer_field: str | None, label: str) -> Fields:
-    """The fields a user named, or else the ones found; ValueError lists what there is when none or several could be meant."""
+    """The fields a user named, or else the ones found; ValueError lists what there is when none or several could be
+    meant."""
     dicts = [row.fields for row in rows if row.fields is not None]
     names = list(dict.fromkeys(name for fields in dicts for name in fields))
     if not names:  # no row has fields: to_problems names the first of them
@@ -71,16 +79,23 @@ def find_fields(rows: list[Row], prompt_field: str | None, answer_field: str | N
 
 
 def _find_prompt(dicts: list[dict[str, Any]], names: list[str], message: str) -> str:
-    if any(isinstance(fields.get("prompt"), list) for fields in dicts):  # verl's and TRL's chat layout: nothing else can be meant
+    # verl's and TRL's chat layout: nothing else can be meant
+    if any(isinstance(fields.get("prompt"), list) for fields in dicts):
         return "prompt"
     for tier in (PROMPT_FIELDS, FALLBACK_PROMPT_FIELDS):
         found = [name for name in tier if name in names]
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{message}; {' and '.join(found)} could each be the question: set data.prompt_field, e.g. data.prompt_field={found[0]}")
+            raise ValueError(
+                f"{message}; {' and '.join(found)} could each be the question: set data.prompt_field, e.g. "
+                f"data.prompt_field={found[0]}"
+            )
     known = ", ".join(PROMPT_FIELDS)
-    raise ValueError(f"{message}; none is known to be the question ({known}): set data.prompt_field, e.g. data.prompt_field={names[0]}")
+    raise ValueError(
+        f"{message}; none is known to be the question ({known}): set data.prompt_field, e.g. "
+        f"data.prompt_field={names[0]}"
+    )
 
 
 def _find_answer(dicts: list[dict[str, Any]], names: list[str], message: str) -> str | None:
@@ -92,7 +107,10 @@ def _find_answer(dicts: list[dict[str, Any]], names: list[str], message: str) ->
         if len(found) == 1:
             return found[0]
         if found:
-            raise ValueError(f"{message}; {' and '.join(found)} could each be the answer: set data.answer_field, e.g. data.answer_field={found[0]}")
+            raise ValueError(
+                f"{message}; {' and '.join(found)} could each be the answer: set data.answer_field, e.g. "
+                f"data.answer_field={found[0]}"
+            )
     return None
 
 
@@ -114,7 +132,8 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
     messages = read_messages(_required(row.fields, fields.prompt), fields.prompt)
     # A prompt of chat messages stays a column: TRL's reward functions then get completions as messages too.
     columns = {name: value for name, value in row.fields.items() if name != fields.prompt or isinstance(value, list)}
-    if isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]:  # verl: what its compute_score takes
+    # verl: what its compute_score takes
+    if isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]:
         columns.setdefault("ground_truth", columns["reward_model"]["ground_truth"])
         columns.setdefault("data_source", None)
         columns.setdefault("extra_info", None)
@@ -141,13 +160,17 @@ def read_messages(value: Any, name: str) -> list[dict[str, str]]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     elif not isinstance(value, list):
-        raise BadRow(f"cannot be used: its field {name!r} is {json_type(value)}; a string or a list of chat messages is needed")
+        raise BadRow(
+            f"cannot be used: its field {name!r} is {json_type(value)}; a string or a list of chat messages is needed"
+        )
     messages = [_read_message(message, name) for message in value]
     users = [message for message in messages if message["role"] == "user"]
     if not users or not users[-1]["content"].strip():
         raise BadRow(f"cannot be used: its field {name!r} is empty")
     if messages[-1]["role"] == "assistant":
-        raise BadRow(f"cannot be used: its field {name!r} ends with a message of the assistant; the last one must be the user's")
+        raise BadRow(
+            f"cannot be used: its field {name!r} ends with a message of the assistant; the last one must be the user's"
+        )
     return messages
 
 
@@ -158,19 +181,24 @@ def _read_message(message: Any, name: str) -> dict[str, str]:
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise BadRow(f"{where} holds a message of role {role!r}; the roles are {', '.join(ROLES)}")
-    if isinstance(content, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadRow(f"{where} holds a message whose content is {json_type(content)}; text is needed")
     try:
         content.encode("utf-8")
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell and no tokenizer takes
-        raise BadRow(f"{where} holds text that is not valid Unicode ({error.reason} at character {error.start})") from error
+        raise BadRow(
+            f"{where} holds text that is not valid Unicode ({error.reason} at character {error.start})"
+        ) from error
     return {"role": role, "content": content}
 
 
 def gold_answer(value: Any, name: str) -> Any:
-    r"""The gold answer alone: what follows GSM8K's last `####` (commas removed), MATH's last \boxed{...}, a number as text.
+    r"""The gold answer alone: what follows GSM8K's last `####` (commas removed), MATH's last \boxed{...}, a number as
+    text.
 
     gold_answer("6 * 7 = 42\n#### 1,042", "answer") == "1042"; lists and objects stay as they are.
     """

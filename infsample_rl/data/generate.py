@@ -30,7 +30,10 @@ def generate(task: str, seed: int, size: int, kwargs: dict[str, Any]) -> dict[st
     except (TypeError, ValueError, AssertionError) as error:
         settings = sorted({field.name for field in fields(DATASETS[task][1])} - {"seed", "size"})
         reason = " ".join(str(error).split())
-        return {"error": f"data.generator_kwargs={kwargs} do not suit the task: {reason}; its settings are {', '.join(settings)}"}
+        return {
+            "error": f"data.generator_kwargs={kwargs} do not suit the task: {reason}; its settings are "
+            f"{', '.join(settings)}"
+        }
     return {"entries": [dataset[index] for index in range(size)]}
 
 

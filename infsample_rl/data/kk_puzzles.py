@@ -255,7 +255,9 @@ def reasoning_text(puzzle: Puzzle, names: Sequence[str], style: str, rng: random
     return "\n".join([*lines, f"{verdict} Answer: {answer_text(names, guess)}."])
 
 
-def _check(puzzle: Puzzle, names: Sequence[str], guess: Sequence[bool], haste: Haste, rng: random.Random, lines: list[str]) -> str:
+def _check(
+    puzzle: Puzzle, names: Sequence[str], guess: Sequence[bool], haste: Haste, rng: random.Random, lines: list[str]
+) -> str:
     """Add check lines until a clash (returns ""), until haste wins, or until all statements fit."""
     for speaker, statement in enumerate(puzzle.statements):
         lines.append(check_line(speaker, statement, names, guess))

@@ -1,4 +1,5 @@
-"""The prompts of a run: checked once at the start, then dealt step by step in a seeded order that resumes where it stopped."""
+"""The prompts of a run: checked once at the start, then dealt step by step in a seeded order that resumes where it
+stopped."""
 
 from __future__ import annotations
 
@@ -50,14 +51,16 @@ class PromptStream:
         return self.prompts[0].text
 
     def next_batch(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
-        """The next `count` prompts (default: a step's), prompt_index from `first_index` on; one comes twice only when the epoch ends within."""
+        """The next `count` prompts (default: a step's), prompt_index from `first_index` on; one comes twice only when
+        the epoch ends within."""
         items = range(self.position, self.position + (self.prompts_per_step if count is None else count))
         self.position = items.stop
         return [dataclasses.replace(self._item(k), prompt_index=first_index + index) for index, k in enumerate(items)]
 
     def steps_for_epochs(self, epochs: float) -> int:
         """Steps that deal every prompt `epochs` times: ceil(epochs x rows / prompts_per_step)."""
-        return math.ceil(Fraction(str(epochs)) * self.num_rows / self.prompts_per_step)  # 0.1 is a tenth here, as written
+        # 0.1 is a tenth here, as written
+        return math.ceil(Fraction(str(epochs)) * self.num_rows / self.prompts_per_step)
 
     def state(self) -> dict[str, Any]:
         """What restore() needs, as plain JSON."""
@@ -67,13 +70,17 @@ class PromptStream:
         """Go on where state() was taken. ValueError when the prompts or their order are not the ones of then."""
         meanings = {
             "num_rows": "the data set has changed: its number of usable rows",
-            "fingerprint": "the data set, the chat template or the tokenizer has changed: the hash of all prompts and answers",
+            "fingerprint": "the data set, the chat template or the tokenizer has changed: the hash of all prompts and "
+            "answers",
             "seed": "run.seed",
             "shuffle": "data.shuffle",
         }
         for name, now in self._identity().items():
             if state[name] != now:
-                raise ValueError(f"cannot resume: {meanings[name]} was {state[name]} and is {now} now; put it back, or start anew in another run.dir")
+                raise ValueError(
+                    f"cannot resume: {meanings[name]} was {state[name]} and is {now} now; put it back, or start anew "
+                    "in another run.dir"
+                )
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
@@ -87,10 +94,12 @@ class PromptStream:
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order of one epoch, [num_rows] positions: a permutation made from (seed, epoch), or 0, 1, 2, ... without shuffle."""
+    """The order of one epoch, [num_rows] positions: a permutation made from (seed, epoch), or 0, 1, 2, ... without
+    shuffle."""
     if not shuffle:
         return np.arange(num_rows)
-    return np.random.RandomState([seed, epoch]).permutation(num_rows)  # RandomState: NumPy keeps its numbers the same for ever
+    # RandomState: NumPy keeps its numbers the same for ever
+    return np.random.RandomState([seed, epoch]).permutation(num_rows)
 
 
 def build_train_prompts(config: Config, tokenizer: Any, context_length: int | None) -> PromptStream:
@@ -102,14 +111,18 @@ def build_train_prompts(config: Config, tokenizer: Any, context_length: int | No
     problems = load_problems(data, evaluation=False)
     _check_answers(problems, config, f"data.source={data.source}")
     if tokenizer.chat_template is None:
-        logger.warning("the tokenizer %s has no chat template: prompts are plain text, their parts joined by blank lines", tokenizer.name_or_path)
+        logger.warning(
+            "the tokenizer %s has no chat template: prompts are plain text, their parts joined by blank lines",
+            tokenizer.name_or_path,
+        )
     rendered = render_all(problems, tokenizer, data)
     _check_context(rendered.prompts, config, context_length, problems[0].origin)
     return PromptStream(rendered, prompts_per_step=data.prompts_per_step, seed=config.run.seed, shuffle=data.shuffle)
 
 
 def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None) -> list[Prompt]:
-    """The first run.eval_prompts prompts of data.eval_source, in its order; none without one. Checked like the training prompts."""
+    """The first run.eval_prompts prompts of data.eval_source, in its order; none without one. Checked like the training
+    prompts."""
     data, count = config.data, config.run.eval_prompts
     if data.held_out is None or count == 0:
         return []
@@ -127,7 +140,10 @@ def _check_answers(problems: list[Problem], config: Config, label: str) -> None:
     readers = [function.name for function in config.reward.functions if function.name in REWARDS_OF_ANSWERS]
     if readers and "answer" not in problems[0].columns:
         names = ", ".join(problems[0].columns) or "none"
-        raise ValueError(f"{label}: no field is known to be the answer that reward {readers[0]} needs: set data.answer_field (fields: {names})")
+        raise ValueError(
+            f"{label}: no field is known to be the answer that reward {readers[0]} needs: set data.answer_field "
+            f"(fields: {names})"
+        )
 
 
 def _check_context(prompts: list[Prompt], config: Config, context_length: int | None, origin: str) -> None:
@@ -137,11 +153,14 @@ def _check_context(prompts: list[Prompt], config: Config, context_length: int | 
     if context_length is None or tokens + new <= context_length:
         return
     room = context_length - tokens
-    at = f"the longest prompt ({origin}, row {longest.row}) has {tokens} tokens and the model's context {context_length}"
+    at = (
+        f"the longest prompt ({origin}, row {longest.row}) has {tokens} tokens and the model's context {context_length}"
+    )
     if room >= 1:
         raise ValueError(f"rollout.max_new_tokens must be <= {room}, got {new}: {at}; the nearest that works is {room}")
     raise ValueError(
-        f"data.max_prompt_tokens must be < the model's context {context_length}, got {config.data.max_prompt_tokens}: {at}; set "
+        f"data.max_prompt_tokens must be < the model's context {context_length}, got {config.data.max_prompt_tokens}: "
+        f"{at}; set "
         f"data.long_prompts=drop or truncate, and data.max_prompt_tokens + rollout.max_new_tokens <= {context_length}"
     )
 

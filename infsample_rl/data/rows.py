@@ -34,7 +34,15 @@ def one_line(error: BaseException) -> str:
 
 def json_type(value: Any) -> str:
     """What JSON calls the type of a value: json_type([1]) == "a list"."""
-    names = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object", type(None): "null"}
+    names = {
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+    }
     return names[type(value)] if type(value) in names else f"a {type(value).__name__}"
 
 
@@ -44,11 +52,15 @@ def read_rows(path: Path, label: str) -> list[Row]:
     Raises ValueError when the file is missing, empty, of another kind or cannot be read at all.
     """
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
+        near = difflib.get_close_matches(
+            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1
+        )
         raise ValueError(f"{label}: there is no such file{f'; did you mean {path.parent / near[0]}?' if near else ''}")
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
-        raise ValueError(f"{label}: a data file must end in one of {', '.join(FILE_SUFFIXES)}, got {path.suffix or 'no suffix'}")
+        raise ValueError(
+            f"{label}: a data file must end in one of {', '.join(FILE_SUFFIXES)}, got {path.suffix or 'no suffix'}"
+        )
     try:
         if suffix == ".parquet":
             rows = _parquet_rows(path)
@@ -64,7 +76,8 @@ def read_rows(path: Path, label: str) -> list[Row]:
 
 
 def _json_lines(raw: bytes) -> list[Row]:
-    lines = raw.removeprefix(b"\xef\xbb\xbf").split(b"\n")  # not splitlines: it would also cut at \x0b, \x85 and their like
+    # not splitlines: it would also cut at \x0b, \x85 and their like
+    lines = raw.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     return [_json_line(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

@@ -63,7 +63,9 @@ def is_file(source: str) -> bool:
     """Whether a source means a file: it is there, or is spelled like one."""
     if Path(source).exists():
         return Path(source).is_file()
-    return source.startswith(("/", "./", "../")) or source.lower().endswith((*FILE_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".zip"))
+    return source.startswith(("/", "./", "../")) or source.lower().endswith(
+        (*FILE_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".zip")
+    )
 
 
 def _refuse_idle_fields(data: DataConfig) -> None:
@@ -72,7 +74,9 @@ def _refuse_idle_fields(data: DataConfig) -> None:
     if all(source in HUB_NAMES or source in SHIPPED or source.startswith(GENERATED) for source in sources):
         for option, field in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
             if field is not None:
-                raise ValueError(f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out")
+                raise ValueError(
+                    f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out"
+                )
 
 
 # ------------------------------------------------------------------------------------------------------ hub data sets
@@ -81,24 +85,32 @@ def _refuse_idle_fields(data: DataConfig) -> None:
 def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = False) -> list[Row]:
     """Rows of a hub data set "owner/name" or "owner/name:config", or of a folder `datasets` can load.
 
-    `splits_are_configs`: the configs are called train and test, and hold splits of their own (knights-and-knaves: one a size).
-    Without a network the local cache is used; what is not there is a ValueError within seconds.
+    `splits_are_configs`: the configs are called train and test, and hold splits of their own (knights-and-knaves: one a
+    size). Without a network the local cache is used; what is not there is a ValueError within seconds.
     """
     import datasets  # slow to import, and files need it not
 
     repository, _, config = name.partition(":")
     online = Path(repository).is_dir() or hub_reachable(repository, "datasets")
     was_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = was_offline or not online  # offline it goes straight to its cache; else it retries for half a minute
+    # offline it goes straight to its cache; else it retries for half a minute
+    datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
         if splits_are_configs:
             loaded = datasets.load_dataset(repository, split)
-            return [Row(number=number, fields=fields) for number, fields in enumerate((row for part in loaded.values() for row in part), start=1)]
+            return [
+                Row(number=number, fields=fields)
+                for number, fields in enumerate((row for part in loaded.values() for row in part), start=1)
+            ]
         table = datasets.load_dataset(repository, config or None, split=split)
         return [Row(number=number, fields=fields) for number, fields in enumerate(table, start=1)]
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         unreachable = not online and isinstance(error, OSError)
-        reason = "the hub cannot be reached and its local cache does not hold it" if unreachable else one_line(error).rstrip(".")
+        reason = (
+            "the hub cannot be reached and its local cache does not hold it"
+            if unreachable
+            else one_line(error).rstrip(".")
+        )
         raise ValueError(_hub_message(name, label, reason)) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
@@ -115,7 +127,8 @@ def _hub_message(name: str, label: str, reason: str) -> str:
 
 
 def generated_rows(data: DataConfig, source: str, *, evaluation: bool, limit: int | None, label: str) -> list[Row]:
-    """Problems of reasoning_gym:<task>; the columns `task` and `entry` (whole, with metadata) are what its scorer takes.
+    """Problems of reasoning_gym:<task>; the columns `task` and `entry` (whole, with metadata) are what its scorer
+    takes.
 
     Item i of a task is made from seed + i, so training uses the seeds generator_seed .. generator_seed + size - 1 and
     held-out problems the ones from generator_seed + size on. (Equal questions can still come from different seeds
@@ -130,13 +143,20 @@ def generated_rows(data: DataConfig, source: str, *, evaluation: bool, limit: in
     request = {"task": task, "seed": seed, "size": size, "kwargs": data.generator_kwargs}
     # A process with a fixed hash seed: some tasks iterate over sets, and a resumed run must get the same problems.
     command = [sys.executable, "-P", str(Path(__file__).with_name("generate.py"))]
-    done = subprocess.run(command, input=pickle.dumps(request), stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"})
+    done = subprocess.run(
+        command, input=pickle.dumps(request), stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"}
+    )
     if done.returncode != 0:
-        raise RuntimeError(f"{label}: the process that generates the problems ended with code {done.returncode}; its own message is above")
+        raise RuntimeError(
+            f"{label}: the process that generates the problems ended with code {done.returncode}; its own message is "
+            "above"
+        )
     answer = pickle.loads(done.stdout)
     if "error" in answer:
         raise ValueError(f"{label}: {answer['error']}")
-    return [Row(number=number, fields=_entry_fields(task, entry)) for number, entry in enumerate(answer["entries"], start=1)]
+    return [
+        Row(number=number, fields=_entry_fields(task, entry)) for number, entry in enumerate(answer["entries"], start=1)
+    ]
 
 
 def _entry_fields(task: str, entry: dict[str, Any]) -> dict[str, Any]:

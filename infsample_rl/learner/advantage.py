@@ -8,11 +8,10 @@ import math
 def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
     """Advantages of one group. [1, 0, 0, 0] with mean_only -> [0.75, -0.25, -0.25, -0.25].
 
-    std: A_i = (r_i - mean(r)) / (std(r) + 1e-6), the sample std (ddof 1), the paper's equation 2 (GRPO, arXiv 2402.03300).
-    mean_only: A_i = r_i - mean(r), the paper's section 3.4 (Dr. GRPO, arXiv 2503.20783).
-    rloo: A_i = r_i - mean of the others = (r_i - mean(r)) n / (n - 1) (RLOO, arXiv 2402.14740).
-    A reward that is None, NaN or infinite gets advantage 0 and is outside mean and std. Equal rewards give exact zeros,
-    and so do fewer than two valid ones.
+    std: A_i = (r_i - mean(r)) / (std(r) + 1e-6), the sample std (ddof 1), the paper's equation 2 (GRPO, arXiv
+    2402.03300). mean_only: A_i = r_i - mean(r), the paper's section 3.4 (Dr. GRPO, arXiv 2503.20783). rloo: A_i = r_i -
+    mean of the others = (r_i - mean(r)) n / (n - 1) (RLOO, arXiv 2402.14740). A reward that is None, NaN or infinite
+    gets advantage 0 and is outside mean and std. Equal rewards give exact zeros, and so do fewer than two valid ones.
     """
     if kind not in ("std", "mean_only", "rloo"):
         raise ValueError(f"objective.advantage must be one of std, mean_only, rloo, got {kind!r}")

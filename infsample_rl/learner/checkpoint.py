@@ -1,11 +1,13 @@
 """The learner's part of a checkpoint: a Hugging Face folder, and beside it what only training needs.
 
-FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: loads with from_pretrained
-FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in safetensors files, written by all ranks in
-                        turn; one random state a rank; last of all progress.json, which lists what must be there. Any backend at any
-                        number of ranks can go on from it.
+FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: loads with
+from_pretrained FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in
+safetensors files, written by all ranks in
+                        turn; one random state a rank; last of all progress.json, which lists what must be there. Any
+                        backend at any number of ranks can go on from it.
 
-Tensors are gathered on all ranks together, so a rank that cannot write goes on gathering, and all ranks fail in the end.
+Tensors are gathered on all ranks together, so a rank that cannot write goes on gathering, and all ranks fail in the
+end.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ T = TypeVar("T")
 
 
 def save_pretrained_folder(
-    folder: Path, lm: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, *, rank: int
+    folder: Path,
+    lm: PreTrainedModel,
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rank: int,
 ) -> None:
     """Write the policy as a Hugging Face folder; `tensors` gathers on all ranks, rank 0 writes."""
     if rank != 0:
@@ -50,8 +57,11 @@ def save_pretrained_folder(
     tokenizer.save_pretrained(folder)
 
 
-def save_training_state(folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int) -> dict[str, list[str]]:
-    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes every i-th of them.
+def save_training_state(
+    folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int
+) -> dict[str, list[str]]:
+    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes
+    every i-th of them.
 
     Parameter -> what is saved of it, for write_progress.
     """
@@ -64,7 +74,9 @@ def save_training_state(folder: Path, states: Iterator[tuple[str, dict[str, Tens
         kinds[name] = sorted(state)
         if number % world_size != rank:
             continue
-        held |= {f"{name}/{kind}": value.to("cpu", torch.float32, copy=True).contiguous() for kind, value in state.items()}
+        held |= {
+            f"{name}/{kind}": value.to("cpu", torch.float32, copy=True).contiguous() for kind, value in state.items()
+        }
         if sum(value.nbytes for value in held.values()) >= FILE_BYTES:
             save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
             held, files = {}, files + 1
@@ -74,14 +86,25 @@ def save_training_state(folder: Path, states: Iterator[tuple[str, dict[str, Tens
     return kinds
 
 
-def write_progress(folder: Path, kinds: dict[str, list[str]], *, num_updates: int, optimizer_steps: int, world_size: int) -> None:
-    """List what must be there, after the files of all ranks: a save that was cut short has no list, and is not taken for a whole one."""
-    progress = {"num_updates": num_updates, "optimizer_steps": optimizer_steps, "ranks": world_size, "parameters": kinds}
+def write_progress(
+    folder: Path, kinds: dict[str, list[str]], *, num_updates: int, optimizer_steps: int, world_size: int
+) -> None:
+    """List what must be there, after the files of all ranks: a save that was cut short has no list, and is not taken
+    for a whole one."""
+    progress = {
+        "num_updates": num_updates,
+        "optimizer_steps": optimizer_steps,
+        "ranks": world_size,
+        "parameters": kinds,
+    }
     (folder / TRAINING_STATE / "progress.json").write_text(json.dumps(progress) + "\n")
 
 
-def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, writers: dist.ProcessGroup | None) -> T:
-    """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one of them could not write.
+def written_by_all(
+    write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, writers: dist.ProcessGroup | None
+) -> T:
+    """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one
+    of them could not write.
 
     `writers`: where the ranks hear of each other; its timeout bounds how long one may write. None for a single rank.
     """
@@ -92,7 +115,11 @@ def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], 
         failure = error
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
-    mine = None if failure is None else f"rank {dist.get_rank(writers) if writers else 0}: {type(failure).__name__}: {failure}"
+    mine = (
+        None
+        if failure is None
+        else f"rank {dist.get_rank(writers) if writers else 0}: {type(failure).__name__}: {failure}"
+    )
     said = [mine] * (writers.size() if writers else 1)
     if writers is not None:
         dist.all_gather_object(said, mine, group=writers)
@@ -106,33 +133,50 @@ def written_by_all(write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], 
 
 
 class SavedState:
-    """Reads what save_training_state wrote, a parameter at a time. ValueError, in one line, for a folder without or with a part of it."""
+    """Reads what save_training_state wrote, a parameter at a time. ValueError, in one line, for a folder without or
+    with a part of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / TRAINING_STATE
         if not (self.folder / "progress.json").is_file():
-            raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved to its end")
+            raise ValueError(
+                f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved to its "
+                "end"
+            )
         progress = json.loads((self.folder / "progress.json").read_text())
         self.num_updates, self.optimizer_steps = int(progress["num_updates"]), int(progress["optimizer_steps"])
         self._files: dict[str, Path] = {}  # parameter/kind -> file
         for path in sorted(self.folder.glob("rank_*.safetensors")):
             self._files |= dict.fromkeys(_keys(path), path)
         self._kinds: dict[str, list[str]] = progress["parameters"]
-        missing = [f"{kind} of {name}" for name, kinds in self._kinds.items() for kind in kinds if f"{name}/{kind}" not in self._files]
+        missing = [
+            f"{kind} of {name}"
+            for name, kinds in self._kinds.items()
+            for kind in kinds
+            if f"{name}/{kind}" not in self._files
+        ]
         if missing:
-            raise ValueError(f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])} ({len(missing)} tensors in all)")
+            raise ValueError(
+                f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])} ({len(missing)} "
+                "tensors in all)"
+            )
 
     def read(self, name: str, shape: torch.Size | None = None) -> dict[str, Tensor]:
-        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step). `shape`: what it must have."""
+        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step). `shape`: what it
+        must have."""
         if name not in self._kinds:
-            raise ValueError(f"checkpoint {self.folder.parent} has no training state of {name}: it is of another model or of other LoRA settings")
+            raise ValueError(
+                f"checkpoint {self.folder.parent} has no training state of {name}: it is of another model or of other "
+                "LoRA settings"
+            )
         state = {}
         for kind in self._kinds[name]:
             with safe_open(self._files[f"{name}/{kind}"], "pt") as file:
                 state[kind] = file.get_tensor(f"{name}/{kind}")
             if shape is not None and state[kind].shape != shape:
                 raise ValueError(
-                    f"checkpoint {self.folder.parent} has {name} of shape {list(state[kind].shape)}, the policy of {list(shape)}: "
+                    f"checkpoint {self.folder.parent} has {name} of shape {list(state[kind].shape)}, the policy of "
+                    f"{list(shape)}: "
                     "it is of another model or of other LoRA settings"
                 )
         return state

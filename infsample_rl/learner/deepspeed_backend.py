@@ -1,9 +1,10 @@
 """DeepSpeed ZeRO 1, 2 and 3: the optimizer, gradients too, parameters too are sharded over the ranks.
 
-DeepSpeed keeps the gradients and decides nothing: with managed_gradient_accumulation=false every backward only adds to them, in
-float32 whatever the model's dtype, and one step a whole update ends them. Its loss scale, by which a step divides the gradients in
-float32, is set to 1 / factor for that step. Stages 2 and 3 reduce in every row, stage 3 gathers in every row and every forward, so all
-ranks run the same number of rows; stage 1 reduces in the step. Needs deepspeed >= 0.19.8.
+DeepSpeed keeps the gradients and decides nothing: with managed_gradient_accumulation=false every backward only adds to
+them, in float32 whatever the model's dtype, and one step a whole update ends them. Its loss scale, by which a step
+divides the gradients in float32, is set to 1 / factor for that step. Stages 2 and 3 reduce in every row, stage 3
+gathers in every row and every forward, so all ranks run the same number of rows; stage 1 reduces in the step. Needs
+deepspeed >= 0.19.8.
 """
 
 from __future__ import annotations
@@ -36,20 +37,32 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class DeepSpeedBackend:
     """The calls of Backend, for a policy sharded by a DeepSpeed engine at learner.zero_stage."""
 
-    def __init__(self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
-        """`policy` is float32 when given, in `dtype` afterwards; the process group exists. ValueError for what DeepSpeed lacks here."""
+    def __init__(
+        self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int
+    ) -> None:
+        """`policy` is float32 when given, in `dtype` afterwards; the process group exists. ValueError for what
+        DeepSpeed lacks here."""
         if dtype == torch.float16:
-            raise ValueError("model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; learner.backend=fsdp has it")
+            raise ValueError(
+                "model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; "
+                "learner.backend=fsdp has it"
+            )
         deepspeed = _import_deepspeed(device)
         self.policy, self.world_size = policy, world_size
         self.stage, self.offloaded = learner.zero_stage, learner.offload_optimizer
         self.names = dict(policy.lm.named_parameters())
         self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
         # The engine casts first and takes its masters from what is left: what that would round is kept for them.
-        exact = {name: value.detach().to("cpu", copy=True) for name, value in self.trained.items() if not torch.equal(value, value.to(dtype))}
+        exact = {
+            name: value.detach().to("cpu", copy=True)
+            for name, value in self.trained.items()
+            if not torch.equal(value, value.to(dtype))
+        }
         optimizer = build_optimizer(self.trained.values(), learner)
         self.optimizer = _cpu_adam(optimizer) if learner.offload_optimizer else optimizer
-        self.engine, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=engine_config(policy, learner, dtype))
+        self.engine, *_ = deepspeed.initialize(
+            model=policy, optimizer=self.optimizer, config=engine_config(policy, learner, dtype)
+        )
         self.zero: Any = self.engine.optimizer
         self.optimizer_steps = 0
         self._make_moments()
@@ -87,7 +100,8 @@ class DeepSpeedBackend:
 
     @property
     def _keeps_own_gradients(self) -> bool:
-        """Whether this is DeepSpeed's BF16_Optimizer, which it takes for stage 1 in bfloat16 without offload: whole float32 gradients."""
+        """Whether this is DeepSpeed's BF16_Optimizer, which it takes for stage 1 in bfloat16 without offload: whole
+        float32 gradients."""
         return type(self.zero).__name__ == "BF16_Optimizer"
 
     def discard(self) -> None:
@@ -104,7 +118,8 @@ class DeepSpeedBackend:
             self.zero.reset_cpu_buffers()
 
     def _whole(self, parameter: nn.Parameter, *, writer: int | None = None) -> Any:
-        """Inside of it the parameter is whole on every rank; at stage 3 a collective, and what rank `writer` writes there is kept."""
+        """Inside of it the parameter is whole on every rank; at stage 3 a collective, and what rank `writer` writes
+        there is kept."""
         if self.stage < 3:
             return nullcontext()
         import deepspeed
@@ -143,7 +158,8 @@ class DeepSpeedBackend:
         self.optimizer_steps = saved.optimizer_steps
 
     def _make_moments(self) -> None:
-        """Moments of zero for the flat shards of masters that the optimizer steps: DeepSpeed would link only the first group's to the parameters."""
+        """Moments of zero for the flat shards of masters that the optimizer steps: DeepSpeed would link only the first
+        group's to the parameters."""
         for shard in self._shards():
             step = 0 if self.offloaded else torch.zeros((), device=shard.device)
             self.optimizer.state[shard] = {"step": step} | {moment: torch.zeros_like(shard) for moment in MOMENTS}
@@ -166,7 +182,8 @@ class DeepSpeedBackend:
             safe_set_local_optimizer_state,
         )
 
-        if self.stage == 3:  # the shards are of equal length, the last one padded, which the calls for full tensors forget
+        # the shards are of equal length, the last one padded, which the calls for full tensors forget
+        if self.stage == 3:
             length = parameter.ds_tensor.numel()
             padded = nn.functional.pad(value.flatten(), (0, length * self.world_size - value.numel()))
             value = padded[dist.get_rank() * length :][:length]
@@ -191,7 +208,9 @@ def engine_config(policy: PackedPolicy, learner: LearnerConfig, dtype: torch.dty
     if learner.zero_stage == 3:
         zero |= {
             # Norms and biases stay whole: gathering each would cost a message for a few bytes.
-            "stage3_param_persistence_threshold": max((p.numel() for p in policy.parameters() if p.ndim < 2), default=0),
+            "stage3_param_persistence_threshold": max(
+                (p.numel() for p in policy.parameters() if p.ndim < 2), default=0
+            ),
             "stage3_prefetch_bucket_size": bucket,
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
         }
@@ -218,15 +237,22 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     try:
         import deepspeed
     except ImportError:
-        raise ValueError(f"learner.backend=deepspeed needs the package deepspeed >= {OLDEST}; install it or take learner.backend=fsdp") from None
+        raise ValueError(
+            f"learner.backend=deepspeed needs the package deepspeed >= {OLDEST}; install it or take "
+            "learner.backend=fsdp"
+        ) from None
     if Version(deepspeed.__version__) < Version(OLDEST):
-        raise ValueError(f"learner.backend=deepspeed needs deepspeed >= {OLDEST}, got {deepspeed.__version__}; update or take learner.backend=fsdp")
+        raise ValueError(
+            f"learner.backend=deepspeed needs deepspeed >= {OLDEST}, got {deepspeed.__version__}; update or take "
+            "learner.backend=fsdp"
+        )
     from deepspeed.utils import groups
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # One of torch 2.13's at every collective: DeepSpeed calls them by the names older versions have.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would compile C++ for shared memory between the ranks of one host
+    # it would compile C++ for shared memory between the ranks of one host
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     groups._release_process_group_references()  # those of an earlier learner in this process, whose ranks have parted
     return deepspeed
 
@@ -238,9 +264,12 @@ def _cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
     settings = optimizer.defaults
     try:
-        return DeepSpeedCPUAdam(groups, lr=settings["lr"], betas=settings["betas"], eps=settings["eps"], adamw_mode=True)
+        return DeepSpeedCPUAdam(
+            groups, lr=settings["lr"], betas=settings["betas"], eps=settings["eps"], adamw_mode=True
+        )
     except RuntimeError as error:
         raise ValueError(
-            "learner.offload_optimizer=true with learner.backend=deepspeed compiles DeepSpeed's CPU Adam, which failed here "
+            "learner.offload_optimizer=true with learner.backend=deepspeed compiles DeepSpeed's CPU Adam, which failed "
+            "here "
             f"({error.__cause__ or error}): install g++ and ninja, or take learner.backend=fsdp"
         ) from error

@@ -1,8 +1,9 @@
 """AdamW whose moments lie in a file: in memory only those of the parameter that is being stepped.
 
-The file has no name, so nothing is left of it when the process ends, however it ends. Its room is taken when it is made: a full disk is
-found before the run begins, not in the middle of a step. The tensors of the optimizer's state are a shared mapping of it; once a
-parameter has been stepped its pages are let go, and the system writes them to the disk when it wants the memory.
+The file has no name, so nothing is left of it when the process ends, however it ends. Its room is taken when it is
+made: a full disk is found before the run begins, not in the middle of a step. The tensors of the optimizer's state are
+a shared mapping of it; once a parameter has been stepped its pages are let go, and the system writes them to the disk
+when it wants the memory.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ class DiskAdamW(torch.optim.AdamW):
     """torch's AdamW, one parameter a kernel call: the same arithmetic, the same numbers."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], folder: str, **settings: Any) -> None:
-        """`groups` of float32 parameters in host memory, or shards of such. Raises ValueError for a folder that cannot take their moments."""
+        """`groups` of float32 parameters in host memory, or shards of such. Raises ValueError for a folder that cannot
+        take their moments."""
         single = [group | {"params": [parameter]} for group in groups for parameter in group["params"]]
         super().__init__(single, **settings)
         sizes = {parameter: 4 * _local(parameter).numel() for parameter in self._parameters()}
-        regions = {parameter: len(KINDS) * -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for parameter, size in sizes.items()}
+        regions = {
+            parameter: len(KINDS) * -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for parameter, size in sizes.items()
+        }
         self._file = _mapped_file(folder, sum(regions.values()))
         self._regions: dict[nn.Parameter, tuple[int, int]] = {}  # where its moments begin, and their bytes
         offset = 0
         for parameter, size in regions.items():
             self._regions[parameter] = offset, size
-            kept = {kind: self._tensor(parameter, offset + place * size // len(KINDS)) for place, kind in enumerate(KINDS)}
+            kept = {
+                kind: self._tensor(parameter, offset + place * size // len(KINDS)) for place, kind in enumerate(KINDS)
+            }
             self.state[parameter] = {"step": torch.zeros(())} | kept
             offset += size
 
@@ -73,7 +79,9 @@ class DiskAdamW(torch.optim.AdamW):
         local = _local(parameter)
         kept = torch.empty_like(local)
         if local.numel():
-            kept = torch.frombuffer(self._file, dtype=torch.float32, count=local.numel(), offset=offset).view(local.shape)
+            kept = torch.frombuffer(self._file, dtype=torch.float32, count=local.numel(), offset=offset).view(
+                local.shape
+            )
         if not isinstance(parameter, DTensor):
             return kept
         whole = {"shape": parameter.shape, "stride": parameter.stride()}
@@ -94,7 +102,9 @@ def _mapped_file(folder: str, size: int) -> mmap.mmap:
             take_room(file, size)
             return mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise ValueError(f"learner.moments_folder={folder} has no room for {size / 1e9:.3g} GB of AdamW's moments: {error.strerror}") from None
+        raise ValueError(
+            f"learner.moments_folder={folder} has no room for {size / 1e9:.3g} GB of AdamW's moments: {error.strerror}"
+        ) from None
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """FSDP2: parameters, gradients and optimizer state of the policy sharded over the ranks, or over groups of them (HSDP).
 
-With learner.grad_sync=every_row parameters are gathered and gradients reduced in every row, layer by layer. With last_row every rank
-holds all parameters, and the gradients of its rows in float32, from the end of one update to the last row of the next: rows then run
-without any collective. The one gathering happens where all ranks are anyway, so that none waits in it while another samples.
+With learner.grad_sync=every_row parameters are gathered and gradients reduced in every row, layer by layer. With
+last_row every rank holds all parameters, and the gradients of its rows in float32, from the end of one update to the
+last row of the next: rows then run without any collective. The one gathering happens where all ranks are anyway, so
+that none waits in it while another samples.
 """
 
 from __future__ import annotations
@@ -24,23 +25,34 @@ from infsample_rl.model.packing import PackedRow
 
 
 class FsdpBackend:
-    """The calls of Backend, for a policy sharded by fully_shard: each decoder layer, then the wrapper with embeddings, norm and head."""
+    """The calls of Backend, for a policy sharded by fully_shard: each decoder layer, then the wrapper with embeddings,
+    norm and head."""
 
-    def __init__(self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
+    def __init__(
+        self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int
+    ) -> None:
         """`policy` is float32 when given; its shards stay float32, gathered parameters are in `dtype`."""
         layers = policy.decoder_layers()
         if not layers:
-            raise ValueError(f"{type(policy.lm).__name__} names no decoder layers in _no_split_modules: it cannot be sharded")
+            raise ValueError(
+                f"{type(policy.lm).__name__} names no decoder layers in _no_split_modules: it cannot be sharded"
+            )
         self.policy, self.device, self.dtype, self.world_size = policy, device, dtype, world_size
         self.runs_free = learner.grad_sync == "last_row"
         self.units = [*layers, policy]
         mesh = rank_mesh(device, world_size, learner.shard_ranks)
-        precision = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        # On a CPU machine everything is in host memory already; the policy would ask for an accelerator to pin memory for.
+        precision = (
+            MixedPrecisionPolicy()
+            if dtype == torch.float32
+            else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        )
+        # On a CPU machine everything is in host memory already; the policy would ask for an accelerator to pin memory
+        # for.
         offload = CPUOffloadPolicy() if learner.offload_optimizer and device.type != "cpu" else OffloadPolicy()
         for unit in self.units:
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        # While whole parameters are gathered the modules name those; the shards are what the optimizer steps and checkpoints hold.
+        # While whole parameters are gathered the modules name those; the shards are what the optimizer steps and
+        # checkpoints hold.
         self.shards: dict[str, nn.Parameter] = dict(policy.lm.named_parameters())
         self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         self.optimizer = build_optimizer(self.trained.values(), learner)
@@ -50,7 +62,8 @@ class FsdpBackend:
         self._gather()
 
     def _gather(self) -> None:
-        """Forget gathered parameters, which are old now; with grad_sync=last_row take all new ones, and keep gradients to this rank."""
+        """Forget gathered parameters, which are old now; with grad_sync=last_row take all new ones, and keep gradients
+        to this rank."""
         for unit in self.units:
             unit.reshard()
         if self.runs_free:
@@ -112,10 +125,13 @@ class FsdpBackend:
 
 
 def rank_mesh(device: torch.device, world_size: int, shard_ranks: int | None) -> DeviceMesh:
-    """All ranks in a line, or [world_size / shard_ranks, shard_ranks]: neighbours share one copy of the policy, copies are kept equal (HSDP)."""
+    """All ranks in a line, or [world_size / shard_ranks, shard_ranks]: neighbours share one copy of the policy, copies
+    are kept equal (HSDP)."""
     if shard_ranks is None or shard_ranks == world_size:
         return init_device_mesh(device.type, (world_size,))
-    return init_device_mesh(device.type, (world_size // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (world_size // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -1,20 +1,24 @@
 """The GRPO family of losses over flat response tokens.
 
-Shape letters: T response tokens of this call, N sequences (responses). The denominators are an argument (LossTotals of the
-whole update), so any split of an update into calls sums to the same loss, metrics and gradient, as long as every sequence
-is whole in one call.
+Shape letters: T response tokens of this call, N sequences (responses). The denominators are an argument (LossTotals of
+the whole update), so any split of an update into calls sums to the same loss, metrics and gradient, as long as every
+sequence is whole in one call.
 
-Each loss is `sum over t of w_t (-c_t J_t + kl_coef KL_t - entropy_coef H_t)` with the policy ratio r_t = exp(logprob_t - old_logprob_t),
-c_t the importance weight of `engine_weights` (1 with importance none), KL_t of `kl_estimate` and H_t the entropy of the policy at t:
+Each loss is `sum over t of w_t (-c_t J_t + kl_coef KL_t - entropy_coef H_t)` with the policy ratio r_t = exp(logprob_t
+- old_logprob_t), c_t the importance weight of `engine_weights` (1 with importance none), KL_t of `kl_estimate` and H_t
+the entropy of the policy at t:
 
-grpo     w_t = 1 / (num_sequences |o_i|), J_t = min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A): the paper's equations 2-4
-         (GRPO, arXiv 2402.03300, equation 3): the mean over each response's tokens, then over the responses.
-dr_grpo  the same J_t, w_t = 1 / (num_sequences length_normalizer) (Dr. GRPO, arXiv 2503.20783): no bias towards long wrong answers.
+grpo     w_t = 1 / (num_sequences |o_i|), J_t = min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A): the paper's
+         equations 2-4 (GRPO, arXiv 2402.03300, equation 3): the mean over each response's tokens, then over the
+         responses.
+dr_grpo  the same J_t, w_t = 1 / (num_sequences length_normalizer) (Dr. GRPO, arXiv 2503.20783): no bias towards long
+wrong answers.
 dapo     the same J_t, w_t = 1 / num_tokens (DAPO, arXiv 2503.14476, equation 8): every token weighs the same.
-gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t) (GSPO, arXiv 2507.18071, equations 5 and 7);
-         the gradient goes through s_i: ds_i / dlogprob_t = s_i / |o_i|.
-cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens (CISPO, MiniMax-M1, arXiv 2506.13585) in the
-         one-sided form of TRL, whose epsilon_high is 1 + clip_high here; clip_low is not read. No token loses its gradient.
+gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t) (GSPO, arXiv 2507.18071,
+         equations 5 and 7); the gradient goes through s_i: ds_i / dlogprob_t = s_i / |o_i|.
+cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens (CISPO, MiniMax-M1, arXiv
+         2506.13585) in the one-sided form of TRL, whose epsilon_high is 1 + clip_high here; clip_low is not read. No
+         token loses its gradient.
 
 KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for
 80 where the clip bounds the token anyway. docs/objectives.md has
@@ -33,7 +37,8 @@ MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
 
 
 def loss_denominator(objective: ObjectiveConfig, totals: LossTotals) -> float:
-    """The one number every loss is divided by: sequences, sequences x length_normalizer (dr_grpo) or tokens (dapo, cispo)."""
+    """The one number every loss is divided by: sequences, sequences x length_normalizer (dr_grpo) or tokens (dapo,
+    cispo)."""
     if objective.loss in ("dapo", "cispo"):
         return float(totals.num_tokens)
     if objective.loss == "dr_grpo":
@@ -53,14 +58,15 @@ def policy_loss(
     engine_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss (to minimise) and metrics of some whole sequences; all tensors [T], sequence_ids[t] names the sequence of token t.
+    """Loss (to minimise) and metrics of some whole sequences; all tensors [T], sequence_ids[t] names the sequence of
+    token t.
 
     Metrics are sums over these tokens divided by totals.num_tokens, so over all calls of an update they add to means:
-    kl (the estimator chosen), clip_fraction (tokens whose gradient the clip removed, or capped in cispo), importance_mean (of the
-    weights the loss was given), engine_weight and engine_weight_square (of `engine_weights`, for `effective_sample_size`).
-    ref_logprobs is needed for a KL term, engine_logprobs for importance weights, entropy (with gradient) for
-    objective.entropy_coef > 0; ValueError when missing or when totals are empty. objective.importance=auto counts as none:
-    whoever knows the run resolves it.
+    kl (the estimator chosen), clip_fraction (tokens whose gradient the clip removed, or capped in cispo),
+    importance_mean (of the weights the loss was given), engine_weight and engine_weight_square (of `engine_weights`,
+    for `effective_sample_size`). ref_logprobs is needed for a KL term, engine_logprobs for importance weights, entropy
+    (with gradient) for objective.entropy_coef > 0; ValueError when missing or when totals are empty.
+    objective.importance=auto counts as none: whoever knows the run resolves it.
     """
     denominator = loss_denominator(objective, totals)
     if denominator <= 0 or totals.num_tokens <= 0:
@@ -78,28 +84,45 @@ def policy_loss(
     token_loss = regularizer - importance * token_objective
     if objective.loss in ("grpo", "gspo"):
         token_loss = token_loss / lengths[inverse]
-    sums = {"kl": kl, "clip_fraction": clipped, "importance_mean": importance, "engine_weight": weights, "engine_weight_square": weights.square()}
+    sums = {
+        "kl": kl,
+        "clip_fraction": clipped,
+        "importance_mean": importance,
+        "engine_weight": weights,
+        "engine_weight_square": weights.square(),
+    }
     values = torch.stack([value.detach().sum(dtype=logprobs.dtype) for value in sums.values()]).tolist()
-    return token_loss.sum() / denominator, {name: value / totals.num_tokens for name, value in zip(sums, values, strict=True)}
+    return token_loss.sum() / denominator, {
+        name: value / totals.num_tokens for name, value in zip(sums, values, strict=True)
+    }
 
 
-def _regularizer(logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def _regularizer(
+    logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None, objective: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
     """kl_coef KL_t - entropy_coef H_t and KL_t of every token; zeros for terms that are not used."""
     total = kl = torch.zeros_like(logprobs)
     if objective.kl_in_loss:
         if ref_logprobs is None:
-            raise ValueError(f"objective.kl={objective.kl} with kl_coef={objective.kl_coef} needs ref_logprobs, got None")
+            raise ValueError(
+                f"objective.kl={objective.kl} with kl_coef={objective.kl_coef} needs ref_logprobs, got None"
+            )
         kl = kl_estimate(logprobs, ref_logprobs, objective.kl)
         total = total + objective.kl_coef * kl
     if objective.entropy_coef > 0:
         if entropy is None or (logprobs.requires_grad and not entropy.requires_grad):
             given = "None" if entropy is None else "entropies without gradient"
-            raise ValueError(f"objective.entropy_coef={objective.entropy_coef} needs the tokens' entropies with gradient, got {given}")
+            raise ValueError(
+                f"objective.entropy_coef={objective.entropy_coef} needs the tokens' entropies with gradient, got "
+                f"{given}"
+            )
         total = total - objective.entropy_coef * entropy
     return total, kl
 
 
-def _clipped_objective(ratio: Tensor, logprobs: Tensor, advantages: Tensor, objective: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+def _clipped_objective(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, objective: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
     """J_t of every token and whether the clip bound it."""
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     if objective.loss == "cispo":
@@ -109,10 +132,11 @@ def _clipped_objective(ratio: Tensor, logprobs: Tensor, advantages: Tensor, obje
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates of KL(policy || reference), d = logprob - ref_logprob (Schulman, "Approximating KL divergence").
+    """Per-token estimates of KL(policy || reference), d = logprob - ref_logprob (Schulman, "Approximating KL
+    divergence").
 
-    k1 = d: unbiased, but its gradient is zero on average, so as a loss it only adds noise. k2 = d^2 / 2: the right gradient on
-    policy. k3 = exp(-d) + d - 1: unbiased and never negative, GRPO's choice (arXiv 2402.03300, equation 4).
+    k1 = d: unbiased, but its gradient is zero on average, so as a loss it only adds noise. k2 = d^2 / 2: the right
+    gradient on policy. k3 = exp(-d) + d - 1: unbiased and never negative, GRPO's choice (arXiv 2402.03300, equation 4).
     """
     difference = logprobs - ref_logprobs
     if kind == "k1":
@@ -124,13 +148,21 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     raise ValueError(f"objective.kl must be one of k1, k2, k3 here, got {kind!r}")
 
 
-def engine_weights(old_logprobs: Tensor, engine_logprobs: Tensor | None, inverse: Tensor, num_sequences: int, objective: ObjectiveConfig) -> Tensor:
-    """Truncated importance weights min(exp(old - engine), importance_cap) [T], without gradient, for samples of another policy.
+def engine_weights(
+    old_logprobs: Tensor,
+    engine_logprobs: Tensor | None,
+    inverse: Tensor,
+    num_sequences: int,
+    objective: ObjectiveConfig,
+) -> Tensor:
+    """Truncated importance weights min(exp(old - engine), importance_cap) [T], without gradient, for samples of another
+    policy.
 
     The other policy is an engine that rounds differently, or one a step behind. Every token has its own ratio; with
-    importance=sequence_tis all tokens of sequence `inverse[t]` have the product over it, not its mean (Yao et al., "Your efficient
-    RL framework secretly brings you off-policy RL training", 2025). Only the policy term is weighted, not KL and entropy.
-    With importance none the loss does not use them, but their effective sample size is still told. engine_logprobs=None: ones.
+    importance=sequence_tis all tokens of sequence `inverse[t]` have the product over it, not its mean (Yao et al.,
+    "Your efficient RL framework secretly brings you off-policy RL training", 2025). Only the policy term is weighted,
+    not KL and entropy. With importance none the loss does not use them, but their effective sample size is still told.
+    engine_logprobs=None: ones.
     """
     if engine_logprobs is None:
         if objective.importance in ("token_tis", "sequence_tis"):
@@ -143,10 +175,11 @@ def engine_weights(old_logprobs: Tensor, engine_logprobs: Tensor | None, inverse
 
 
 def effective_sample_size(weight_sum: float, square_sum: float, num_tokens: int) -> float:
-    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when all weights are equal (Kong 1992).
+    """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), 1 when all weights are equal (Kong
+    1992).
 
-    The sums are over all tokens, calls and ranks of an update. As in verl the weights are the truncated ones, and every token
-    counts once, with sequence_tis too. 0 without any token.
+    The sums are over all tokens, calls and ranks of an update. As in verl the weights are the truncated ones, and every
+    token counts once, with sequence_tis too. 0 without any token.
     """
     return weight_sum**2 / (num_tokens * square_sum) if num_tokens and square_sum else 0.0
 
@@ -156,7 +189,8 @@ def _sequence_sum(values: Tensor, inverse: Tensor, num_sequences: int) -> Tensor
 
 
 def engine_mismatch(logprobs: Tensor, engine_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """How far engine and learner are apart on the same tokens [T]: sum |d|, max |d| and sum of k3, d = learner - engine.
+    """How far engine and learner are apart on the same tokens [T]: sum |d|, max |d| and sum of k3, d = learner -
+    engine.
 
     k3 = exp(d) - d - 1 estimates KL(engine || learner), since the engine drew the tokens.
     """

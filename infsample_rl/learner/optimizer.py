@@ -18,7 +18,8 @@ OPTIMIZER_8BIT = "adamw_8bit"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
-    """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight decay on matrices only.
+    """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight
+    decay on matrices only.
 
     With learner.moments_folder the moments are in a file there.
     """
@@ -45,7 +46,8 @@ def check_optimizer(name: str) -> None:
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of whole blocks stays float32."""
+    """Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of
+    whole blocks stays float32."""
     check_optimizer(OPTIMIZER_8BIT)
     from torchao.optim import AdamW8bit
 
@@ -75,7 +77,9 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[s
     """exp_avg and exp_avg_sq of a parameter in float32, sharded and placed like it; empty before its first step."""
     if isinstance(optimizer, DiskAdamW):
         return optimizer.read(parameter)
-    found = {name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")}
+    found = {
+        name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")
+    }
     if isinstance(optimizer, torch.optim.AdamW):
         return found
     return {name: _dequantized(value) for name, value in found.items()}
@@ -86,12 +90,17 @@ def _dequantized(value: Tensor) -> Tensor:
     if not isinstance(value, DTensor):
         return value.dequantize()  # of one kept in float32: itself
     local = value.to_local().dequantize()
-    return DTensor.from_local(local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+    return DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
 
 
 @torch.no_grad()
-def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, values: dict[str, Tensor], steps: int) -> None:
-    """Set a parameter's moments, sharded and placed like it, as after `steps` steps; without any it stays as before the first."""
+def load_moments(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, values: dict[str, Tensor], steps: int
+) -> None:
+    """Set a parameter's moments, sharded and placed like it, as after `steps` steps; without any it stays as before the
+    first."""
     if not values:
         return
     if isinstance(optimizer, DiskAdamW):
@@ -99,11 +108,14 @@ def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, valu
         return
     if isinstance(optimizer, torch.optim.AdamW):
         step = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = {"step": step} | {name: value.to(parameter.device) for name, value in values.items()}
+        optimizer.state[parameter] = {"step": step} | {
+            name: value.to(parameter.device) for name, value in values.items()
+        }
         return
     state = {"step": torch.tensor(float(steps))}
     for name, value in values.items():
-        state[name] = optimizer._new_buffer(parameter, name == "exp_avg")  # torchao's own choice of 8 bits or float32, signed or not
+        # torchao's own choice of 8 bits or float32, signed or not
+        state[name] = optimizer._new_buffer(parameter, name == "exp_avg")
         state[name].copy_(value)
     optimizer.state[parameter] = state
 
@@ -111,8 +123,8 @@ def load_moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, valu
 def lr_at(step: int, total_steps: int, learner: LearnerConfig) -> float:
     """Learning rate of update `step` (0, 1, ...) of `total_steps`.
 
-    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (of warmup_ratio: the share, rounded up).
-    Then constant, or linear or cosine down to min_lr_ratio x lr, which is reached after the last update.
+    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (of warmup_ratio: the share,
+    rounded up). Then constant, or linear or cosine down to min_lr_ratio x lr, which is reached after the last update.
     lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
     """
     warmup_steps = learner.warmup_steps or math.ceil(learner.warmup_ratio * total_steps)

@@ -19,7 +19,8 @@ from infsample_rl.types import WeightManifest
 
 
 class WeightPublisher:
-    """Sends what `tensors` yields, (name, full tensor) one at a time, gathered on all ranks; rank 0 sends. Every call is a collective."""
+    """Sends what `tensors` yields, (name, full tensor) one at a time, gathered on all ranks; rank 0 sends. Every call
+    is a collective."""
 
     def __init__(self, cluster: ClusterConfig, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
         self._cluster, self._tensors, self._rank = cluster, tensors, rank
@@ -33,14 +34,19 @@ class WeightPublisher:
         return plan_weights(self._shapes, version)
 
     def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray], dict[str, int]]:
-        """For an object store: manifest, buckets (each valid until the next is asked for) and checksums, complete when the buckets are.
+        """For an object store: manifest, buckets (each valid until the next is asked for) and checksums, complete when
+        the buckets are.
 
         Every rank must run the buckets to their end; those of other ranks than 0 are none.
         """
         manifest, tensors, sums = self._manifest(version), self._tensors(), dict[str, int]()
         if self._rank != 0:
             return manifest, (bucket for _ in tensors for bucket in ()), sums
-        return manifest, stream_buckets(summed(tensors, sums) if self._cluster.weight_checksum else tensors, manifest), sums
+        return (
+            manifest,
+            stream_buckets(summed(tensors, sums) if self._cluster.weight_checksum else tensors, manifest),
+            sums,
+        )
 
     def host_link(self) -> int:
         """Rank 0: the port at which the rollout workers meet it in join_link."""
@@ -55,7 +61,8 @@ class WeightPublisher:
 
     @phase("sync")
     def send(self, version: int) -> WeightSyncReport | None:
-        """Rank 0 sends every rollout worker, which receives at the same time, what it samples with. Other ranks gather, and return None."""
+        """Rank 0 sends every rollout worker, which receives at the same time, what it samples with. Other ranks gather,
+        and return None."""
         manifest, tensors = self._manifest(version), self._tensors()
         if self._rank == 0:
             return send_weights(self._link, tensors, manifest, with_checksum=self._cluster.weight_checksum)

@@ -1,7 +1,9 @@
-"""The reference of the KL in the loss, on the learner ranks themselves (reference.placement=learner): no worker, nothing sent.
+"""The reference of the KL in the loss, on the learner ranks themselves (reference.placement=learner): no worker,
+nothing sent.
 
-With LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the policy, sharded over
-the same ranks wherever rows run in lockstep; with learner.grad_sync=last_row, where they do not, every rank has a whole one.
+With LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the
+policy, sharded over the same ranks wherever rows run in lockstep; with learner.grad_sync=last_row, where they do not,
+every rank has a whole one.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ Forward = Callable[[PackedRow, float], tuple[Tensor, Tensor]]  # as PackedPolicy
 class ReferencePolicy:
     """Reference log-probabilities of the rows a rank is about to train.
 
-    They are computed at a row's first pass, before the step's first update, and kept for the passes after it: so all ranks of a wave
-    compute them, those with a row of weight zero too, or none does, and the collectives of a sharded reference match.
+    They are computed at a row's first pass, before the step's first update, and kept for the passes after it: so all
+    ranks of a wave compute them, those with a row of weight zero too, or none does, and the collectives of a sharded
+    reference match.
     """
 
     def __init__(self, forward: Forward, temperature: float) -> None:
@@ -41,7 +44,8 @@ class ReferencePolicy:
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow, pass_id: tuple[int, int] | None) -> Tensor:
-        """[R] float32 for the response tokens of a pass; `pass_id`: its row's row_id and its number. A row of weight zero gets any numbers."""
+        """[R] float32 for the response tokens of a pass; `pass_id`: its row's row_id and its number. A row of weight
+        zero gets any numbers."""
         if not self._is_updated:
             logprobs = self._forward(row, self._temperature)[0]
             if pass_id is not None:
@@ -50,7 +54,9 @@ class ReferencePolicy:
         if pass_id is None:
             return torch.zeros_like(row.labels, dtype=torch.float32)
         if pass_id not in self._kept:
-            raise RuntimeError(f"row {pass_id[0]} has no reference log-probabilities: it was not seen before the step's first update")
+            raise RuntimeError(
+                f"row {pass_id[0]} has no reference log-probabilities: it was not seen before the step's first update"
+            )
         return self._kept[pass_id]
 
     def end_update(self, *, is_last: bool) -> None:
@@ -60,7 +66,9 @@ class ReferencePolicy:
             self._kept.clear()
 
 
-def build_reference(config: Config, backend: Backend, adapted: PeftModel | None, *, device: torch.device, world_size: int) -> ReferencePolicy:
+def build_reference(
+    config: Config, backend: Backend, adapted: PeftModel | None, *, device: torch.device, world_size: int
+) -> ReferencePolicy:
     """The reference beside the policy that `backend` trains, whose adapters, if any, are `adapted`. A collective."""
     forward = _without_adapters(backend, adapted) if adapted is not None else _frozen_copy(config, device, world_size)
     return ReferencePolicy(forward, config.rollout.temperature)
@@ -79,9 +87,13 @@ def _frozen_copy(config: Config, device: torch.device, world_size: int) -> Packe
     offload = config.reference.offload and device.type != "cpu"
     policy = load_frozen_policy(config, "cpu" if offload else device)
     if world_size > 1 and config.learner.grad_sync == "every_row":
-        options = {"mesh": init_device_mesh(device.type, (world_size,)), "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+        options = {
+            "mesh": init_device_mesh(device.type, (world_size,)),
+            "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        }
         for unit in (*policy.decoder_layers(), policy):
-            fully_shard(unit, **options, reshard_after_forward=True)  # no backward comes that would free what was gathered
+            # no backward comes that would free what was gathered
+            fully_shard(unit, **options, reshard_after_forward=True)
     elif offload:
         keep_in_host_memory(policy, device)
     return policy

@@ -28,13 +28,17 @@ class ReferenceWorker:
     @phase("reference")
     @torch.inference_mode()
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
-        """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus reference."""
+        """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus
+        reference."""
         logprobs: list[np.ndarray] = []
         for part in self._rows(len(prompt.token_ids), completions):
             row = pack_row([(prompt.token_ids, [completion.token_ids for completion in part])], self.device)
             flat = self.policy(row, self.temperature)[0].cpu().numpy()
             logprobs += np.split(flat, np.cumsum([len(completion.token_ids) for completion in part])[:-1])
-        kl_sums = [float(np.sum(completion.logprobs - own, dtype=np.float64)) for completion, own in zip(completions, logprobs, strict=True)]
+        kl_sums = [
+            float(np.sum(completion.logprobs - own, dtype=np.float64))
+            for completion, own in zip(completions, logprobs, strict=True)
+        ]
         return ReferenceResult(logprobs=logprobs, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
 
     def _rows(self, prompt_tokens: int, completions: list[Completion]) -> list[list[Completion]]:
@@ -45,7 +49,10 @@ class ReferenceWorker:
             length = len(completion.token_ids)
             if prompt_tokens + length > self.max_tokens:
                 needed = prompt_tokens + length
-                raise ValueError(f"reference.max_tokens_per_micro_batch must be >= {needed} for this prompt and response, got {self.max_tokens}")
+                raise ValueError(
+                    f"reference.max_tokens_per_micro_batch must be >= {needed} for this prompt and response, got "
+                    f"{self.max_tokens}"
+                )
             if not rows or tokens + length > self.max_tokens:
                 rows.append([])
                 tokens = prompt_tokens

@@ -1,8 +1,10 @@
-"""Which samples share a learner row, and which of a row one pass. Pure Python on ints; the same order of groups gives the same rows.
+"""Which samples share a learner row, and which of a row one pass. Pure Python on ints; the same order of groups gives
+the same rows.
 
-A row is a list of samples in order; neighbours of one prompt form a segment, which holds the prompt once. A pass is what is run forward
-and backward at a time: a row, or, of a row of one prompt, the prompt and some of its responses. Invariants: each sample is in exactly one
-row; no pass is above the token budget; a prompt is computed more than once only when its group does not fit in one row.
+A row is a list of samples in order; neighbours of one prompt form a segment, which holds the prompt once. A pass is
+what is run forward and backward at a time: a row, or, of a row of one prompt, the prompt and some of its responses.
+Invariants: each sample is in exactly one row; no pass is above the token budget; a prompt is computed more than once
+only when its group does not fit in one row.
 """
 
 from __future__ import annotations
@@ -13,19 +15,21 @@ import numpy as np
 
 from infsample_rl.types import Completion, ReferenceResult, SampleSpec, TrainingSample
 
-# What a query-key pair costs beside a token's linear layers: 4 h of about 24 h^2 operations a layer (12 h^2 weights), for hidden size h = 1,024.
+# What a query-key pair costs beside a token's linear layers: 4 h of about 24 h^2 operations a layer (12 h^2 weights),
+# for hidden size h = 1,024.
 PAIR_COST = 1 / (6 * 1024)
 
 
 class RowPlanner:
     """Fills rows as groups complete, while other prompts still decode.
 
-    Example, 10 tokens a row, prompt 0 of 3 and prompt 1 of 2 tokens: group 0 of lengths [2, 2] opens a row of 3 + 2 + 2 = 7;
-    group 1 of length [4] needs 2 + 4 = 6 more, so the row of 7 is returned as full and group 1 opens the next.
+    Example, 10 tokens a row, prompt 0 of 3 and prompt 1 of 2 tokens: group 0 of lengths [2, 2] opens a row of 3 + 2 + 2
+    = 7; group 1 of length [4] needs 2 + 4 = 6 more, so the row of 7 is returned as full and group 1 opens the next.
     """
 
     def __init__(self, max_tokens: int, prompt_lengths: Mapping[int, int], *, long_rows: int = 0) -> None:
-        """`max_tokens`: of a pass. Rows are one pass each; with `long_rows` a group above it becomes so many rows of several passes."""
+        """`max_tokens`: of a pass. Rows are one pass each; with `long_rows` a group above it becomes so many rows of
+        several passes."""
         self.max_tokens = max_tokens
         self.prompt_lengths = prompt_lengths
         self.long_rows = long_rows
@@ -33,13 +37,18 @@ class RowPlanner:
         self._tokens = 0
 
     def add_group(self, specs: list[SampleSpec]) -> list[list[SampleSpec]]:
-        """Place the samples of one prompt and return the rows that are full; ValueError for a sample that fits in no row."""
+        """Place the samples of one prompt and return the rows that are full; ValueError for a sample that fits in no
+        row."""
         full: list[list[SampleSpec]] = []
         if self.long_rows and row_tokens(specs, self.prompt_lengths) > self.max_tokens:
             self._check_fits(max(specs, key=lambda spec: spec.length))
             return self.flush() + _even_parts(specs, self.long_rows)
         # A group that does not fit behind the open row starts a new one: the prompt is then computed once, not twice.
-        if specs and self._tokens + sum(spec.length for spec in specs) + self.prompt_lengths[specs[0].prompt_index] > self.max_tokens:
+        if (
+            specs
+            and self._tokens + sum(spec.length for spec in specs) + self.prompt_lengths[specs[0].prompt_index]
+            > self.max_tokens
+        ):
             full += self.flush()
         for spec in specs:
             cost = self._cost(spec)
@@ -61,7 +70,8 @@ class RowPlanner:
         alone = spec.length + self.prompt_lengths[spec.prompt_index]
         if alone > self.max_tokens:
             raise ValueError(
-                f"learner.max_tokens_per_micro_batch must be >= {alone} for sample {spec.sample_index} of prompt {spec.prompt_index} "
+                f"learner.max_tokens_per_micro_batch must be >= {alone} for sample {spec.sample_index} of prompt "
+                f"{spec.prompt_index} "
                 f"({spec.length} response tokens and its prompt), got {self.max_tokens}"
             )
 
@@ -81,7 +91,8 @@ def _even_parts(specs: list[SampleSpec], count: int) -> list[list[SampleSpec]]:
 
 
 def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
-    """A row in passes of at most `max_tokens`, prompts included: [row] where it fits, else runs of its samples, which have one prompt."""
+    """A row in passes of at most `max_tokens`, prompts included: [row] where it fits, else runs of its samples, which
+    have one prompt."""
     prompts, previous = [], None
     for sample in row:
         prompts += [] if sample.prompt_index == previous else [len(sample.prompt_ids)]
@@ -89,7 +100,10 @@ def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[Traini
     if sum(prompts) + sum(len(sample.response_ids) for sample in row) <= max_tokens:
         return [row]
     if len(prompts) > 1:
-        raise ValueError(f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only a row of one prompt can take several passes")
+        raise ValueError(
+            f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only a row of one prompt can take several "
+            "passes"
+        )
     passes: list[list[TrainingSample]] = [[]]
     tokens = prompts[0]
     for sample in row:
@@ -103,15 +117,20 @@ def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[Traini
 
 def row_tokens(row: list[SampleSpec], prompt_lengths: Mapping[int, int]) -> int:
     """Tokens of a row: each segment's prompt once, and every response."""
-    starts = [spec for previous, spec in zip([None, *row], row, strict=False) if previous is None or previous.prompt_index != spec.prompt_index]
+    starts = [
+        spec
+        for previous, spec in zip([None, *row], row, strict=False)
+        if previous is None or previous.prompt_index != spec.prompt_index
+    ]
     return sum(prompt_lengths[spec.prompt_index] for spec in starts) + sum(spec.length for spec in row)
 
 
 def row_cost(row: list[SampleSpec], prompt_lengths: Mapping[int, int], *, pair_cost: float = PAIR_COST) -> float:
-    """Estimated time of a row, in units of one token in the linear layers: its tokens, and `pair_cost` for every query-key pair.
+    """Estimated time of a row, in units of one token in the linear layers: its tokens, and `pair_cost` for every
+    query-key pair.
 
-    A prompt of P tokens has P (P + 1) / 2 pairs, a response of L tokens L P + L (L + 1) / 2. Prompt 4, responses 2 and 3: 9 tokens,
-    10 + 11 + 18 = 39 pairs.
+    A prompt of P tokens has P (P + 1) / 2 pairs, a response of L tokens L P + L (L + 1) / 2. Prompt 4, responses 2 and
+    3: 9 tokens, 10 + 11 + 18 = 39 pairs.
     """
     pairs, previous = 0, None
     for spec in row:
@@ -126,11 +145,13 @@ def row_cost(row: list[SampleSpec], prompt_lengths: Mapping[int, int], *, pair_c
 def balanced_waves(
     rows: list[list[SampleSpec]], num_ranks: int, prompt_lengths: Mapping[int, int], *, pair_cost: float = PAIR_COST
 ) -> list[list[list[SampleSpec] | None]]:
-    """Deal rows that are all known to the ranks: waves[i][rank] is a row, or None in the last wave where there is none left.
+    """Deal rows that are all known to the ranks: waves[i][rank] is a row, or None in the last wave where there is none
+    left.
 
-    A wave takes as long as its slowest rank, so rows of similar `row_cost` share one, the dearest first (what does not fit in memory
-    fails at once): the sum over waves of the dearest row is the least there is. In a wave the rank that has had least takes the dearest
-    row, so ranks' totals differ by no more than the rows of one wave do. The same rows give the same waves.
+    A wave takes as long as its slowest rank, so rows of similar `row_cost` share one, the dearest first (what does not
+    fit in memory fails at once): the sum over waves of the dearest row is the least there is. In a wave the rank that
+    has had least takes the dearest row, so ranks' totals differ by no more than the rows of one wave do. The same rows
+    give the same waves.
     """
     costs = [row_cost(row, prompt_lengths, pair_cost=pair_cost) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
@@ -146,7 +167,10 @@ def balanced_waves(
 
 
 def assemble(
-    row: list[SampleSpec], prompt_ids: Mapping[int, np.ndarray], micro_groups: list[list[Completion]], references: list[ReferenceResult]
+    row: list[SampleSpec],
+    prompt_ids: Mapping[int, np.ndarray],
+    micro_groups: list[list[Completion]],
+    references: list[ReferenceResult],
 ) -> list[TrainingSample]:
     """The row's training samples from the fetched micro-groups, in the row's order.
 
@@ -154,7 +178,10 @@ def assemble(
     missing or whose length is not the planned one.
     """
     if references and len(references) != len(micro_groups):
-        raise RuntimeError(f"{len(references)} reference results for {len(micro_groups)} micro-groups: there must be one for each, or none")
+        raise RuntimeError(
+            f"{len(references)} reference results for {len(micro_groups)} micro-groups: there must be one for each, or "
+            "none"
+        )
     found: dict[tuple[int, int], tuple[Completion, np.ndarray | None]] = {}
     for number, micro_group in enumerate(micro_groups):
         logprobs = references[number].logprobs if references else [None] * len(micro_group)
@@ -164,7 +191,9 @@ def assemble(
 
 
 def _training_sample(
-    spec: SampleSpec, prompt_ids: Mapping[int, np.ndarray], found: Mapping[tuple[int, int], tuple[Completion, np.ndarray | None]]
+    spec: SampleSpec,
+    prompt_ids: Mapping[int, np.ndarray],
+    found: Mapping[tuple[int, int], tuple[Completion, np.ndarray | None]],
 ) -> TrainingSample:
     name = f"sample {spec.sample_index} of prompt {spec.prompt_index}"
     if (spec.prompt_index, spec.sample_index) not in found or spec.prompt_index not in prompt_ids:

@@ -1,8 +1,9 @@
-"""A policy on one rank that nothing wraps: an engine in the same process can read the very weights the learner's forward reads.
+"""A policy on one rank that nothing wraps: an engine in the same process can read the very weights the learner's
+forward reads.
 
 In float32 the parameters are their own masters. In 16 bits float32 masters lie beside them, in host memory with
-learner.offload_optimizer, and every row's gradients are added to the masters' float32 ones as soon as they are there. The head adds its
-own, by chunks of logits, so that no second gradient of its size lives through a backward pass.
+learner.offload_optimizer, and every row's gradients are added to the masters' float32 ones as soon as they are there.
+The head adds its own, by chunks of logits, so that no second gradient of its size lives through a backward pass.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ class UnshardedBackend:
         place = torch.device("cpu") if learner.offload_optimizer else device
         self.has_copies = dtype != torch.float32 or place.type != device.type
         if self.has_copies:
-            self.masters = {name: nn.Parameter(parameter.detach().to(place, copy=True)) for name, parameter in self.trained.items()}
+            self.masters = {
+                name: nn.Parameter(parameter.detach().to(place, copy=True)) for name, parameter in self.trained.items()
+            }
             for name, parameter in self.trained.items():
-                parameter.register_post_accumulate_grad_hook(lambda given, master=self.masters[name]: move_gradient(given, master))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda given, master=self.masters[name]: move_gradient(given, master)
+                )
             for parameter in policy.lm.parameters():
                 parameter.data = parameter.data.to(dtype)
         head = policy.lm.get_output_embeddings().weight

@@ -29,7 +29,15 @@ class UpdateSums:
     mismatch_max: float = 0.0  # over ranks the largest, like what follows
     denominator: float = 0.0  # of the losses so far, the same on every rank that had a row
 
-    def add_row(self, loss: float, metrics: dict[str, float], num_tokens: int, logprobs: Tensor, engine_logprobs: Tensor, entropy: Tensor) -> None:
+    def add_row(
+        self,
+        loss: float,
+        metrics: dict[str, float],
+        num_tokens: int,
+        logprobs: Tensor,
+        engine_logprobs: Tensor,
+        entropy: Tensor,
+    ) -> None:
         """Enter a row: its loss, policy_loss's `metrics` (divided by `num_tokens`), and [R] token figures."""
         absolute, largest, k3 = (value.item() for value in engine_mismatch(logprobs, engine_logprobs))
         self.loss += loss
@@ -56,7 +64,8 @@ class UpdateSums:
     def metrics(self) -> dict[str, float | None]:
         """Means over the update's tokens, by metric name; None where no row was sent.
 
-        logprob_diff_* and engine_ess compare the engine's log-probabilities with the learner's first ones of the same tokens.
+        logprob_diff_* and engine_ess compare the engine's log-probabilities with the learner's first ones of the same
+        tokens.
         """
         tokens = self.num_tokens
         means = {

@@ -1,8 +1,8 @@
 """One rank of the learner: rows in, gradients accumulated under one policy version, one or several updates a step.
 
-With one update per batch the old log-probabilities are the learner's own, detached, so the ratio is exactly 1; with several they are
-the learner's own from its first pass over a row. What the engine reported for the same tokens is compared with them, and a
-difference that rounding cannot explain stops the run.
+With one update per batch the old log-probabilities are the learner's own, detached, so the ratio is exactly 1; with
+several they are the learner's own from its first pass over a row. What the engine reported for the same tokens is
+compared with them, and a difference that rounding cannot explain stops the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
-from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state, write_progress, written_by_all
+from infsample_rl.learner.checkpoint import (
+    SavedState,
+    save_pretrained_folder,
+    save_training_state,
+    write_progress,
+    written_by_all,
+)
 from infsample_rl.learner.loss import loss_denominator, policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.learner.publishing import WeightPublisher
@@ -31,7 +37,13 @@ from infsample_rl.learner.update_sums import UpdateSums
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.lora import adapter_parameters, adapter_scale, load_policy, merged_parameters, save_adapter_folder
+from infsample_rl.model.lora import (
+    adapter_parameters,
+    adapter_scale,
+    load_policy,
+    merged_parameters,
+    save_adapter_folder,
+)
 from infsample_rl.model.packing import PackedRow, TrainingRow, pack_prompt, pack_row, pack_samples
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.shared_prompt import SharedPrompt
@@ -47,7 +59,8 @@ class LearnerWorker:
     """Trains the policy; every public method but __init__ and host_store is a collective of all ranks."""
 
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int) -> None:
-        """`total_steps`: of the run; an update more or less than one a step changes the learning rate's schedule with it."""
+        """`total_steps`: of the run; an update more or less than one a step changes the learning rate's schedule with
+        it."""
         self.config, self.rank, self.world_size = config, rank, world_size
         self.total_updates = total_steps * config.objective.updates_per_step
         self.objective = dataclasses.replace(config.objective, importance=config.importance)
@@ -68,7 +81,8 @@ class LearnerWorker:
 
     @phase("setup")
     def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
-        """Join the ranks at rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was set up, for the log.
+        """Join the ranks at rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was set up, for
+        the log.
 
         A worker of one rank needs no host_store() before, and neither address nor port.
         """
@@ -87,7 +101,8 @@ class LearnerWorker:
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=self.config.cluster.collective_timeout_s),
             )
-            # Ranks wait here for one that writes, whose disk may be slower than any collective: as long as the driver waits for them.
+            # Ranks wait here for one that writes, whose disk may be slower than any collective: as long as the driver
+            # waits for them.
             until_written = datetime.timedelta(seconds=self.config.cluster.progress_timeout_s)
             self._writers = dist.new_group(timeout=until_written, backend="gloo")
         self.tokenizer = load_tokenizer(self.config.model)
@@ -107,7 +122,9 @@ class LearnerWorker:
         self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
         self.reference = None
         if self.objective.kl_in_loss and self.config.reference.placement == "learner":
-            self.reference = build_reference(self.config, self.backend, self.adapted, device=self.device, world_size=self.world_size)
+            self.reference = build_reference(
+                self.config, self.backend, self.adapted, device=self.device, world_size=self.world_size
+            )
         if checkpoint is not None:
             saved = SavedState(Path(checkpoint))
             self.backend.load_training_states(saved)
@@ -146,12 +163,16 @@ class LearnerWorker:
 
         return FsdpBackend(self.policy, learner, device=self.device, dtype=dtype, world_size=self.world_size)
 
-    def accumulate(self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None) -> dict[str, int]:
-        """Forward and backward of one row, in the passes it takes. None: a row of weight zero, so that this rank's collectives match.
+    def accumulate(
+        self, samples: list[TrainingSample] | None, totals: LossTotals, row_id: int | None = None
+    ) -> dict[str, int]:
+        """Forward and backward of one row, in the passes it takes. None: a row of weight zero, so that this rank's
+        collectives match.
 
-        `totals` may be provisional but must stay the same until step(), which is given the real ones. `row_id`: the row's number in the
-        step, where there are several updates: its log-probabilities are kept for the passes that follow. RuntimeError for a non-finite
-        loss, or for log-probabilities that differ from the engine's by more than rounding.
+        `totals` may be provisional but must stay the same until step(), which is given the real ones. `row_id`: the
+        row's number in the step, where there are several updates: its log-probabilities are kept for the passes that
+        follow. RuntimeError for a non-finite loss, or for log-probabilities that differ from the engine's by more than
+        rounding.
         """
         if self.provisional not in (None, totals):
             raise ValueError(f"totals must stay the same until step(): got {totals} after {self.provisional}")
@@ -175,12 +196,16 @@ class LearnerWorker:
         self.num_rows, self.num_row_tokens = self.num_rows + 1, self.num_row_tokens + tokens
         return {"samples": len(samples), "row_tokens": tokens}
 
-    def _accumulate_pass(self, samples: list[TrainingSample], shared: SharedPrompt | None, totals: LossTotals, pass_id: PassId | None) -> int:
+    def _accumulate_pass(
+        self, samples: list[TrainingSample], shared: SharedPrompt | None, totals: LossTotals, pass_id: PassId | None
+    ) -> int:
         """Forward and backward of a row, or of some responses of one whose prompt has been run. Returns its tokens."""
         row = pack_samples(samples, self.device, shared)
         reference = row.reference_logprobs
         if self.reference is not None:
-            reference = self._reference_logprobs(row.row if shared is None else pack_samples(samples, self.device).row, pass_id)
+            reference = self._reference_logprobs(
+                row.row if shared is None else pack_samples(samples, self.device).row, pass_id
+            )
         logprobs, entropy = self._forward(row.row)
         old = self._old_logprobs(pass_id, logprobs)
         loss, metrics = policy_loss(
@@ -196,8 +221,8 @@ class LearnerWorker:
         )
         with phase("backward"):
             self.backend.backward(loss * self._loss_scale)
-            # Checked after the backward pass: a rank that raised before it would leave the others waiting in its collectives.
-            # Inside its phase: here the host waits for a GPU, whose work until now this is.
+            # Checked after the backward pass: a rank that raised before it would leave the others waiting in its
+            # collectives. Inside its phase: here the host waits for a GPU, whose work until now this is.
             self._check_row(samples, row, loss.item(), logprobs.detach(), old)
         if math.isfinite(loss.item()):
             self.sums.add_row(loss.item(), metrics, totals.num_tokens, old, row.engine_logprobs, entropy)
@@ -205,7 +230,8 @@ class LearnerWorker:
 
     @torch.no_grad()
     def remember(self, samples: list[TrainingSample] | None, row_id: int) -> None:
-        """Keep a row's log-probabilities under the weights of now, before the step's first update changes them. None: as in accumulate."""
+        """Keep a row's log-probabilities under the weights of now, before the step's first update changes them. None:
+        as in accumulate."""
         if not samples:
             dummy = _dummy_row(self.device)
             self._forward(dummy)
@@ -239,26 +265,32 @@ class LearnerWorker:
             return logprobs.detach()
         return self.old_logprobs.setdefault(pass_id, logprobs.detach())
 
-    def _check_row(self, samples: list[TrainingSample], row: TrainingRow, loss: float, logprobs: Tensor, old: Tensor) -> None:
+    def _check_row(
+        self, samples: list[TrainingSample], row: TrainingRow, loss: float, logprobs: Tensor, old: Tensor
+    ) -> None:
         """RuntimeError for a loss that is not finite, or tokens whose policy is not the engine's, named."""
         update = self.num_updates + 1
         if not math.isfinite(loss):
             if self.config.learner.on_nonfinite == "stop":
                 worst = _worst_tokens(samples, (~torch.isfinite(logprobs)).float(), logprobs, row)
-                raise RuntimeError(f"update {update}: loss is {loss}; {worst}; learner.on_nonfinite=skip would skip the update")
+                raise RuntimeError(
+                    f"update {update}: loss is {loss}; {worst}; learner.on_nonfinite=skip would skip the update"
+                )
             self.sums.num_nonfinite_rows += 1
             return
         difference, limit = (old - row.engine_logprobs).abs(), self.config.objective.mismatch_stop_float32
         if self.config.mismatch_is_rounding and not difference.max() <= limit:  # NaN is a mismatch too
             worst = _worst_tokens(samples, difference, old, row)
             raise RuntimeError(
-                f"update {update}: engine and learner differ by {difference.max().item():.3g} in a token's log-probability, above "
+                f"update {update}: engine and learner differ by {difference.max().item():.3g} in a token's "
+                "log-probability, above "
                 f"objective.mismatch_stop_float32={limit:g}: they do not run the same policy; {worst}"
             )
 
     @phase("optimizer")
     def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float | None]:
-        """Apply the accumulated gradient with the real denominators of the update, and return its metrics over all ranks.
+        """Apply the accumulated gradient with the real denominators of the update, and return its metrics over all
+        ranks.
 
         loss has the real denominator, the other means are over the tokens seen. An update without any valid sample is
         skipped, and so is a non-finite one under learner.on_nonfinite=skip; both count in learner/skipped_updates.
@@ -269,14 +301,16 @@ class LearnerWorker:
             self.backend.reduce_with_next_backward()
             self.backend.backward(self._forward(_dummy_row(self.device))[0].sum() * 0.0)
         elif learner.backend == "deepspeed" and self.provisional is None and totals.num_sequences > 0:
-            # all groups had equal rewards, so no row came: DeepSpeed steps with what its last backward pass left, or fails without any
+            # all groups had equal rewards, so no row came: DeepSpeed steps with what its last backward pass left, or
+            # fails without any
             self.backend.backward(self._forward(_dummy_row(self.device))[0].sum() * 0.0)
         sums = self.sums.over_ranks(self.device, self.world_size)
         self._check_mismatch(sums)
         lr = lr_at(self.num_updates, self.total_updates, learner)
         empty = totals.num_sequences == 0
         denominator = loss_denominator(self.objective, totals)
-        factor = 0.0 if empty else (sums.denominator or denominator) / denominator  # of all ranks: this one may have had no row
+        # of all ranks: this one may have had no row
+        factor = 0.0 if empty else (sums.denominator or denominator) / denominator
         factor /= self._loss_scale
         norm = 0.0
         if empty or sums.num_nonfinite_rows > 0:
@@ -284,7 +318,9 @@ class LearnerWorker:
         else:
             norm = self.backend.update(factor=factor, max_norm=learner.max_grad_norm, lr=lr)
         if not math.isfinite(norm) and learner.on_nonfinite == "stop":
-            raise RuntimeError(f"update {update}: gradient norm is {norm}; learner.on_nonfinite=skip would skip the update")
+            raise RuntimeError(
+                f"update {update}: gradient norm is {norm}; learner.on_nonfinite=skip would skip the update"
+            )
         skipped = empty or sums.num_nonfinite_rows > 0 or not math.isfinite(norm)
         self.num_updates += 1
         self.provisional, self.sums = None, UpdateSums()
@@ -304,17 +340,20 @@ class LearnerWorker:
         mean, bound = sums.mismatch / max(1, sums.num_tokens), self.config.objective.mismatch_stop
         if self.config.mismatch_is_bounded_in_mean and not mean <= bound:  # NaN is a mismatch too
             raise RuntimeError(
-                f"update {self.num_updates + 1}: engine and learner differ by {mean:.3g} in the mean log-probability of a token, above "
+                f"update {self.num_updates + 1}: engine and learner differ by {mean:.3g} in the mean log-probability "
+                "of a token, above "
                 f"objective.mismatch_stop={bound} (largest {sums.mismatch_max:.3g}): they do not run the same policy"
             )
 
     def published_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor in the model's dtype), one at a time: the weights that sample; run it to its end."""
+        """(Hugging Face name, full tensor in the model's dtype), one at a time: the weights that sample; run it to its
+        end."""
         parameters = self.backend.full_parameters()
         return parameters if self.adapted is None else merged_parameters(parameters, adapter_scale(self.config.learner))
 
     def sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """What an engine in another process is sent: published_parameters(), or with learner.lora_publish=adapters the adapters."""
+        """What an engine in another process is sent: published_parameters(), or with learner.lora_publish=adapters the
+        adapters."""
         if self.adapted is not None and self.config.learner.lora_publish == "adapters":
             return adapter_parameters(self._trained_parameters())
         return self.published_parameters()
@@ -326,24 +365,39 @@ class LearnerWorker:
 
     @phase("save")
     def save(self, folder: str) -> None:
-        """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside it.
+        """Write a checkpoint: a Hugging Face folder at `folder`, of adapters with LoRA, and the training state inside
+        it.
 
         RuntimeError on all ranks, which stay in step, when one of them cannot write.
         """
         path, rank, world_size = Path(folder), self.rank, self.world_size
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
         if self.adapted is None:
-            together(lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank), self.backend.full_parameters())
+            together(
+                lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank),
+                self.backend.full_parameters(),
+            )
         else:
-            together(lambda tensors: save_adapter_folder(path, self.adapted, tensors, self.tokenizer, rank=rank), self._trained_parameters())
+            together(
+                lambda tensors: save_adapter_folder(path, self.adapted, tensors, self.tokenizer, rank=rank),
+                self._trained_parameters(),
+            )
         states = self.backend.training_states()
         kinds = together(lambda tensors: save_training_state(path, tensors, rank=rank, world_size=world_size), states)
-        counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps, "world_size": world_size}
+        counts = {
+            "num_updates": self.num_updates,
+            "optimizer_steps": self.backend.optimizer_steps,
+            "world_size": world_size,
+        }
         together(lambda _: write_progress(path, kinds, **counts) if rank == 0 else None, ())
 
     def statistics(self) -> dict[str, float]:
         """Sums since the start, by metric name."""
-        return {"learner_rows": self.num_rows, "learner_row_tokens": self.num_row_tokens, "learner_updates": self.num_updates}
+        return {
+            "learner_rows": self.num_rows,
+            "learner_row_tokens": self.num_row_tokens,
+            "learner_updates": self.num_updates,
+        }
 
     def close(self) -> None:
         """Leave the process group."""
@@ -354,8 +408,9 @@ class LearnerWorker:
 def loss_scale(config: Config) -> float:
     """What losses are multiplied by before the backward pass, and gradients divided by after it; 1 but in float16.
 
-    A token's gradient is divided by the samples or tokens of the whole update, and would be below float16's smallest numbers in a large one
-    (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). The scale, a power of two, makes of it one of SCALED_TOKENS.
+    A token's gradient is divided by the samples or tokens of the whole update, and would be below float16's smallest
+    numbers in a large one (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). The scale, a power of
+    two, makes of it one of SCALED_TOKENS.
     """
     if config.model.dtype != "float16":
         return 1.0
@@ -367,8 +422,11 @@ def _dummy_row(device: torch.device) -> PackedRow:
     return pack_row([(np.zeros(1, np.int32), [np.zeros(1, np.int32)])], device)
 
 
-def _worst_tokens(samples: list[TrainingSample], badness: Tensor, logprobs: Tensor, row: TrainingRow, count: int = 3) -> str:
-    """The tokens of largest `badness` [R], named by prompt_index, sample_index and position, with both log-probabilities."""
+def _worst_tokens(
+    samples: list[TrainingSample], badness: Tensor, logprobs: Tensor, row: TrainingRow, count: int = 3
+) -> str:
+    """The tokens of largest `badness` [R], named by prompt_index, sample_index and position, with both
+    log-probabilities."""
     names = [(sample, position) for sample in samples for position in range(len(sample.response_ids))]
     lines = []
     for token in badness.nan_to_num(nan=math.inf).topk(min(count, len(badness))).indices.tolist():

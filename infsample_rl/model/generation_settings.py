@@ -1,4 +1,5 @@
-"""The generation settings a model comes with. Only its stop ids are taken; what else they would change is told, never applied."""
+"""The generation settings a model comes with. Only its stop ids are taken; what else they would change is told, never
+applied."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from transformers import GenerationConfig, PretrainedConfig
 from infsample_rl.config import ModelConfig, RolloutConfig
 from infsample_rl.model.hub import cached_only
 
-_OURS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "suppress_tokens": "bad_token_ids"}
+_OURS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "suppress_tokens": "bad_token_ids",
+}
 # Settings of theirs that no setting here matches, with the value at which each does nothing.
 _WITHOUT_MATCH = {
     "repetition_penalty": 1.0,
@@ -29,11 +36,14 @@ def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -
 
 
 def unused_generation_settings(generation: GenerationConfig, rollout: RolloutConfig) -> str | None:
-    """One line on what of the model's own settings differs from `rollout` and how to take it; None when nothing does."""
+    """One line on what of the model's own settings differs from `rollout` and how to take it; None when nothing
+    does."""
     theirs = {name: value for name, value in generation.to_dict().items() if value is not None}
     ours = {name: getattr(rollout, key) for name, key in _OURS.items()}
     differing = {name: theirs[name] for name in _OURS if name in theirs and theirs[name] != ours[name]}
-    without_match = {name: theirs[name] for name, neutral in _WITHOUT_MATCH.items() if name in theirs and theirs[name] != neutral}
+    without_match = {
+        name: theirs[name] for name, neutral in _WITHOUT_MATCH.items() if name in theirs and theirs[name] != neutral
+    }
     if not differing and not without_match:
         return None
     found = ", ".join(f"{name}={value}" for name, value in (differing | without_match).items())

@@ -1,4 +1,5 @@
-"""Whether the Hugging Face hub can be asked. Without an answer, from_pretrained and load_dataset retry for minutes. Standard library only."""
+"""Whether the Hugging Face hub can be asked. Without an answer, from_pretrained and load_dataset retry for minutes.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ HUB_TIMEOUT_S = 3.0  # of the one request that asks whether the hub can be reach
 
 
 def cached_only(name: str) -> bool:
-    """from_pretrained's local_files_only for a folder or hub name: true for what is no folder here when the hub does not answer."""
+    """from_pretrained's local_files_only for a folder or hub name: true for what is no folder here when the hub does
+    not answer."""
     path = Path(name)
     return not path.is_dir() and (path.is_absolute() or not hub_reachable(name))
 
 
 def hub_reachable(repository: str, kind: str = "models") -> bool:
-    """Whether the hub answers at all, in HUB_TIMEOUT_S; a refusal (404, 401) is an answer. Proxies of the environment are used.
+    """Whether the hub answers at all, in HUB_TIMEOUT_S; a refusal (404, 401) is an answer. Proxies of the environment
+    are used.
 
     `kind`: models or datasets.
     """
@@ -42,5 +45,6 @@ def _answers(url: str) -> bool:
             return True
     except urllib.error.HTTPError:
         return True
-    except (OSError, ValueError, http.client.HTTPException):  # URLError and time-outs are OSErrors; an endpoint that is no URL: ValueError
+    # URLError and time-outs are OSErrors; an endpoint that is no URL: ValueError
+    except (OSError, ValueError, http.client.HTTPException):
         return False

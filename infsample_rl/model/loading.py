@@ -27,31 +27,43 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The policy's tokenizer; ValueError in one line when it cannot be had."""
     path = model.tokenizer_path or model.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(path))
-        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # what transformers makes of a folder without a tokenizer's files
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(path)
+        )
+        # what transformers makes of a folder without a tokenizer's files
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
             raise ValueError("it has no tokens but special ones")
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(_not_found("model.tokenizer_path" if model.tokenizer_path else "model.path", path, "tokenizer", error)) from None
+        raise ValueError(
+            _not_found("model.tokenizer_path" if model.tokenizer_path else "model.path", path, "tokenizer", error)
+        ) from None
     return tokenizer
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
     """The architecture, without weights; ValueError in one line when it cannot be had."""
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path))
+        config = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=cached_only(model.path)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(_not_found("model.path", model.path, "model config", error)) from None
     return config.get_text_config()
 
 
 def context_of(architecture: PretrainedConfig) -> int | None:
-    """Most tokens of a sequence; None: no limit. With longrope as many as the short factors are for: transformers takes the factors of all
-    sequences of a call by the longest, so beyond that a sample would depend on what decodes beside it."""
+    """Most tokens of a sequence; None: no limit. With longrope as many as the short factors are for: transformers takes
+    the factors of all sequences of a call by the longest, so beyond that a sample would depend on what decodes beside
+    it."""
     context = getattr(architecture, "max_position_embeddings", None)  # not in every family's dictionary
     rope = getattr(architecture, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return context
-    return rope.get("original_max_position_embeddings") or getattr(architecture, "original_max_position_embeddings", None) or context
+    return (
+        rope.get("original_max_position_embeddings")
+        or getattr(architecture, "original_max_position_embeddings", None)
+        or context
+    )
 
 
 def last_hidden_size(architecture: PretrainedConfig) -> int:
@@ -68,7 +80,8 @@ def load_model(
         logging.disable_progress_bar()  # in a log each of its states would be a line
     options = {"dtype": dtype or getattr(torch, model.dtype), "trust_remote_code": model.trust_remote_code}
     try:
-        # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here too.
+        # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here
+        # too.
         local = {"local_files_only": cached_only(source)}
         module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -93,5 +106,12 @@ def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokeni
 
 def _not_found(setting: str, path: str, what: str, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0][:160]
-    kind = "folder" if Path(path).is_absolute() or os.path.isdir(path) else "hub name (a local folder of that name does not exist)"
-    return f"{setting}={path}: no {what} could be loaded from this {kind}; give the path of a Hugging Face folder ({type(error).__name__}: {reason})"
+    kind = (
+        "folder"
+        if Path(path).is_absolute() or os.path.isdir(path)
+        else "hub name (a local folder of that name does not exist)"
+    )
+    return (
+        f"{setting}={path}: no {what} could be loaded from this {kind}; give the path of a Hugging Face folder "
+        f"({type(error).__name__}: {reason})"
+    )

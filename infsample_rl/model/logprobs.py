@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of given tokens, in chunks, so that no full [tokens, vocabulary] float32 tensor exists.
 
-The policy is softmax(logits / temperature) over the ids below `valid_vocab` (the tokenizer's length) that are not masked:
-rows a model's head has beyond are padding, and neither they nor `rollout.bad_token_ids` are ever sampled by the engine.
-Shape letters: R tokens, V vocabulary, E hidden size.
+The policy is softmax(logits / temperature) over the ids below `valid_vocab` (the tokenizer's length) that are not
+masked: rows a model's head has beyond are padding, and neither they nor `rollout.bad_token_ids` are ever sampled by the
+engine. Shape letters: R tokens, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -34,14 +34,23 @@ def token_logprobs(
     entropy_gradient: bool = False,
     weight_gradient: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of `labels` [R] and entropies (nats) from hidden [R, E] and head_weight, of which the first `valid_vocab` rows count.
+    """Log-probabilities of `labels` [R] and entropies (nats) from hidden [R, E] and head_weight, of which the first
+    `valid_vocab` rows count.
 
     `masked`: ids without probability (`masked_index`); none of `labels` may be one. `head_fp32`: as in `head_logits`.
-    `entropy_gradient`: entropies have a gradient, which an entropy bonus needs. `weight_gradient`: the sum that head_weight's gradient is added
-    to at once; autograd then gets none, and no gradient of one pass lives through its backward.
-    At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are computed again there.
+    `entropy_gradient`: entropies have a gradient, which an entropy bonus needs. `weight_gradient`: the sum that
+    head_weight's gradient is added to at once; autograd then gets none, and no gradient of one pass lives through its
+    backward. At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are
+    computed again there.
     """
-    head = _Head(temperature, chunk_tokens, len(head_weight) if valid_vocab is None else valid_vocab, masked, head_fp32, weight_gradient)
+    head = _Head(
+        temperature,
+        chunk_tokens,
+        len(head_weight) if valid_vocab is None else valid_vocab,
+        masked,
+        head_fp32,
+        weight_gradient,
+    )
     return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
 
 
@@ -60,7 +69,8 @@ class _Head(NamedTuple):
         return logits if self.masked is None else logits.index_fill_(-1, self.masked, -math.inf)
 
     def log_softmax_(self, logits: Tensor, normalizer: Tensor) -> Tensor:
-        """Log-probabilities in place of the logits; those of masked ids, -inf, become 0, for 0 x -inf is NaN and its limit 0."""
+        """Log-probabilities in place of the logits; those of masked ids, -inf, become 0, for 0 x -inf is NaN and its
+        limit 0."""
         logits.sub_(normalizer[:, None])
         return logits if self.masked is None else logits.index_fill_(-1, self.masked, 0.0)
 
@@ -71,14 +81,20 @@ class _Head(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunks of logits, neither kept nor differentiated by autograd: their gradient is p (-g - h (log p + H)), plus g at the label, over T.
+    """Chunks of logits, neither kept nor differentiated by autograd: their gradient is p (-g - h (log p + H)), plus g
+    at the label, over T.
 
     g and h are the gradients of a token's log-probability and entropy H, p its distribution, T the temperature.
     """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, entropy_gradient: bool
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        head: _Head,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         parts = []
         for part, ids in zip(hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens), strict=True):
@@ -106,10 +122,14 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = None if of_weight is None else of_weight[: head.valid_vocab]
         of_hidden = []
         tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
-        for part, ids, entropy, normalizer, g, h in zip(*(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True):
+        for part, ids, entropy, normalizer, g, h in zip(
+            *(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True
+        ):
             table = head.log_softmax_(head.logits(part, weight[: head.valid_vocab]), normalizer)
             gradient = head.probabilities(table)
-            gradient.mul_(-g[:, None] - h[:, None] * (table + entropy[:, None]) if ctx.entropy_gradient else -g[:, None])
+            gradient.mul_(
+                -g[:, None] - h[:, None] * (table + entropy[:, None]) if ctx.entropy_gradient else -g[:, None]
+            )
             gradient.scatter_add_(-1, ids[:, None], g[:, None].to(gradient.dtype)).div_(head.temperature)
             of_hidden.append(head_backward(gradient, part, weight[: head.valid_vocab], rows, fp32=head.fp32))
         return torch.cat(of_hidden), None if adds else of_weight, None, None, None
@@ -122,14 +142,24 @@ class PackedPolicy(nn.Module):
     """
 
     def __init__(
-        self, lm: PreTrainedModel, *, valid_vocab: int, chunk_tokens: int, bad_token_ids: Sequence[int] = (), head_fp32: bool = False
+        self,
+        lm: PreTrainedModel,
+        *,
+        valid_vocab: int,
+        chunk_tokens: int,
+        bad_token_ids: Sequence[int] = (),
+        head_fp32: bool = False,
     ) -> None:
-        """`bad_token_ids` have no probability; `head_fp32`: logits in float32 whatever the weights' dtype (model.lm_head_fp32)."""
+        """`bad_token_ids` have no probability; `head_fp32`: logits in float32 whatever the weights' dtype
+        (model.lm_head_fp32)."""
         super().__init__()
         self.entropy_gradient = False  # set where the loss has an entropy bonus
         self.head_gradient: Callable[[], Tensor] | None = None  # set by a backend that sums the head's gradient itself
         if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            raise ValueError(f"{type(lm).__name__} has a head with a bias, which is not supported, neither as policy nor as reference")
+            raise ValueError(
+                f"{type(lm).__name__} has a head with a bias, which is not supported, neither as policy nor as "
+                "reference"
+            )
         use_packed_attention(lm)
         self.lm = lm
         self.chunk_tokens = chunk_tokens
@@ -145,7 +175,8 @@ class PackedPolicy(nn.Module):
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probabilities [R], entropies [R]) of the row's response tokens, float32.
 
-        Of a prompt alone, R = 0: its shared prompt is filled, and what is returned of it is its last hidden state, twice.
+        Of a prompt alone, R = 0: its shared prompt is filled, and what is returned of it is its last hidden state,
+        twice.
         """
         shared = row.cuts.shared
         hidden = self.lm.base_model(

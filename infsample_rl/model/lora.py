@@ -1,8 +1,9 @@
-"""LoRA (arXiv 2106.09685, equation 3): a linear layer's weight W is frozen, W + (alpha / r) B A is what it does, A and B are trained.
+"""LoRA (arXiv 2106.09685, equation 3): a linear layer's weight W is frozen, W + (alpha / r) B A is what it does, A and
+B are trained.
 
-Adapters are put into the model in place, so that the learner goes on with transformers' own model. What samples is a plain model
-whose weights are merged: W + (alpha / r) B A in float32, rounded once. Learner and engine merge with the same function.
-Shape letters: r rank, I and O a layer's input and output sizes; A is [r, I], B [O, r], W [O, I].
+Adapters are put into the model in place, so that the learner goes on with transformers' own model. What samples is a
+plain model whose weights are merged: W + (alpha / r) B A in float32, rounded once. Learner and engine merge with the
+same function. Shape letters: r rank, I and O a layer's input and output sizes; A is [r, I], B [O, r], W [O, I].
 
 peft is imported inside functions: an engine that merges what it is sent runs without it.
 """
@@ -44,17 +45,24 @@ _PARTS = {
 def target_names(lm: PreTrainedModel, targets: list[str]) -> list[str]:
     """Full names of the linear layers that learner.lora_targets means, in the model's order; the head never is one.
 
-    A target is a name or its last parts: q_proj, mlp.up_proj, model.layers.3.self_attn.q_proj. ValueError for one that names none.
+    A target is a name or its last parts: q_proj, mlp.up_proj, model.layers.3.self_attn.q_proj. ValueError for one that
+    names none.
     """
     head = lm.get_output_embeddings()
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     for target in targets:
         if target != ALL_LINEAR and not any(_is_named(name, target) for name in linear):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
-            raise ValueError(f"learner.lora_targets: {target} names no linear layer of the model that can have adapters; there are {there}")
+            raise ValueError(
+                f"learner.lora_targets: {target} names no linear layer of the model that can have adapters; there are "
+                f"{there}"
+            )
     found = [name for name in linear if any(target == ALL_LINEAR or _is_named(name, target) for target in targets)]
     if not found:
-        raise ValueError(f"learner.lora_targets must name at least one linear layer of {type(lm).__name__}, got {targets}; {ALL_LINEAR} takes all")
+        raise ValueError(
+            f"learner.lora_targets must name at least one linear layer of {type(lm).__name__}, got {targets}; "
+            f"{ALL_LINEAR} takes all"
+        )
     return found
 
 
@@ -75,23 +83,40 @@ def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path
     from peft import LoraConfig, get_peft_model
 
     names = target_names(lm, learner.lora_targets)
-    settings = LoraConfig(task_type="CAUSAL_LM", r=learner.lora_rank, lora_alpha=learner.lora_alpha, target_modules=names, lora_dropout=0.0)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=learner.lora_rank,
+        lora_alpha=learner.lora_alpha,
+        target_modules=names,
+        lora_dropout=0.0,
+    )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # adapters are drawn on the CPU
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft asks transformers for it
         torch.manual_seed(seed)
         adapted = get_peft_model(lm, settings)
     settings.base_model_name_or_path = path
-    got = [name.removesuffix(".lora_A.default.weight") for name, _ in lm.named_parameters() if name.endswith(".lora_A.default.weight")]
+    got = [
+        name.removesuffix(".lora_A.default.weight")
+        for name, _ in lm.named_parameters()
+        if name.endswith(".lora_A.default.weight")
+    ]
     if got != names:
-        raise RuntimeError(f"peft put adapters into {len(got)} layers, not the {len(names)} asked for: {sorted(set(got) ^ set(names))[:3]}")
+        raise RuntimeError(
+            f"peft put adapters into {len(got)} layers, not the {len(names)} asked for: "
+            f"{sorted(set(got) ^ set(names))[:3]}"
+        )
     return adapted
 
 
-def load_policy(config: Config, device: torch.device, checkpoint: str | None) -> tuple[PreTrainedModel, PeftModel | None]:
-    """The policy to train: model.path or `checkpoint` in float32. With LoRA model.path in its dtype, with float32 adapters in it, and peft's view."""
+def load_policy(
+    config: Config, device: torch.device, checkpoint: str | None
+) -> tuple[PreTrainedModel, PeftModel | None]:
+    """The policy to train: model.path or `checkpoint` in float32. With LoRA model.path in its dtype, with float32
+    adapters in it, and peft's view."""
     if config.learner.lora_rank == 0:
         return load_model(config.model, device, path=checkpoint, dtype=torch.float32), None
-    lm = load_model(config.model, device)  # never the checkpoint, which holds adapters alone; they come with its training state
+    # never the checkpoint, which holds adapters alone; they come with its training state
+    lm = load_model(config.model, device)
     return lm, add_adapters(lm, config.learner, seed=config.run.seed, path=config.model.path)
 
 
@@ -100,7 +125,8 @@ def adapters_off(adapted: PeftModel) -> Iterator[None]:
     """The model without its adapters: exactly the base, bit for bit."""
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     with adapted.disable_adapter():
-        # peft freezes what it turns off; FSDP2 copies that flag when it first gathers a parameter, and would never train it again.
+        # peft freezes what it turns off; FSDP2 copies that flag when it first gathers a parameter, and would never
+        # train it again.
         for parameter in trained:
             parameter.requires_grad_(True)
         yield
@@ -113,7 +139,8 @@ def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def merged_parameters(parameters: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """The plain model's (name, tensor) from those of a model with adapters, in the same order, one layer merged at a time."""
+    """The plain model's (name, tensor) from those of a model with adapters, in the same order, one layer merged at a
+    time."""
     held: dict[str, Tensor] = {}
     for name, tensor in parameters:
         layer, part = _split(name)
@@ -122,7 +149,10 @@ def merged_parameters(parameters: Iterable[tuple[str, Tensor]], scale: float) ->
             continue
         held[part] = tensor
         if part == "lora_B.weight":  # the last of its layer
-            yield f"{layer}.weight", merge_weight(held.pop("weight"), held.pop("lora_A.weight"), held.pop("lora_B.weight"), scale)
+            yield (
+                f"{layer}.weight",
+                merge_weight(held.pop("weight"), held.pop("lora_A.weight"), held.pop("lora_B.weight"), scale),
+            )
             yield from ((f"{layer}.{rest}", value) for rest, value in held.items())
             held = {}
 
@@ -144,7 +174,8 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 class ReceivedAdapters:
-    """An engine's side of learner.lora_publish=adapters: `received` takes what is sent, merge() brings the model to it."""
+    """An engine's side of learner.lora_publish=adapters: `received` takes what is sent, merge() brings the model to
+    it."""
 
     def __init__(self, model: PreTrainedModel, learner: LearnerConfig) -> None:
         """`model` holds the base weights still; those of the adapted layers are kept, in host memory."""
@@ -160,11 +191,16 @@ class ReceivedAdapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Write W + scale B A into the model's weights, in place: from the base each time, so that nothing adds up over versions."""
+        """Write W + scale B A into the model's weights, in place: from the base each time, so that nothing adds up over
+        versions."""
         for name, base in self.base.items():
             weight = self.model.get_submodule(name).weight
             adapter = self.received.get_submodule(name)
-            weight.copy_(merge_weight(base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale))
+            weight.copy_(
+                merge_weight(
+                    base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale
+                )
+            )
 
 
 def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
@@ -178,7 +214,12 @@ def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def save_adapter_folder(
-    folder: Path, adapted: PeftModel, parameters: Iterable[tuple[str, Tensor]], tokenizer: PreTrainedTokenizerBase, *, rank: int
+    folder: Path,
+    adapted: PeftModel,
+    parameters: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    rank: int,
 ) -> None:
     """Write a peft folder, which PeftModel.from_pretrained takes; `parameters` gathers on all ranks, rank 0 writes."""
     tensors = {PEFT_PREFIX + name: tensor.cpu().contiguous() for name, tensor in adapter_parameters(parameters)}
@@ -193,7 +234,8 @@ def save_adapter_folder(
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any] | None:
-    """What adapter_config.json of a checkpoint says; None when it is no checkpoint of adapters. ValueError when it does not describe any."""
+    """What adapter_config.json of a checkpoint says; None when it is no checkpoint of adapters. ValueError when it does
+    not describe any."""
     path = folder / ADAPTER_CONFIG
     if not path.is_file():
         return None

@@ -4,8 +4,8 @@ The prompt is in the row, or, where a group takes several passes, in a SharedPro
 `[response 1 | ... | response n]`.
 
 Registered with transformers' AttentionInterface as "infsample_packed"; the model call takes the row's RowCuts as the
-keyword `cuts`, so no model code is changed. On CPU (and as the fallback) it runs SDPA over folds of responses of similar
-length, never over a T x T mask; on CUDA FlexAttention with a block mask.
+keyword `cuts`, so no model code is changed. On CPU (and as the fallback) it runs SDPA over folds of responses of
+similar length, never over a T x T mask; on CUDA FlexAttention with a block mask.
 
 Shape letters: T tokens of the row, P prompt tokens, N responses of a fold, L their (padded) length, H query heads,
 K key-value heads, D head dimension.
@@ -28,8 +28,10 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from infsample_rl.model.shared_prompt import SharedPrompt
 
 PACKED_ATTENTION = "infsample_packed"
-MIN_FILL = 0.8  # responses share a fold when the shortest has this share of the longest's tokens, so padding stays below 20 %
-MAX_KEPT_COPIES = 2.0  # copied keys and values kept for the backward pass, in row lengths; above it the folds are recomputed
+# responses share a fold when the shortest has this share of the longest's tokens, so padding stays below 20 %
+MIN_FILL = 0.8
+# copied keys and values kept for the backward pass, in row lengths; above it the folds are recomputed
+MAX_KEPT_COPIES = 2.0
 STATE_SPACE_MODELS = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba", "mamba2", "nemotron_h"),
     *("recurrent_gemma", "rwkv", "zamba", "zamba2"),
@@ -40,7 +42,8 @@ LOGIT_CHANGES = ("final_logit_softcapping", *LOGIT_SCALES)  # models that change
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One prompt and its responses as half-open token spans of a row: Segment(prompt=(0, 3), responses=[(3, 5), (5, 9)]).
+    """One prompt and its responses as half-open token spans of a row: Segment(prompt=(0, 3), responses=[(3, 5), (5,
+    9)]).
 
     Where the prompt is shared it has a span of its own, from 0, and the responses count from 0 too.
     """
@@ -63,20 +66,23 @@ class Fold:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[L, P + L] bool: all of the prompt, then the lower triangle. Made at first use: FlexAttention needs none, and it grows as L squared."""
+        """[L, P + L] bool: all of the prompt, then the lower triangle. Made at first use: FlexAttention needs none, and
+        it grows as L squared."""
         prompt, length = self.prompt[1] - self.prompt[0], self.index.shape[1]
         return torch.ones(length, prompt + length, dtype=torch.bool, device=self.index.device).tril_(prompt)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowCuts:
-    """Where the prompts and responses of a row lie, with what its attention needs on its device, built once for all layers."""
+    """Where the prompts and responses of a row lie, with what its attention needs on its device, built once for all
+    layers."""
 
     num_tokens: int
     segments: list[Segment]
     folds: list[Fold]
     order: Tensor  # [T] for each row position, its place in the concatenation of all prompt and fold outputs
-    recompute: bool  # recompute the folds in the backward pass instead of keeping their copies of the prompt's keys and values
+    # recompute the folds in the backward pass instead of keeping their copies of the prompt's keys and values
+    recompute: bool
     block_mask: BlockMask | None  # FlexAttention's mask, on CUDA only
     shared: SharedPrompt | None = None  # what the row fills, if it is a prompt alone, or whose responses it has
 
@@ -87,10 +93,15 @@ class RowCuts:
 
 
 def build_cuts(segments: list[Segment], device: torch.device | str, shared: SharedPrompt | None = None) -> RowCuts:
-    """Plan the attention of a row whose segments lie one after another; of one segment with a `shared` prompt, that or the responses."""
+    """Plan the attention of a row whose segments lie one after another; of one segment with a `shared` prompt, that or
+    the responses."""
     num_tokens, reads_shared = segments[-1].end, shared is not None and bool(segments[-1].responses)
     visible_tokens = num_tokens + (shared.num_tokens if reads_shared else 0)
-    folds = [_build_fold(segment.prompt, spans, device) for segment in segments for spans in _similar_lengths(segment, visible_tokens)]
+    folds = [
+        _build_fold(segment.prompt, spans, device)
+        for segment in segments
+        for spans in _similar_lengths(segment, visible_tokens)
+    ]
     copied = sum(fold.index.numel() + len(fold.index) * (fold.prompt[1] - fold.prompt[0]) for fold in folds)
     prompts = [] if reads_shared else [torch.arange(*segment.prompt) for segment in segments]
     positions = torch.cat(prompts + [fold.index.flatten().cpu() for fold in folds])
@@ -103,13 +114,16 @@ def build_cuts(segments: list[Segment], device: torch.device | str, shared: Shar
         folds=folds,
         order=order.to(device),
         recompute=copied > MAX_KEPT_COPIES * visible_tokens,
-        block_mask=_build_block_mask(segments, num_tokens, visible_tokens, device) if torch.device(device).type == "cuda" else None,
+        block_mask=_build_block_mask(segments, num_tokens, visible_tokens, device)
+        if torch.device(device).type == "cuda"
+        else None,
         shared=shared,
     )
 
 
 def _similar_lengths(segment: Segment, num_tokens: int) -> list[list[tuple[int, int]]]:
-    """Responses in groups of similar length whose copies of keys and values stay below num_tokens, so that G sets no memory."""
+    """Responses in groups of similar length whose copies of keys and values stay below num_tokens, so that G sets no
+    memory."""
     groups: list[list[tuple[int, int]]] = []
     prompt_tokens = segment.prompt[1] - segment.prompt[0]
     for span in sorted(segment.responses, key=lambda span: (span[0] - span[1], span[0])):  # longest first
@@ -155,7 +169,9 @@ def packed_mask_function(
     return visible_behind_shared if shared_tokens else visible
 
 
-def _build_block_mask(segments: list[Segment], num_queries: int, num_keys: int, device: torch.device | str) -> BlockMask:
+def _build_block_mask(
+    segments: list[Segment], num_queries: int, num_keys: int, device: torch.device | str
+) -> BlockMask:
     mask = packed_mask_function(segments, num_queries, device, num_keys - num_queries)
     return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
 
@@ -183,24 +199,29 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of "infsample_packed": query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None).
 
-    Dropout is ignored: the policy that sampled had none. RuntimeError for a layer with a sliding window or with another mask, ValueError
-    for attention sinks.
+    Dropout is ignored: the policy that sampled had none. RuntimeError for a layer with a sliding window or with another
+    mask, ValueError for attention sinks.
     """
     if kwargs.get("s_aux") is not None:
-        raise ValueError(f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows")
+        raise ValueError(
+            f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows"
+        )
     if attention_mask is not None or kwargs.get("sliding_window") is not None:
         raise RuntimeError(f"packed attention of {type(module).__name__} takes no mask and no sliding window")
     prompt = exchange_prompt(module, key, value, cuts)
     if cuts.block_mask is not None and takes_flex_attention(query.shape[-1], query.dtype):
         if prompt is not None:
             key, value = torch.cat([prompt[0], key], 2), torch.cat([prompt[1], value], 2)
-        output = _compiled_flex_attention()(query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True)
+        output = _compiled_flex_attention()(
+            query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True
+        )
         return output.transpose(1, 2), None
     return folded_attention(query, key, value, scaling, cuts, prompt), None
 
 
 def exchange_prompt(module: nn.Module, key: Tensor, value: Tensor, cuts: RowCuts) -> tuple[Tensor, Tensor] | None:
-    """Keys and values [1, K, P, D] of the prompt before a row of responses; those of a prompt alone are kept. None: the row has its prompts."""
+    """Keys and values [1, K, P, D] of the prompt before a row of responses; those of a prompt alone are kept. None: the
+    row has its prompts."""
     if cuts.reads_shared:
         return cuts.shared.keys_and_values(module)
     if cuts.shared is not None:
@@ -209,9 +230,15 @@ def exchange_prompt(module: nn.Module, key: Tensor, value: Tensor, cuts: RowCuts
 
 
 def folded_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, cuts: RowCuts, prompt: tuple[Tensor, Tensor] | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    cuts: RowCuts,
+    prompt: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The SDPA form of packed attention on any device: [1, H, T, D], [1, K, T, D] twice -> [1, T, H, D]. Exact, with gradient.
+    """The SDPA form of packed attention on any device: [1, H, T, D], [1, K, T, D] twice -> [1, T, H, D]. Exact, with
+    gradient.
 
     `prompt`: keys and values [1, K, P, D] of a prompt that is not in the row.
     """
@@ -225,13 +252,33 @@ def folded_attention(
         outputs.append(output[0].transpose(0, 1))
     for fold in cuts.folds:
         if cuts.recompute:
-            outputs.append(checkpoint(_attend_fold, query, key, value, *prompts, scaling, fold, use_reentrant=False, preserve_rng_state=False))
+            outputs.append(
+                checkpoint(
+                    _attend_fold,
+                    query,
+                    key,
+                    value,
+                    *prompts,
+                    scaling,
+                    fold,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
         else:
             outputs.append(_attend_fold(query, key, value, *prompts, scaling, fold))
     return torch.cat(outputs).index_select(0, cuts.order)[None]
 
 
-def _attend_fold(query: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, scaling: float | None, fold: Fold) -> Tensor:
+def _attend_fold(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    scaling: float | None,
+    fold: Fold,
+) -> Tensor:
     q = _gather(query, fold).transpose(1, 2)  # [N, H, L, D]
     k = _behind_prompt(key, prompt_key, fold).transpose(1, 2)  # [N, K, P + L, D]
     v = _behind_prompt(value, prompt_value, fold).transpose(1, 2)
@@ -239,11 +286,17 @@ def _attend_fold(query: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, 
     return output.transpose(1, 2).flatten(0, 1)  # [N L, H, D]
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, mask: Tensor | None) -> Tensor:
-    """SDPA, causal without a `mask`. On the meta device torch takes its plain form, scores and all; plan/ is to see the tensors of the CPU's."""
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, *, mask: Tensor | None
+) -> Tensor:
+    """SDPA, causal without a `mask`. On the meta device torch takes its plain form, scores and all; plan/ is to see the
+    tensors of the CPU's."""
     if query.device.type != "meta":
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
-    numbers = None if mask is None else torch.empty(mask.shape, dtype=query.dtype, device=mask.device)  # SDPA makes them of booleans
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
+    # SDPA makes them of booleans
+    numbers = None if mask is None else torch.empty(mask.shape, dtype=query.dtype, device=mask.device)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return flash(query, key, value, 0.0, mask is None, attn_mask=numbers, scale=scaling)[0]
 
@@ -258,27 +311,44 @@ def _behind_prompt(tensor: Tensor, prompts: Tensor, fold: Fold) -> Tensor:
 
 
 def check_packable(config: PretrainedConfig) -> None:
-    """ValueError for a model whose layers mix tokens other than by full attention, or that changes its logits after the head."""
+    """ValueError for a model whose layers mix tokens other than by full attention, or that changes its logits after the
+    head."""
     settings = config.to_dict()
     kinds = set(settings.get("layer_types") or []) - {"full_attention"}
     if kinds:
         found = ", ".join(sorted(kinds))
-        raise ValueError(f"model type {config.model_type} has layers of type {found}: only full attention can be trained on packed rows")
+        raise ValueError(
+            f"model type {config.model_type} has layers of type {found}: only full attention can be trained on packed "
+            "rows"
+        )
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     if window is not None and not settings.get("layer_types"):
-        raise ValueError(f"model type {config.model_type} has sliding_window={window}: only full attention can be trained on packed rows")
+        raise ValueError(
+            f"model type {config.model_type} has sliding_window={window}: only full attention can be trained on packed "
+            "rows"
+        )
     if config.model_type in STATE_SPACE_MODELS:
-        raise ValueError(f"model type {config.model_type} mixes tokens by a state space: only attention can be trained on packed rows")
+        raise ValueError(
+            f"model type {config.model_type} mixes tokens by a state space: only attention can be trained on packed "
+            "rows"
+        )
     changed = changed_logits(settings)
     if settings.get("attn_logit_softcapping"):
         cap = settings["attn_logit_softcapping"]
-        raise ValueError(f"model type {config.model_type} has attn_logit_softcapping={cap}: only plain attention can be trained on packed rows")
+        raise ValueError(
+            f"model type {config.model_type} has attn_logit_softcapping={cap}: only plain attention can be trained on "
+            "packed rows"
+        )
     if changed:
-        raise ValueError(f"model type {config.model_type} has {changed[0]}={settings[changed[0]]}: logits changed after the head are not supported")
+        raise ValueError(
+            f"model type {config.model_type} has {changed[0]}={settings[changed[0]]}: logits changed after the head "
+            "are not supported"
+        )
 
 
 def changed_logits(settings: dict[str, Any]) -> list[str]:
-    """Settings of a model by which it changes its logits after the head. A scale of 1 changes nothing; a cap of 1 does."""
+    """Settings of a model by which it changes its logits after the head. A scale of 1 changes nothing; a cap of 1
+    does."""
     return [name for name in LOGIT_CHANGES if settings.get(name) and not (name in LOGIT_SCALES and settings[name] == 1)]
 
 
@@ -287,7 +357,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     check_packable(model.config)
     model.set_attn_implementation(PACKED_ATTENTION)
     if model.config._attn_implementation != PACKED_ATTENTION:
-        raise ValueError(f"{type(model).__name__} does not take its attention from transformers' AttentionInterface: packed rows cannot be trained")
+        raise ValueError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface: packed rows "
+            "cannot be trained"
+        )
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -22,15 +22,16 @@ from infsample_rl.types import TrainingSample
 class PackedRow:
     """One model call over prompts and their responses, or over a shared prompt alone, or over some of its responses.
 
-    Example, prompt [5, 9, 7] with responses [11, 4] and [6]: input_ids [[5, 9, 7, 11, 4, 6]], position_ids [[0, 1, 2, 3, 4, 3]],
-    predictor_index [2, 3, 2], labels [11, 4, 6], sequence_ids [0, 0, 1], cuts of Segment(prompt=(0, 3), responses=[(3, 5), (5, 6)])
+    Example, prompt [5, 9, 7] with responses [11, 4] and [6]: input_ids [[5, 9, 7, 11, 4, 6]], position_ids [[0, 1, 2,
+    3, 4, 3]], predictor_index [2, 3, 2], labels [11, 4, 6], sequence_ids [0, 0, 1], cuts of Segment(prompt=(0, 3),
+    responses=[(3, 5), (5, 6)])
     """
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, every response goes on from its prompt
     cuts: RowCuts
-    # [R] int64, the position whose hidden state predicts the token: the prompt's last for every first token. Behind a shared prompt
-    # that one has the number 0 and position i of the row the number i + 1.
+    # [R] int64, the position whose hidden state predicts the token: the prompt's last for every first token. Behind a
+    # shared prompt that one has the number 0 and position i of the row the number i + 1.
     predictor_index: Tensor
     labels: Tensor  # [R] int64, the response tokens
     sequence_ids: Tensor  # [R] int64, 0..N-1, the response of each token
@@ -53,7 +54,9 @@ def pack_row(groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]], device: 
     for prompt, responses in groups:
         if len(prompt) == 0 or not responses or any(len(response) == 0 for response in responses):
             lengths = [len(response) for response in responses]
-            raise ValueError(f"cannot pack a prompt of {len(prompt)} tokens with responses of {lengths} tokens: none may be empty")
+            raise ValueError(
+                f"cannot pack a prompt of {len(prompt)} tokens with responses of {lengths} tokens: none may be empty"
+            )
         prompt_span = (cursor, cursor + len(prompt))
         tokens.append(prompt)
         positions.append(np.arange(len(prompt)))
@@ -90,18 +93,22 @@ def pack_prompt(prompt: np.ndarray, device: torch.device | str) -> PackedRow:
 
 
 def pack_responses(shared: SharedPrompt, responses: Sequence[np.ndarray], device: torch.device | str) -> PackedRow:
-    """Responses to one prompt, which has been run. Responses [11, 4] and [6] to 3 prompt tokens: input_ids [[11, 4, 6]], position_ids
-    [[3, 4, 3]], predictor_index [0, 1, 0]. ValueError for an empty response, or none."""
+    """Responses to one prompt, which has been run. Responses [11, 4] and [6] to 3 prompt tokens: input_ids [[11, 4,
+    6]], position_ids [[3, 4, 3]], predictor_index [0, 1, 0]. ValueError for an empty response, or none."""
     lengths = [len(response) for response in responses]
     if not all(lengths) or not lengths:
-        raise ValueError(f"cannot pack responses of {lengths} tokens behind a prompt of {shared.num_tokens}: none may be empty")
+        raise ValueError(
+            f"cannot pack responses of {lengths} tokens behind a prompt of {shared.num_tokens}: none may be empty"
+        )
     ends = np.cumsum(lengths)
     starts = ends - lengths
     spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
     labels = _ids(responses, device)
     return PackedRow(
         input_ids=labels[None],
-        position_ids=_ids([np.arange(shared.num_tokens, shared.num_tokens + length) for length in lengths], device)[None],
+        position_ids=_ids([np.arange(shared.num_tokens, shared.num_tokens + length) for length in lengths], device)[
+            None
+        ],
         cuts=build_cuts([Segment(prompt=(0, shared.num_tokens), responses=spans)], device, shared),
         predictor_index=_ids([np.concatenate([[0], np.arange(start + 1, end)]) for start, end in spans], device),
         labels=labels,
@@ -109,8 +116,11 @@ def pack_responses(shared: SharedPrompt, responses: Sequence[np.ndarray], device
     )
 
 
-def pack_samples(samples: list[TrainingSample], device: torch.device | str, shared: SharedPrompt | None = None) -> TrainingRow:
-    """Pack training samples in their order; neighbours of one prompt share it. All or none have reference log-probabilities.
+def pack_samples(
+    samples: list[TrainingSample], device: torch.device | str, shared: SharedPrompt | None = None
+) -> TrainingRow:
+    """Pack training samples in their order; neighbours of one prompt share it. All or none have reference
+    log-probabilities.
 
     `shared`: the prompt of them all, which has been run.
     """
@@ -121,7 +131,9 @@ def pack_samples(samples: list[TrainingSample], device: torch.device | str, shar
         row = pack_responses(shared, [sample.response_ids for sample in samples], device)
     references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
     if len(references) not in (0, len(samples)):
-        raise ValueError(f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must")
+        raise ValueError(
+            f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must"
+        )
     lengths = torch.tensor([len(sample.response_ids) for sample in samples])
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     return TrainingRow(

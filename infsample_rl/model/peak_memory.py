@@ -14,24 +14,26 @@ import torch
 def _find_purge() -> Callable[[], None] | None:
     """jemalloc's call that returns the free pages of all arenas; None where another allocator is loaded."""
     mallctl = getattr(ctypes.CDLL(None), "mallctl", None)
-    return None if mallctl is None else lambda: mallctl(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # MALLCTL_ARENAS_ALL
+    # MALLCTL_ARENAS_ALL
+    return None if mallctl is None else lambda: mallctl(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
 
 
 PURGE = _find_purge()
 
 
-# oneDNN keeps up to 1,024 products it has compiled for 16 bits, with buffers of the size of a weight, and rows differ in length, so that those
-# of earlier rows are not asked for again: 280 MB in 18 rows of SmolLM2-135M. A row with LoRA has about 40; below 32 it gets slower.
+# oneDNN keeps up to 1,024 products it has compiled for 16 bits, with buffers of the size of a weight, and rows differ
+# in length, so that those of earlier rows are not asked for again: 280 MB in 18 rows of SmolLM2-135M. A row with LoRA
+# has about 40; below 32 it gets slower.
 FEW_COMPILED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48"}
 
 
 class PeakMemory:
     """Bytes taken since construction, which belongs after the imports and before the model is loaded.
 
-    CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped files and shared memory,
-    as far as they are mapped when it is asked for: code that is read at first use, and Ray's object store; but not weights, which lie in
-    the mapped file as long as nothing changes them, and count whole, whether or not every row of an embedding has been read. CUDA:
-    max_memory_allocated, without context and kernels.
+    CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped
+    files and shared memory, as far as they are mapped when it is asked for: code that is read at first use, and Ray's
+    object store; but not weights, which lie in the mapped file as long as nothing changes them, and count whole,
+    whether or not every row of an embedding has been read. CUDA: max_memory_allocated, without context and kernels.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
@@ -45,7 +47,8 @@ class PeakMemory:
         return status_bytes(field) - status_bytes("RssFile") - status_bytes("RssShmem") + mapped_weights_bytes()
 
     def reset(self) -> None:
-        """Forget the peak so far, e.g. that of loading. Where the kernel does not allow it the peak stays, and is too high."""
+        """Forget the peak so far, e.g. that of loading. Where the kernel does not allow it the peak stays, and is too
+        high."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
@@ -71,19 +74,21 @@ class PeakMemory:
 
 @cache
 def process_memory(device_type: str) -> PeakMemory:
-    """The one PeakMemory of this process, of what it allocates itself, made at the first call: what a worker holds before it loads a model is
-    its idle footprint: interpreter, libraries, tokenizer."""
+    """The one PeakMemory of this process, of what it allocates itself, made at the first call: what a worker holds
+    before it loads a model is its idle footprint: interpreter, libraries, tokenizer."""
     return PeakMemory(torch.device(device_type), with_mapped=False)
 
 
 def return_freed_memory() -> None:
-    """Give what tensors have left in jemalloc, where it is loaded, back to the system: pieces of one row's sizes serve the next one's ill."""
+    """Give what tensors have left in jemalloc, where it is loaded, back to the system: pieces of one row's sizes serve
+    the next one's ill."""
     if PURGE is not None:
         PURGE()
 
 
 def mapped_weights_bytes() -> int:
-    """Bytes of mapped safetensors files; pages that were written to since are not among them, they are the process's own."""
+    """Bytes of mapped safetensors files; pages that were written to since are not among them, they are the process's
+    own."""
     total, is_weights = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split(maxsplit=1)

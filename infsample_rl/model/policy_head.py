@@ -1,4 +1,5 @@
-"""The model's head as engine, learner and reference all use it: which ids it may name, and how exactly logits are computed.
+"""The model's head as engine, learner and reference all use it: which ids it may name, and how exactly logits are
+computed.
 
 Shape letters: R rows (tokens), V vocabulary of the head, E hidden size.
 """
@@ -25,15 +26,19 @@ def masked_index(bad_token_ids: Sequence[int], valid_vocab: int, device: torch.d
         outside = [token for token in ids if not 0 <= token < valid_vocab]
         raise ValueError(f"rollout.bad_token_ids must be ids of the tokenizer, 0 to {valid_vocab - 1}, got {outside}")
     if len(ids) == valid_vocab:
-        raise ValueError(f"rollout.bad_token_ids must leave an id to sample, got all {valid_vocab} of the tokenizer; take out at least one")
+        raise ValueError(
+            f"rollout.bad_token_ids must leave an id to sample, got all {valid_vocab} of the tokenizer; take out at "
+            "least one"
+        )
     return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
 
 
 def head_logits(hidden: Tensor, weight: Tensor, *, fp32: bool) -> Tensor:
     """Logits [R, V] of hidden [R, E] and the head's weight [V, E], in the weight's dtype or, with `fp32`, in float32.
 
-    With `fp32` they are hidden.float() @ weight.float().T: products of 16-bit numbers are exact in float32, the sum and the
-    result are not rounded to 16 bits. No float32 copy of the whole weight is made, forward or backward. float64 stays.
+    With `fp32` they are hidden.float() @ weight.float().T: products of 16-bit numbers are exact in float32, the sum and
+    the result are not rounded to 16 bits. No float32 copy of the whole weight is made, forward or backward. float64
+    stays.
     """
     if not fp32 or weight.dtype in (torch.float32, torch.float64):
         return F.linear(hidden, weight)
@@ -41,7 +46,8 @@ def head_logits(hidden: Tensor, weight: Tensor, *, fp32: bool) -> Tensor:
 
 
 class _Float32Head(torch.autograd.Function):
-    """hidden.float() @ weight.float().T with float32 gradients, each rounded once a call, to the dtype of what it belongs to."""
+    """hidden.float() @ weight.float().T with float32 gradients, each rounded once a call, to the dtype of what it
+    belongs to."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -61,7 +67,8 @@ class _Float32Head(torch.autograd.Function):
 
 
 def head_backward(gradient: Tensor, hidden: Tensor, weight: Tensor, of_weight: Tensor | None, *, fp32: bool) -> Tensor:
-    """Hidden's gradient [R, E] from that of `head_logits` [R, V], which may be wider than the weight; the weight's is added to `of_weight`.
+    """Hidden's gradient [R, E] from that of `head_logits` [R, V], which may be wider than the weight; the weight's is
+    added to `of_weight`.
 
     That may be float32 beside a weight of 16 bits.
     """

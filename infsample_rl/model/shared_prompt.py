@@ -1,9 +1,9 @@
 """A prompt that is computed once for all passes over its responses, forward and backward.
 
-A group too long for one pass is trained in several. Its prompt runs first, alone; every pass over some of its responses then reads the
-prompt's keys, values and last hidden state as if they were inputs, and leaves its gradient there; one backward pass through the prompt
-delivers the sum. By the chain rule that is the gradient of the group in one row. Beside its activations the prompt takes one gradient
-of its keys and values.
+A group too long for one pass is trained in several. Its prompt runs first, alone; every pass over some of its responses
+then reads the prompt's keys, values and last hidden state as if they were inputs, and leaves its gradient there; one
+backward pass through the prompt delivers the sum. By the chain rule that is the gradient of the group in one row.
+Beside its activations the prompt takes one gradient of its keys and values.
 
 Shape letters: P prompt tokens, K key-value heads, D head dimension, E hidden size.
 """
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 
 class SharedPrompt:
-    """Filled by the prompt's own pass (`keep`, `end`), read by the passes over its responses (`keys_and_values`, `last_hidden`)."""
+    """Filled by the prompt's own pass (`keep`, `end`), read by the passes over its responses (`keys_and_values`,
+    `last_hidden`)."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -26,11 +27,14 @@ class SharedPrompt:
         self._last_hidden: _Shared | None = None
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Called by the attention of the prompt's pass: key and value [1, K, P, D]. RuntimeError for a module that attends twice."""
+        """Called by the attention of the prompt's pass: key and value [1, K, P, D]. RuntimeError for a module that
+        attends twice."""
         if self.is_filled:  # activations that are computed again
             return
         if module in self._pairs:
-            raise RuntimeError(f"{type(module).__name__} attends twice in one pass: its prompt cannot be shared by several")
+            raise RuntimeError(
+                f"{type(module).__name__} attends twice in one pass: its prompt cannot be shared by several"
+            )
         self._pairs[module] = (_Shared(key), _Shared(value))
 
     def end(self, last_hidden: Tensor) -> None:
@@ -48,7 +52,8 @@ class SharedPrompt:
         return self._last_hidden.leaf
 
     def gradient_carrier(self) -> Tensor:
-        """A scalar whose backward pass, whatever it is scaled by, runs the gradients that all passes have left through the prompt. Once."""
+        """A scalar whose backward pass, whatever it is scaled by, runs the gradients that all passes have left through
+        the prompt. Once."""
         shared = [tensor for pair in self._pairs.values() for tensor in pair] + [self._last_hidden]
         made = [tensor.made for tensor in shared if tensor.made.requires_grad]
         gradients = [tensor.take_gradient() for tensor in shared if tensor.made.requires_grad]
@@ -56,7 +61,8 @@ class SharedPrompt:
 
 
 class _Shared:
-    """A tensor as the prompt's pass made it, and the leaf that other passes read. Gradients are summed in float32, as a parameter's are."""
+    """A tensor as the prompt's pass made it, and the leaf that other passes read. Gradients are summed in float32, as a
+    parameter's are."""
 
     def __init__(self, made: Tensor) -> None:
         self.made = made

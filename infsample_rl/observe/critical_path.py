@@ -2,7 +2,8 @@
 
     weights are in the engines <- optimizer <- last backward <- its reward <- its decoding <- ...
 
-A phase began when two things were there: its worker, and its input. Whichever came last is what it waited for, so the walk goes on there.
+A phase began when two things were there: its worker, and its input. Whichever came last is what it waited for, so the
+walk goes on there.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def outermost(worker: str, phases: Iterable[Phase]) -> list[Interval]:
 
 
 def intervals_of(workers: Iterable[WorkerPhases]) -> list[Interval]:
-    """The outermost phases of several workers. Of the driver, whose phases are others' work seen from outside, only its own: learn."""
+    """The outermost phases of several workers. Of the driver, whose phases are others' work seen from outside, only its
+    own: learn."""
     intervals = []
     for worker in workers:
         own = worker.phases if worker.role != "driver" else [phase for phase in worker.phases if phase.name == "learn"]
@@ -61,7 +63,8 @@ def intervals_of(workers: Iterable[WorkerPhases]) -> list[Interval]:
 
 
 def critical_path(intervals: Iterable[Interval], started: float, ended: float) -> list[Interval]:
-    """The path through a step of time.time() `started` to `ended`, first to last, without holes: where nobody worked it is a "wait".
+    """The path through a step of time.time() `started` to `ended`, first to last, without holes: where nobody worked it
+    is a "wait".
 
     Example: decoding 0-6, reward 6-7, forward 8-9, backward 9-9.5, optimizer 9.5-10 -> these five and a wait 7-8.
     """

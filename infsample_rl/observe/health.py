@@ -13,7 +13,8 @@ from infsample_rl.config import Config
 from infsample_rl.observe.health_rules import BASELINE_STEPS, LONGEST_WINDOW, RULES, Finding, Steps
 
 WORSE = 1.5  # how many times as bad something must be to be said again
-REMIND_STEPS = 100  # after which what still holds is said again: a line an hour, not one a step, in a run whose steps take half a minute
+# after which what still holds is said again: a line an hour, not one a step, in a run whose steps take half a minute
+REMIND_STEPS = 100
 FORGET_STEPS = 10  # without it after which something is new again
 
 
@@ -23,7 +24,8 @@ class _Said(NamedTuple):
 
 
 class Health:
-    """Follows a run's steps. What it finds is said once, again when it is WORSE times as bad, after REMIND_STEPS, or when it has come back."""
+    """Follows a run's steps. What it finds is said once, again when it is WORSE times as bad, after REMIND_STEPS, or
+    when it has come back."""
 
     def __init__(self, config: Config, history: Iterable[dict[str, Any]] = ()) -> None:
         """`history`: records of metrics.jsonl of the steps before, which count as seen and are not judged again."""

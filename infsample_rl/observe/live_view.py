@@ -1,6 +1,8 @@
-"""The screen of a run that is watched: progress, the last step in figures, the rows that decode now, warnings. Lines of text for any size.
+"""The screen of a run that is watched: progress, the last step in figures, the rows that decode now, warnings. Lines of
+text for any size.
 
-Every line fits the width: what matters least is left out first, so that 40 columns show the same lines as 80 with less on each.
+Every line fits the width: what matters least is left out first, so that 40 columns show the same lines as 80 with less
+on each.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class LiveView:
         self._asked_at, self._asked_in = 0.0, ""
 
     def watch(self, source: Callable[[], ClusterNow] | None) -> None:
-        """Where what is in flight is asked for, at most every ASK_S; it must not wait. None: nothing decodes any more."""
+        """Where what is in flight is asked for, at most every ASK_S; it must not wait. None: nothing decodes any
+        more."""
         self._source, self._now = source, None
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -138,7 +141,8 @@ class LiveView:
     def _worker(self, worker: RolloutNow, width: int, height: int) -> list[Text]:
         columns = max(1, width // (CELL + 2))
         cell = (width + 2) // columns - 2
-        rows = sorted(worker.rows, key=lambda row: row.tokens - (row.predicted or self._longest))  # most tokens left first
+        # most tokens left first
+        rows = sorted(worker.rows, key=lambda row: row.tokens - (row.predicted or self._longest))
         shown = rows[: columns * height]
         hidden = f"{len(shown)} shown, most left first" if len(shown) < len(rows) else ""
         full = worker.pages_used / worker.pages if worker.pages else 0.0
@@ -159,7 +163,14 @@ class LiveView:
         name, count = f"{row.prompt_index}.{row.sample_index}", f"{row.tokens}{known}"
         name, count = f"{name:<6}", f"{count:>{2 * len(str(self._longest)) + 2}}"
         text = Text().append(name, style="cyan")
-        text.append_text(_bar(row.tokens, max(row.tokens, row.predicted or 0), self._longest, max(1, width - len(name) - len(count) - 1)))
+        text.append_text(
+            _bar(
+                row.tokens,
+                max(row.tokens, row.predicted or 0),
+                self._longest,
+                max(1, width - len(name) - len(count) - 1),
+            )
+        )
         return text.append(" " + count)
 
 
@@ -173,9 +184,17 @@ def step_figures(metrics: dict[str, float]) -> list[tuple[str, list[str]]]:
     reward = "{:.3f}".format(known["reward/mean"]) if "reward/mean" in known else ""
     reward += " \u00b1 {:.3f}".format(known["reward/std"]) if reward and "reward/std" in known else ""
     length = "{:.0f}".format(known["response/length_mean"]) if "response/length_mean" in known else ""
-    length += " \u00b1 {:.0f} tokens".format(known["response/length_std"]) if length and "response/length_std" in known else ""
+    length += (
+        " \u00b1 {:.0f} tokens".format(known["response/length_std"])
+        if length and "response/length_std" in known
+        else ""
+    )
     pool = known.get("rollout/kv_pool_bytes")
-    peak = f"KV peak {known['rollout/peak_kv_bytes'] / pool:.0%} of the pool" if pool and "rollout/peak_kv_bytes" in known else ""
+    peak = (
+        f"KV peak {known['rollout/peak_kv_bytes'] / pool:.0%} of the pool"
+        if pool and "rollout/peak_kv_bytes" in known
+        else ""
+    )
     kl = [("learner/kl", "KL {:.2g}")] if known.get("learner/kl") else []
     staleness = [("rollout/staleness", "staleness {:.0f}")] if "rollout/staleness" in known else []
     figures = {
@@ -195,7 +214,10 @@ def step_figures(metrics: dict[str, float]) -> list[tuple[str, list[str]]]:
             ("timing/update", "update {:.1f}"),
             ("timing/weight_sync", "weights {:.1f}"),
         ),
-        "rollout": [*parts(("timing/tokens_per_s", "{:,.0f} tok/s"), ("rollout/row_utilisation", "rows {:.0%} used")), peak],
+        "rollout": [
+            *parts(("timing/tokens_per_s", "{:,.0f} tok/s"), ("rollout/row_utilisation", "rows {:.0%} used")),
+            peak,
+        ],
     }
     return [(name, found) for name, values in figures.items() if (found := [value for value in values if value])]
 

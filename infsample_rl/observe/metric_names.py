@@ -1,7 +1,7 @@
 """Every metric a run can log: its name, unit and meaning, once. Standard library only.
 
-docs/reference/metrics.md is written from this table, W&B's sections and the team's workspace are its groups, and tests hold it against the
-package's sources and against what real runs log. Names are final: dashboards build on them.
+docs/reference/metrics.md is written from this table, W&B's sections and the team's workspace are its groups, and tests
+hold it against the package's sources and against what real runs log. Names are final: dashboards build on them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """Unit and meaning of a metric. A metric that a step has no value for (no sample had a reward) is null in metrics.jsonl."""
+    """Unit and meaning of a metric. A metric that a step has no value for (no sample had a reward) is null in
+    metrics.jsonl."""
 
     unit: str
     meaning: str
@@ -36,58 +37,92 @@ GROUPS = {
 METRICS = {
     "reward/mean": Metric("reward", "mean over the samples that have a reward"),
     "reward/std": Metric("reward", "standard deviation over these samples, of all prompts together"),
-    "reward/failed": Metric("samples", "samples without a reward: the function failed, returned none, or ran longer than reward.timeout_s"),
-    "reward/groups_with_signal": Metric("share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"),
-    "reward/<function>": Metric("reward", "mean of one function of several in reward.functions, before its weight; or of a number it reported"),
+    "reward/failed": Metric(
+        "samples", "samples without a reward: the function failed, returned none, or ran longer than reward.timeout_s"
+    ),
+    "reward/groups_with_signal": Metric(
+        "share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"
+    ),
+    "reward/<function>": Metric(
+        "reward", "mean of one function of several in reward.functions, before its weight; or of a number it reported"
+    ),
     "response/length_mean": Metric("tokens", "mean length, the stop token included"),
     "response/length_std": Metric("tokens", "standard deviation of the length"),
     "response/length_max": Metric("tokens", "longest response"),
     "response/cut": Metric("share", "samples cut at rollout.max_new_tokens"),
     "response/tokens": Metric("tokens", "all tokens sampled in the step"),
-    "response/samples": Metric("samples", "all samples of the step; more than it trains with objective.dynamic_sampling"),
-    "eval/accuracy": Metric("reward", "mean reward over all samples of all held-out problems; a failed reward counts 0"),
+    "response/samples": Metric(
+        "samples", "all samples of the step; more than it trains with objective.dynamic_sampling"
+    ),
+    "eval/accuracy": Metric(
+        "reward", "mean reward over all samples of all held-out problems; a failed reward counts 0"
+    ),
     "eval/pass@1": Metric("reward", "mean over the problems of the first sample's reward"),
     "eval/mean@<k>": Metric("reward", "eval/accuracy under the number of samples a problem, run.eval_samples"),
     "eval/length_mean": Metric("tokens", "mean length"),
     "eval/failed": Metric("samples", "samples without a reward"),
     "learner/loss": Metric("-", "the objective, of the whole update"),
-    "learner/grad_norm": Metric("-", "norm of the gradient before it is clipped at learner.max_grad_norm, mean over the updates made; 0 if none"),
+    "learner/grad_norm": Metric(
+        "-", "norm of the gradient before it is clipped at learner.max_grad_norm, mean over the updates made; 0 if none"
+    ),
     "learner/lr": Metric("-", "learning rate of the step's last update"),
     "learner/updates": Metric("updates", "optimizer steps of the step: objective.epochs x objective.mini_batches"),
-    "learner/skipped_updates": Metric("updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"),
+    "learner/skipped_updates": Metric(
+        "updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"
+    ),
     "learner/kl": Metric("nats", "the KL estimate of objective.kl to the reference; 0 without a KL term"),
     "learner/entropy": Metric("nats", "entropy of the policy's distribution at a token"),
     "learner/clip_fraction": Metric("share", "tokens whose gradient the clip removed; 0 with one update a step"),
     "learner/importance_mean": Metric("-", "mean importance weight of objective.importance; 1 without one"),
-    "learner/logprob_diff_mean": Metric("nats", "mean absolute difference of engine and learner in a token's log-probability"),
+    "learner/logprob_diff_mean": Metric(
+        "nats", "mean absolute difference of engine and learner in a token's log-probability"
+    ),
     "learner/logprob_diff_max": Metric("nats", "largest such difference of the step"),
     "learner/logprob_diff_k3": Metric("nats", "KL of engine and learner, estimated by k3"),
-    "learner/engine_ess": Metric("share", "effective sample size of the engine's tokens for the learner's policy: 1 when the two agree"),
+    "learner/engine_ess": Metric(
+        "share", "effective sample size of the engine's tokens for the learner's policy: 1 when the two agree"
+    ),
     "rollout/running_steps": Metric("steps", "decode steps of the slowest worker, rounds of dynamic sampling added"),
-    "rollout/rounds": Metric("rounds", "rounds of sampling; above 1 when objective.dynamic_sampling drew other prompts"),
+    "rollout/rounds": Metric(
+        "rounds", "rounds of sampling; above 1 when objective.dynamic_sampling drew other prompts"
+    ),
     "rollout/peak_kv_bytes": Metric("bytes", "most KV that a worker held at a time"),
     "rollout/kv_pool_bytes": Metric("bytes", "KV pool of a worker, allocated once"),
     "rollout/row_utilisation": Metric("share", "rows that decoded, of those there could be, mean over the steps"),
     "rollout/preemptions": Metric("samples", "samples that had to give pages back before their end"),
     "rollout/recomputed_tokens": Metric("tokens", "tokens whose KV was computed again after a preemption"),
     "rollout/parked_tokens": Metric("tokens", "tokens whose KV was copied out of the pool and back instead"),
-    "rollout/staleness": Metric("updates", "how many updates behind the weights were that drew these samples (run.max_staleness=1)"),
+    "rollout/staleness": Metric(
+        "updates", "how many updates behind the weights were that drew these samples (run.max_staleness=1)"
+    ),
     "predictor/used": Metric("0 or 1", "whether predictions of the probe ordered this step's samples"),
-    "predictor/steps_saved": Metric("steps", "decode steps saved by predictions in replays of recent groups; below 0 they are not used"),
-    "predictor/seconds": Metric("s", "time the slowest worker spent on predicting and on what is learnt from, while it sampled"),
+    "predictor/steps_saved": Metric(
+        "steps", "decode steps saved by predictions in replays of recent groups; below 0 they are not used"
+    ),
+    "predictor/seconds": Metric(
+        "s", "time the slowest worker spent on predicting and on what is learnt from, while it sampled"
+    ),
     "predictor/fit_seconds": Metric("s", "time the driver spent on fitting it after the step"),
-    "predictor/log_error": Metric("-", "mean |log(predicted / length)| of first predictions, samples that ended by themselves"),
+    "predictor/log_error": Metric(
+        "-", "mean |log(predicted / length)| of first predictions, samples that ended by themselves"
+    ),
     "predictor/token_error": Metric("tokens", "mean |predicted - length| of the same"),
     "predictor/tau": Metric("-", "Kendall's tau-b of first predictions and lengths within a prompt, mean over prompts"),
-    "memory/learner_peak_bytes": Metric("bytes", "most memory of a learner rank: allocated on CUDA, of the process on a CPU"),
+    "memory/learner_peak_bytes": Metric(
+        "bytes", "most memory of a learner rank: allocated on CUDA, of the process on a CPU"
+    ),
     "memory/rollout_peak_bytes": Metric("bytes", "most memory of a rollout worker, in the same way"),
     "memory/reference_peak_bytes": Metric("bytes", "most memory of a reference worker, where there are any"),
     "timing/step": Metric("s", "the step as a whole, evaluation and checkpoint apart"),
     "timing/rollout": Metric("s", "until the last sample was there"),
-    "timing/backward_after_rollout": Metric("s", "from there to the end of the last backward pass: what overlap did not hide"),
+    "timing/backward_after_rollout": Metric(
+        "s", "from there to the end of the last backward pass: what overlap did not hide"
+    ),
     "timing/update": Metric("s", "from there to the end of the optimizer's step"),
     "timing/weight_sync": Metric("s", "publishing the new weights to every engine"),
-    "timing/overlap": Metric("s", "time in which a learner rank worked while samples were still drawn, mean over the ranks"),
+    "timing/overlap": Metric(
+        "s", "time in which a learner rank worked while samples were still drawn, mean over the ranks"
+    ),
     "timing/backward_lead": Metric("s", "how long before the last sample the first row was trained"),
     "timing/reward_lead": Metric("s", "how long before a group's last sample its first was scored, largest"),
     "timing/tokens_per_s": Metric("tokens/s", "sampled tokens over timing/rollout, all workers"),
@@ -108,7 +143,14 @@ def described(name: str) -> Metric | None:
     """
     if name in METRICS:
         return METRICS[name]
-    return next((metric for entry, metric in METRICS.items() if "<" in entry and re.fullmatch(re.sub("<.*?>", ".+", entry), name)), None)
+    return next(
+        (
+            metric
+            for entry, metric in METRICS.items()
+            if "<" in entry and re.fullmatch(re.sub("<.*?>", ".+", entry), name)
+        ),
+        None,
+    )
 
 
 def undescribed(names: Iterable[str]) -> list[str]:

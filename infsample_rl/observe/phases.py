@@ -1,10 +1,12 @@
-"""What a process is doing, and what it has done: named phases with their times. Standard library only; no torch, no Ray.
+"""What a process is doing, and what it has done: named phases with their times. Standard library only; no torch, no
+Ray.
 
     with phase("backward"):
         ...
 
-On Linux the name of the phase is also the process's name (/proc/PID/comm): `top` shows it, and phase_of(pid) reads it from outside even
-of a process that is stopped or hangs. A phase costs about 5 microseconds, a third of it for writing the name twice (docs/observability.md).
+On Linux the name of the phase is also the process's name (/proc/PID/comm): `top` shows it, and phase_of(pid) reads it
+from outside even of a process that is stopped or hangs. A phase costs about 5 microseconds, a third of it for writing
+the name twice (docs/observability.md).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ NAME_BYTES = 15  # Linux cuts a process's name here
 
 
 class phase(ContextDecorator):  # noqa: N801 -- reads as a statement: with phase("decode")
-    """A phase of this process, for a block or a whole function. Phases nest: at its end the outer one is the current one again."""
+    """A phase of this process, for a block or a whole function. Phases nest: at its end the outer one is the current
+    one again."""
 
     def __init__(self, name: str):
         self.name = name
@@ -94,12 +97,14 @@ class _Recorder:
 
 
 def current() -> tuple[str, float]:
-    """The innermost phase this process is in, and the time.time() since which it is; between phases ("idle", since when)."""
+    """The innermost phase this process is in, and the time.time() since which it is; between phases ("idle", since
+    when)."""
     return _recorder.current()
 
 
 def take_phases() -> list[Phase]:
-    """Phases that have ended since the last call, in the order of their ends. An inner phase comes before the one around it."""
+    """Phases that have ended since the last call, in the order of their ends. An inner phase comes before the one
+    around it."""
     return _recorder.take()[0]
 
 
@@ -131,7 +136,8 @@ def phase_of(pid: int) -> str | None:
 
 
 def _open_comm() -> int | None:
-    """This process's name, to be written; kept open, which makes a write three times cheaper. None where there is no /proc."""
+    """This process's name, to be written; kept open, which makes a write three times cheaper. None where there is no
+    /proc."""
     try:
         return os.open("/proc/self/comm", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:

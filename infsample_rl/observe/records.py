@@ -38,7 +38,12 @@ def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
 def amend_record(file: TextIO, path: Path, step: int, values: dict[str, Any]) -> TextIO:
     """Add values to the record that an open file has of a step, and go on with it."""
     file.close()
-    _rewrite(path, lambda record, line: _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line)
+    _rewrite(
+        path,
+        lambda record, line: (
+            _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line
+        ),
+    )
     return _append_to(path)
 
 
@@ -48,7 +53,8 @@ def _append_to(path: Path) -> TextIO:
 
 
 def append_records(file: TextIO, records: list[dict[str, Any]]) -> None:
-    """Write records and hand them to the operating system, so that a killed process loses none. Numbers as json_value() gives them."""
+    """Write records and hand them to the operating system, so that a killed process loses none. Numbers as json_value()
+    gives them."""
     file.write("".join(_line(record) for record in records))
     file.flush()
 
@@ -56,7 +62,8 @@ def append_records(file: TextIO, records: list[dict[str, Any]]) -> None:
 def _line(record: dict[str, Any]) -> str:
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    except (ValueError, TypeError):  # NaN, or a number of numpy's: seldom, and walking through every record takes ten times as long
+    # NaN, or a number of numpy's: seldom, and walking through every record takes ten times as long
+    except (ValueError, TypeError):
         return json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -93,7 +100,8 @@ def _rewrite(path: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> No
 
 
 def set_aside(path: Path) -> None:
-    """Rename a non-empty file to NAME.1.jsonl (or the next free number): a new run never mixes with or deletes an older log."""
+    """Rename a non-empty file to NAME.1.jsonl (or the next free number): a new run never mixes with or deletes an older
+    log."""
     if not path.exists() or path.stat().st_size == 0:
         return
     free = next(name for number in count(1) if not (name := path.with_suffix(f".{number}{path.suffix}")).exists())

@@ -1,4 +1,5 @@
-"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html and the trackers."""
+"""What a run shows and keeps: one call a step feeds the console, run.log, the JSONL files, report.html and the
+trackers."""
 
 from __future__ import annotations
 
@@ -11,15 +12,28 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.observe.health import Health
 from infsample_rl.observe.live_view import LiveView, step_figures
-from infsample_rl.observe.records import amend_record, append_records, json_value, open_records, read_records, rewind_records
+from infsample_rl.observe.records import (
+    amend_record,
+    append_records,
+    json_value,
+    open_records,
+    read_records,
+    rewind_records,
+)
 from infsample_rl.observe.screen import Screen
 from infsample_rl.observe.timeline_picture import draw_timeline, newest_step
 from infsample_rl.observe.trackers.trackers import start_trackers
 from infsample_rl.types import ClusterNow
 
-METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "lengths.jsonl"
+METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = (
+    "metrics.jsonl",
+    "completions.jsonl",
+    "samples.jsonl",
+    "lengths.jsonl",
+)
 WARNINGS_FILE = "warnings.jsonl"
-RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)  # with a step: cut back where steps are done again
+# with a step: cut back where steps are done again
+RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)
 REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 WARN_EVERY_STEPS = 20  # of warnings that may come with every step, one of a kind in so many is said
@@ -27,10 +41,12 @@ PICTURE_EVERY_S = 60.0  # trackers get a timeline; drawing one takes a part of a
 
 
 class RunLogger:
-    """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's step.
+    """Everything a run reports. `start_step` is the last step already done: 0 for a new run, else the checkpoint's
+    step.
 
-    A new run sets files of an earlier start aside as NAME.1.jsonl; a resumed one goes on with them, and has to rewind() before its first step.
-    On a terminal a live view stays below everything printed; in a pipe or a file every step is one plain line, more with logging.verbose.
+    A new run sets files of an earlier start aside as NAME.1.jsonl; a resumed one goes on with them, and has to rewind()
+    before its first step. On a terminal a live view stays below everything printed; in a pipe or a file every step is
+    one plain line, more with logging.verbose.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
@@ -49,7 +65,8 @@ class RunLogger:
         self._step = start_step
         before = (record for record in read_records(run_dir / METRICS_FILE) if record["step"] <= start_step)
         self._health = Health(config, before if start_step else ())
-        self._seldom: dict[str, tuple[int, int]] = {}  # kind of warning -> step it was said at, how many were kept back since
+        # kind of warning -> step it was said at, how many were kept back since
+        self._seldom: dict[str, tuple[int, int]] = {}
         self._say_of_trackers()
         for tracker in self._trackers:
             if tracker.place:
@@ -68,12 +85,14 @@ class RunLogger:
         (self._screen.line if self._verbose else self._screen.keep)(text)
 
     def warn(self, text: str, rule: str = "") -> None:
-        """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py, where one found it."""
+        """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py,
+        where one found it."""
         self._screen.warn(text)
         append_records(self._files[WARNINGS_FILE], [{"step": self._step, "rule": rule or None, "text": text}])
 
     def warn_seldom(self, text: str) -> None:
-        """A warning that may come with every step: said once in WARN_EVERY_STEPS of those that differ in numbers alone, the others counted."""
+        """A warning that may come with every step: said once in WARN_EVERY_STEPS of those that differ in numbers alone,
+        the others counted."""
         kind = re.sub(r"\d+", "#", text)
         said_at, kept_back = self._seldom.get(kind, (None, 0))
         if said_at is not None and self._step - said_at < WARN_EVERY_STEPS:
@@ -85,13 +104,15 @@ class RunLogger:
         self.warn(f"{text} (and {kept_back:,} more like it since step {said_at})" if kept_back else text)
 
     def start_progress(self, source: Callable[[], ClusterNow] | None = None) -> None:
-        """Show the live view before the first step ends. `source`: what is in flight, without waiting; asked on a terminal only."""
+        """Show the live view before the first step ends. `source`: what is in flight, without waiting; asked on a
+        terminal only."""
         if self._screen.is_live:
             self._view.watch(source)
         self._screen.start_live()
 
     def log_step(self, step: int, metrics: dict[str, float | None], completions: list[dict[str, Any]]) -> None:
-        """Keep and show one step. Call it before the step's checkpoint gets its name, or a kill in between loses the record.
+        """Keep and show one step. Call it before the step's checkpoint gets its name, or a kill in between loses the
+        record.
 
         `completions`: dicts with the keys COMPLETION_COLUMNS; the first logging.completions_per_step are kept.
         """
@@ -127,17 +148,21 @@ class RunLogger:
         for tracker in self._trackers:
             tracker.log(step, {name: value for name, value in values.items() if value is not None}, [])
         self._say_of_trackers()
-        self._screen.step(step, {name: value for name, value in (self.record_of(step) or {}).items() if value is not None})
+        self._screen.step(
+            step, {name: value for name, value in (self.record_of(step) or {}).items() if value is not None}
+        )
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""
         append_records(self._files[name], records)
 
     def write_report(self, *, is_last: bool = False) -> None:
-        """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the time."""
+        """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the
+        time."""
         if not self._writes_report or (not is_last and time.monotonic() < self._report_due_at):
             return
-        from infsample_rl.observe.report.writing import write_report  # late: what it takes, a run that fails at start need not load
+        # late: what it takes, a run that fails at start need not load
+        from infsample_rl.observe.report.writing import write_report
 
         started = time.monotonic()
         try:
@@ -163,15 +188,19 @@ class RunLogger:
             tracker.said.clear()
 
     def rewind(self, step: int) -> None:
-        """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first evaluation too."""
+        """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first
+        evaluation too."""
         for name, file in self._files.items():  # a warning before the first step stays
-            self._files[name] = rewind_records(file, self._run_dir / name, step if name == WARNINGS_FILE else step or -1)
+            self._files[name] = rewind_records(
+                file, self._run_dir / name, step if name == WARNINGS_FILE else step or -1
+            )
         self._health.rewind(step)
         self._step, self._pictured = step, min(self._pictured, step)
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Stop the live view, finish the trackers (as a failed run if `failed`) and close the files. Calling it again does nothing."""
+        """Stop the live view, finish the trackers (as a failed run if `failed`) and close the files. Calling it again
+        does nothing."""
         self._screen.stop_live()
         if not self._files[METRICS_FILE].closed:
             self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves

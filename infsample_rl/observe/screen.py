@@ -1,4 +1,5 @@
-"""The console half of a run's log: a live view on a terminal, plain lines in a pipe; what is said is copied to run.log."""
+"""The console half of a run's log: a live view on a terminal, plain lines in a pipe; what is said is copied to
+run.log."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen:
-    """The console and run.log: a live view below the printed lines on a terminal, plain lines without escape codes elsewhere."""
+    """The console and run.log: a live view below the printed lines on a terminal, plain lines without escape codes
+    elsewhere."""
 
     def __init__(self, log_path: Path, view: LiveView, *, total_steps: int, start_step: int, progress: bool) -> None:
         self._log = log_path.open("a", encoding="utf-8", errors="backslashreplace")
@@ -99,8 +101,14 @@ class Screen:
         """Start the live view, once."""
         if not self.is_live or self._live is not None:
             return
-        # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file is left alone.
-        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=2, redirect_stderr=sys.stderr.isatty())
+        # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file
+        # is left alone.
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=2,
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._live.start(refresh=True)
         self._console.show_cursor(True)  # rich hides it, and a killed run could not bring it back
 
@@ -129,7 +137,8 @@ class Screen:
             return ""
         since = time.monotonic() - self._marks[-1][1]
         left = self._rate * (self._total - self._step) - since
-        return f"{duration(left)} left" if left >= 1 else ""  # a step that takes longer than those before has no end to tell
+        # a step that takes longer than those before has no end to tell
+        return f"{duration(left)} left" if left >= 1 else ""
 
     def _print(self, text: str, style: str = "") -> None:
         # What the output's encoding lacks is escaped: a prompt in Greek must not end a run whose terminal is ASCII.
@@ -148,7 +157,11 @@ class Screen:
 
 def step_figures(metrics: dict[str, float]) -> str:
     """Reward, response length and speed of a step, those that are there: "reward 0.431  length 57  1,234 tok/s"."""
-    formats = {"reward/mean": "reward {:.3f}", "response/length_mean": "length {:.0f}", "timing/tokens_per_s": "{:,.0f} tok/s"}
+    formats = {
+        "reward/mean": "reward {:.3f}",
+        "response/length_mean": "length {:.0f}",
+        "timing/tokens_per_s": "{:,.0f} tok/s",
+    }
     return "  ".join(text.format(metrics[name]) for name, text in formats.items() if metrics.get(name) is not None)
 
 

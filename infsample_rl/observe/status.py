@@ -1,4 +1,5 @@
-"""What a worker says of itself when the driver asks why nothing moves: where its threads stand and what it logged last."""
+"""What a worker says of itself when the driver asks why nothing moves: where its threads stand and what it logged
+last."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ def status() -> WorkerStatus:
     """Of this process, from any of its threads, also while another computes or waits."""
     phase, since = current()
     seconds = max(0.0, time.time() - since)
-    return WorkerStatus(pid=os.getpid(), node=socket.gethostname(), phase=phase, phase_s=seconds, last_line=_last_line.text, stack=_stack())
+    return WorkerStatus(
+        pid=os.getpid(),
+        node=socket.gethostname(),
+        phase=phase,
+        phase_s=seconds,
+        last_line=_last_line.text,
+        stack=_stack(),
+    )
 
 
 def _stack() -> str:
@@ -49,5 +57,10 @@ def _stack() -> str:
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
         if ident != threading.get_ident() and any(entry.filename.startswith(_PACKAGE) for entry in frames):
-            texts.append("\n".join(f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}: {entry.line}" for entry in frames[-_FRAMES:]))
+            texts.append(
+                "\n".join(
+                    f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}: {entry.line}"
+                    for entry in frames[-_FRAMES:]
+                )
+            )
     return "\n\n".join(texts)

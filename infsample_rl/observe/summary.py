@@ -37,13 +37,16 @@ REWARD_COLOUR, ACCURACY_COLOUR, LENGTH_COLOUR = "#1f5fa8", "#d1620a", "#2a7f4f"
 def write_summary(config: Config, run_dir: Path, *, checkpoint: Path | None, seconds: float) -> str:
     """Draw run_dir/reward_curve.png and return the summary as text.
 
-    `seconds` is the time of this start of the run; tokens and tokens/s are over all steps in metrics.jsonl, earlier starts included.
+    `seconds` is the time of this start of the run; tokens and tokens/s are over all steps in metrics.jsonl, earlier
+    starts included.
     """
     records = list(read_records(run_dir / "metrics.jsonl"))
     steps = [record for record in records if record["step"] > 0]
     title = f"{config.run.name}: {len(steps)} steps"
     if steps:
-        draw_curves(records, run_dir / "reward_curve.png", title=f"{title}, {config.rollout.group_size} samples a prompt")
+        draw_curves(
+            records, run_dir / "reward_curve.png", title=f"{title}, {config.rollout.group_size} samples a prompt"
+        )
     rows = [
         ("held-out accuracy", accuracy_text(records)),
         ("reward", before_after(steps, "reward/mean", "{:.3f}")),
@@ -108,7 +111,8 @@ def sampled_text(steps: list[dict[str, Any]], samples_per_step: int) -> str:
 
 
 def try_command(config: Config, checkpoint: Path, run_dir: Path) -> str:
-    """A shell line that samples from the checkpoint with plain transformers, on the last prompt of completions.jsonl."""
+    """A shell line that samples from the checkpoint with plain transformers, on the last prompt of
+    completions.jsonl."""
     samples = run_dir / "completions.jsonl"
     if samples.exists() and samples.stat().st_size > 0:
         prompt = f'json.loads(open({str(samples)!r}).readlines()[-1])["prompt"]'
@@ -116,7 +120,8 @@ def try_command(config: Config, checkpoint: Path, run_dir: Path) -> str:
         prompt = json.dumps("Question: what is 7 + 5?\nAnswer:")
     model = repr(str(checkpoint))
     sample = f"max_new_tokens={config.rollout.max_new_tokens}, do_sample=True, temperature={config.rollout.temperature}"
-    code = f'import json; from transformers import pipeline; print(pipeline("text-generation", {model})({prompt}, {sample})[0]["generated_text"])'
+    generate = f'pipeline("text-generation", {model})({prompt}, {sample})[0]["generated_text"]'
+    code = f"import json; from transformers import pipeline; print({generate})"
     return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
 
 
@@ -171,10 +176,28 @@ def draw_accuracy(axes: Any, records: list[dict[str, Any]]) -> None:
     if not shared:
         twin = axes.twinx()
         twin.set_ylabel("held-out accuracy", color=ACCURACY_COLOUR)
-        axes.plot([], [], color=ACCURACY_COLOUR, linestyle="--", marker="o", label="held-out accuracy (right)")  # one legend for both axes
+        # one legend for both axes
+        axes.plot([], [], color=ACCURACY_COLOUR, linestyle="--", marker="o", label="held-out accuracy (right)")
         axes = twin
     size = 6 if len(values) < 30 else 3
-    axes.plot(at, values, color=ACCURACY_COLOUR, linestyle="--", linewidth=1, marker="o", markersize=size, label="held-out accuracy")
+    axes.plot(
+        at,
+        values,
+        color=ACCURACY_COLOUR,
+        linestyle="--",
+        linewidth=1,
+        marker="o",
+        markersize=size,
+        label="held-out accuracy",
+    )
     box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}
     for step, value in {at[0]: values[0], at[-1]: values[-1]}.items():
-        axes.annotate(f"{value:.2f}", (step, value), xytext=(0, 9), textcoords="offset points", ha="center", color=ACCURACY_COLOUR, bbox=box)
+        axes.annotate(
+            f"{value:.2f}",
+            (step, value),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            color=ACCURACY_COLOUR,
+            bbox=box,
+        )

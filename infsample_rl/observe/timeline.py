@@ -1,6 +1,8 @@
-"""Who did what when: the phases of all workers become trace.json and one line a step, its critical path. Standard library only.
+"""Who did what when: the phases of all workers become trace.json and one line a step, its critical path. Standard
+library only.
 
-Workers are asked for their phases when a step ends and answer while the next one runs, so a step is drawn when the next one has ended.
+Workers are asked for their phases when a step ends and answer while the next one runs, so a step is drawn when the next
+one has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ IDLE_S = 0.001  # shorter gaps are not shown
 
 
 class Step(NamedTuple):
-    """A step and its time.time(). What comes after it and before the next (evaluation, checkpoint) counts to it in the trace."""
+    """A step and its time.time(). What comes after it and before the next (evaluation, checkpoint) counts to it in the
+    trace."""
 
     number: int
     started: float
@@ -33,11 +36,13 @@ class Step(NamedTuple):
 class Timeline:
     """Collects phases, writes trace.json for the last `keep_steps` steps and hands every step's critical path to `say`.
 
-    All of it in a thread of its own, in order: with many workers a step takes a tenth of a second to draw, for which no step waits. What
-    first went wrong there is raised by the next call, once.
+    All of it in a thread of its own, in order: with many workers a step takes a tenth of a second to draw, for which no
+    step waits. What first went wrong there is raised by the next call, once.
     """
 
-    def __init__(self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None], verbose: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None], verbose: bool = False
+    ) -> None:
         """`verbose`: say also what every worker did in a step."""
         self._trace = TraceFile(path, keep_steps=keep_steps, start_step=start_step)
         self._say, self._verbose = say, verbose
@@ -102,14 +107,16 @@ class Timeline:
             until = min(worker.until, step.ended)
             drawn = [phase for phase in worker.phases if phase.start < until]
             self._phases[key] = worker._replace(phases=[phase for phase in worker.phases if phase.start >= until])
-            gaps = self._gaps(key, drawn, until) if worker.role != "driver" else []  # what it does beside its phases is its own work too
+            # what it does beside its phases is its own work too
+            gaps = self._gaps(key, drawn, until) if worker.role != "driver" else []
             for phase in drawn + gaps:  # one whose answer came late belongs to an earlier step than is drawn
                 number = known[min(bisect_right(ends, phase.start), len(known) - 1)].number
                 events.append(_event(worker.role, worker.index, phase, number))
         self._trace.add(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
 
     def _gaps(self, key: tuple[str, int], drawn: list[Phase], until: float) -> list[Phase]:
-        """Where a worker did nothing, from where it was drawn to last. What it did before its first phase is not known."""
+        """Where a worker did nothing, from where it was drawn to last. What it did before its first phase is not
+        known."""
         busy = outermost("", (phase._replace(thread=0) for phase in drawn))
         now = self._drawn_until.get(key, busy[0].start if busy else until)
         gaps = []
@@ -123,7 +130,10 @@ class Timeline:
         return gaps
 
     def _name(self, worker: WorkerPhases) -> None:
-        pid, title = _pid(worker.role, worker.index), f"{worker.role} {worker.index}" if worker.role != "driver" else "driver"
+        pid, title = (
+            _pid(worker.role, worker.index),
+            f"{worker.role} {worker.index}" if worker.role != "driver" else "driver",
+        )
         self._trace.name({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{title} on {worker.node}"}})
         self._trace.name({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
 

@@ -12,22 +12,27 @@ from infsample_rl.observe.trace import read_trace
 MOST_ROWS = 32  # processes shown; of more, every n-th
 IDLE = "idle"
 COLOURS = {
-    "decode": "#1f5fa8", "prefill": "#7fb0e0", "reward": "#d1620a", "reference": "#8a63b5", "forward": "#7cc08a", "backward": "#2a7f4f",
-    "optimizer": "#b02a4c", "sync": "#e0b000", "learn": "#5c7080", "evaluate": "#9aa5ad", "save": "#3d3d3d", "setup": "#c9c9c9",
+    "decode": "#1f5fa8", "prefill": "#7fb0e0", "reward": "#d1620a", "reference": "#8a63b5", "forward": "#7cc08a",
+    "backward": "#2a7f4f",
+    "optimizer": "#b02a4c", "sync": "#e0b000", "learn": "#5c7080", "evaluate": "#9aa5ad", "save": "#3d3d3d",
+    "setup": "#c9c9c9",
     "sample": "#dfe6ec", "update": "#c3cdd6", "publish": "#efe3b0",  # of the driver: others' work seen from outside
 }  # fmt: skip
 OTHER = "#bdbdbd"
 
 
 def newest_step(path: Path) -> tuple[int, dict[str, list[dict[str, Any]]]] | None:
-    """The number of the newest drawn step of a trace and its events by process, in the trace's order; None: there is none (yet)."""
+    """The number of the newest drawn step of a trace and its events by process, in the trace's order; None: there is
+    none (yet)."""
     events = read_trace(path)
     complete = [event for event in events if event.get("ph") == "X"]
     if not complete:
         return None
     step = max(event["args"]["step"] for event in complete)
     titles = {event["pid"]: event["args"]["name"] for event in events if event.get("name") == "process_name"}
-    found: dict[str, list[dict[str, Any]]] = {titles.get(pid, str(pid)): [] for pid in sorted({event["pid"] for event in complete})}
+    found: dict[str, list[dict[str, Any]]] = {
+        titles.get(pid, str(pid)): [] for pid in sorted({event["pid"] for event in complete})
+    }
     for event in complete:
         if event["args"]["step"] == step and event["name"] != IDLE:
             found[titles.get(event["pid"], str(event["pid"]))].append(event)
@@ -53,10 +58,14 @@ def draw_timeline(step: int, processes: dict[str, list[dict[str, Any]]]) -> np.n
             if phase.startswith("step "):
                 continue
             seen[phase] = COLOURS.get(phase, OTHER)
-            axes.broken_barh([((event["ts"] - start) / 1e6, event["dur"] / 1e6)], (row - 0.4, 0.8), facecolors=seen[phase])
+            axes.broken_barh(
+                [((event["ts"] - start) / 1e6, event["dur"] / 1e6)], (row - 0.4, 0.8), facecolors=seen[phase]
+            )
     axes.set_yticks(range(len(shown)), shown, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"seconds of step {step}" + (f"; every {every}th of {len(processes)} processes" if every > 1 else ""))
+    axes.set_xlabel(
+        f"seconds of step {step}" + (f"; every {every}th of {len(processes)} processes" if every > 1 else "")
+    )
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=phase) for phase, colour in seen.items()]
     if handles:

@@ -1,7 +1,7 @@
 """trace.json: a run's last steps in Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON array format). The file is replaced in
-one move, so a run killed at any moment leaves a whole one.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON array format). The
+file is replaced in one move, so a run killed at any moment leaves a whole one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Event = dict[str, Any]
 
 
 class TraceFile:
-    """Events of the last `keep_steps` steps. `start_step` as in RunLogger: a resumed run drops the events of later steps."""
+    """Events of the last `keep_steps` steps. `start_step` as in RunLogger: a resumed run drops the events of later
+    steps."""
 
     def __init__(self, path: Path, *, keep_steps: int, start_step: int) -> None:
         self._path = path
@@ -35,17 +36,20 @@ class TraceFile:
             set_aside(path)
 
     def name(self, event: Event) -> None:
-        """Keep a metadata event for as long as the file; a later one of the same process, thread and name replaces it."""
+        """Keep a metadata event for as long as the file; a later one of the same process, thread and name replaces
+        it."""
         self._names[event["pid"], event.get("tid"), event["name"]] = event
 
     def add(self, events: list[Event]) -> None:
-        """Keep a step's events, each with args.step; the oldest step goes. Written now or within WRITE_EVERY_S seconds of steps."""
+        """Keep a step's events, each with args.step; the oldest step goes. Written now or within WRITE_EVERY_S seconds
+        of steps."""
         self._steps.append([json.dumps(event) for event in events])
         if time.monotonic() - self._written_at >= WRITE_EVERY_S:
             self.write()
 
     def write(self) -> None:
-        """Replace the file; with keep_steps=0 there is none. Where it cannot be written (a full disk) the one before stays."""
+        """Replace the file; with keep_steps=0 there is none. Where it cannot be written (a full disk) the one before
+        stays."""
         if self._steps.maxlen == 0:
             return
         self._written_at = time.monotonic()

@@ -24,7 +24,8 @@ def write_versions(run_dir: Path) -> None:
 
 
 def versions() -> dict[str, Any]:
-    """Example: {"infsample_rl": "0.1.0", "commit": "9e2adfede85e+", "python": "3.11.7", "torch": "2.13.0", "cores": 2, "gpus": [], ...}"""
+    """Example: {"infsample_rl": "0.1.0", "commit": "9e2adfede85e+", "python": "3.11.7", "torch": "2.13.0", "cores": 2,
+    "gpus": [], ...}"""
     return {
         "infsample_rl": infsample_rl.__version__,
         "commit": _commit(Path(infsample_rl.__file__).resolve().parent.parent),

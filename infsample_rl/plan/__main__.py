@@ -1,4 +1,5 @@
-"""What a run will take, before it starts: python -m infsample_rl.plan [+experiment=NAME] [group=CHOICE] [group.key=value ...]
+"""What a run will take, before it starts: python -m infsample_rl.plan [+experiment=NAME] [group=CHOICE]
+[group.key=value ...]
 
   cluster.device_type=h100   GPU to reckon with, where there is none here
   lengths=FILE               recorded response lengths (as simulate takes), for the running steps

@@ -1,4 +1,5 @@
-"""What to change first when a process does not fit: the first setting, with a value, that makes it fit, tried by planning again."""
+"""What to change first when a process does not fit: the first setting, with a value, that makes it fit, tried by
+planning again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ MOST_RANKS = 64
 
 
 def advise(config: Config, model: ModelOutline, plan: ProcessPlan, device: Device) -> list[str]:
-    """Settings as they are given on the command line that make the process fit; empty: none of those that are known does.
+    """Settings as they are given on the command line that make the process fit; empty: none of those that are known
+    does.
 
     Changes that leave the result as it is come first; each is tried alone, then on top of those before it.
     """
@@ -49,7 +51,10 @@ def _of_rollout(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
     limits = largest_pool(config, model, plan, device)
     if limits["slots"] >= 1:
         if config.rollout.has_budget:
-            yield {"rollout__kv_budget_tokens": limits["pages"] * config.rollout.page_size, "rollout__kv_budget_bytes": None}
+            yield {
+                "rollout__kv_budget_tokens": limits["pages"] * config.rollout.page_size,
+                "rollout__kv_budget_bytes": None,
+            }
         elif config.rollout.schedule == "full_group":
             yield {"rollout__schedule": "token_budget", "rollout__slots": limits["slots"]}
         else:

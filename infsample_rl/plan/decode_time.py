@@ -14,12 +14,14 @@ from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.simulator import simulate_prompts
 
-MOST_SIMULATED = 2048  # samples of one worker: seconds; the time of all, in whose middle as many decode at once, grows with their square
+# samples of one worker: seconds; the time of all, in whose middle as many decode at once, grows with their square
+MOST_SIMULATED = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTime:
-    """Of one rollout worker's part of a step. `step_seconds`: roofline, weights and KV read once, or the arithmetic where that is slower."""
+    """Of one rollout worker's part of a step. `step_seconds`: roofline, weights and KV read once, or the arithmetic
+    where that is slower."""
 
     lengths: str  # where they are from
     samples: int
@@ -35,7 +37,8 @@ class DecodeTime:
 
 
 def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
-    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many tokens."""
+    """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many
+    tokens."""
     rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
     prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
     size_simulated = min(rollout.group_size, MOST_SIMULATED)
@@ -71,7 +74,8 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
 
 
 def _groups(config: Config, prompts: int, size: int, lengths: Path | None) -> list[list[int]]:
-    """Lengths of `prompts` groups of `size`; recorded ones are taken in turn, also the samples of a prompt that has fewer."""
+    """Lengths of `prompts` groups of `size`; recorded ones are taken in turn, also the samples of a prompt that has
+    fewer."""
     cap = config.rollout.max_new_tokens
     if lengths is None:
         return [[cap] * size] * prompts

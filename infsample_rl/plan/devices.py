@@ -1,7 +1,8 @@
 """GPUs by name: memory, how fast they read it, how fast they talk to each other.
 
-Figures are of the vendor's data sheets (SXM form where there are several): memory as nvidia-smi shows it, bandwidth of that memory, dense
-bf16 arithmetic with float32 sums, and one direction of NVLink, or of PCIe 4.0 x16 where a card has no NVLink.
+Figures are of the vendor's data sheets (SXM form where there are several): memory as nvidia-smi shows it, bandwidth of
+that memory, dense bf16 arithmetic with float32 sums, and one direction of NVLink, or of PCIe 4.0 x16 where a card has
+no NVLink.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from infsample_rl.config import Config
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 
 GIB = 2**30
-CUDA_RESERVE = GIB  # what CUDA, cuBLAS and NCCL take of a GPU beside torch's tensors, and what fragments; not part of a process's sum
-HOST_BANDWIDTH, HOST_LINK, HOST_FLOPS = 15e9, 1.1e9, 1e11  # 2 cores with AVX-512: read by bench.engine; by Ray's object store (docs/learner.md)
+# what CUDA, cuBLAS and NCCL take of a GPU beside torch's tensors, and what fragments; not part of a process's sum
+CUDA_RESERVE = GIB
+# 2 cores with AVX-512: read by bench.engine; by Ray's object store (docs/learner.md)
+HOST_BANDWIDTH, HOST_LINK, HOST_FLOPS = 15e9, 1.1e9, 1e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,14 @@ class Device:
 
 
 def _gpu(name: str, mib: int, bandwidth: float, flops: float, link: float, multiprocessors: int) -> Device:
-    return Device(name=name, memory_bytes=mib * 2**20, bandwidth=bandwidth, flops=flops, link=link, multiprocessors=multiprocessors)
+    return Device(
+        name=name,
+        memory_bytes=mib * 2**20,
+        bandwidth=bandwidth,
+        flops=flops,
+        link=link,
+        multiprocessors=multiprocessors,
+    )
 
 
 DEVICES = {
@@ -57,7 +67,13 @@ def host() -> Device:
     """This machine's memory, as far as it is free; speeds as measured on 2 cores."""
     import torch
 
-    return Device(name="host memory", memory_bytes=free_bytes(torch.device("cpu")), bandwidth=HOST_BANDWIDTH, flops=HOST_FLOPS, link=HOST_LINK)
+    return Device(
+        name="host memory",
+        memory_bytes=free_bytes(torch.device("cpu")),
+        bandwidth=HOST_BANDWIDTH,
+        flops=HOST_FLOPS,
+        link=HOST_LINK,
+    )
 
 
 def gpu_of(config: Config) -> Device | None:
@@ -81,7 +97,8 @@ def gpu_of(config: Config) -> Device | None:
 
 
 def device_like(name: str, memory_bytes: int) -> Device:
-    """The known GPU that one found here is: device_like("NVIDIA L40S", 46 * 2**30).name -> "l40s". An A100 where none is like it."""
+    """The known GPU that one found here is: device_like("NVIDIA L40S", 46 * 2**30).name -> "l40s". An A100 where none
+    is like it."""
     said = name.lower().replace(" ", "")
     kinds = {known.split("-")[0] for known in DEVICES}
     kind = max((kind for kind in kinds if kind in said), key=len, default="a100")

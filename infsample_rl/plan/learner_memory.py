@@ -1,8 +1,8 @@
 """Memory of a learner rank: what it keeps from update to update, and what its fullest row adds.
 
-The state is arithmetic over what the backends allocate (docs/learner.md); the row is traced (row_memory.py). Rows are taken as full and
-as the second of an update, so that the gradients of all parameters are there. One rank in float32 on the CPU has been measured; 16 bits,
-several ranks, DeepSpeed, offload and CUDA follow from the code and have not.
+The state is arithmetic over what the backends allocate (docs/learner.md); the row is traced (row_memory.py). Rows are
+taken as full and as the second of an update, so that the gradients of all parameters are there. One rank in float32 on
+the CPU has been measured; 16 bits, several ranks, DeepSpeed, offload and CUDA follow from the code and have not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowGroups, RowSettings, fullest_moment
 
 Lines = dict[str, int]
-BLOCK, SMALLEST_8BIT = 256, 4096  # of torchao's AdamW8bit: values that share a float32 scale, the smallest tensor that is quantised
+# of torchao's AdamW8bit: values that share a float32 scale, the smallest tensor that is quantised
+BLOCK, SMALLEST_8BIT = 256, 4096
 
 
 def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
@@ -34,7 +35,8 @@ def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
 
 
 def row_groups(prompt_tokens: int, response_tokens: int, row_tokens: int, group_size: int, prompts: int) -> RowGroups:
-    """The fullest row: prompts and responses of these lengths, the last response cut, until the row is full or no sample is left.
+    """The fullest row: prompts and responses of these lengths, the last response cut, until the row is full or no
+    sample is left.
 
     row_groups(4, 10, 30, 2, 8) -> [(4, [10, 10]), (4, [2])]
     """
@@ -62,22 +64,33 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     else:
         masters = 0 if size == 4 else 4 * count
         adapters = count * size if learner.lora_rank > 0 else 0
-        lines = {"weights": frozen * size + (adapters or count * size), "float32 masters": masters, "gradients": 4 * count}
+        lines = {
+            "weights": frozen * size + (adapters or count * size),
+            "float32 masters": masters,
+            "gradients": 4 * count,
+        }
         lines |= {"optimizer's moments": _moments(trained, learner.optimizer)}
     if not (learner.offload_optimizer and config.cluster.learner_gpus > 0):
         return lines, {}
     if ranks == 1 and learner.backend == "fsdp":
         kept = {name: lines.pop(name) for name in ("float32 masters", "gradients", "optimizer's moments")}
         return lines, kept | {"float32 masters": 4 * count}  # in float32 too they are copies, in host memory
-    moved = ("float32 shards", "gradients", "optimizer's moments") if learner.backend == "fsdp" else ("float32 masters", "optimizer's moments")
+    moved = (
+        ("float32 shards", "gradients", "optimizer's moments")
+        if learner.backend == "fsdp"
+        else ("float32 masters", "optimizer's moments")
+    )
     return lines, {name: lines.pop(name) for name in moved if name in lines}
 
 
 def _keep_moments_on_disk(config: Config, model: ModelOutline, lines: Lines, *, gone: int) -> None:
-    """Of the moments only one parameter's are in memory, in the step. `gone`: bytes of the row, which is not there any more."""
+    """Of the moments only one parameter's are in memory, in the step. `gone`: bytes of the row, which is not there any
+    more."""
     del lines["optimizer's moments"]
     largest = max(_trained_sizes(config, model))
-    lines["moments of a parameter in step, above a row"] = max(0, 8 * largest // (config.learner.shard_ranks or config.cluster.learner_ranks) - gone)
+    lines["moments of a parameter in step, above a row"] = max(
+        0, 8 * largest // (config.learner.shard_ranks or config.cluster.learner_ranks) - gone
+    )
 
 
 def moments_file_bytes(config: Config, model: ModelOutline) -> int:
@@ -90,14 +103,19 @@ def _trained_sizes(config: Config, model: ModelOutline) -> list[int]:
 
 
 def _moments(sizes: Iterable[int], optimizer: str) -> int:
-    """AdamW's two moments; in 8 bits codes and a scale for each block, where a tensor has whole blocks and is not small."""
+    """AdamW's two moments; in 8 bits codes and a scale for each block, where a tensor has whole blocks and is not
+    small."""
     if optimizer == "adamw":
         return 8 * sum(sizes)
-    return sum(2 * (count + 4 * count // BLOCK) if count >= SMALLEST_8BIT and count % BLOCK == 0 else 8 * count for count in sizes)
+    return sum(
+        2 * (count + 4 * count // BLOCK) if count >= SMALLEST_8BIT and count % BLOCK == 0 else 8 * count
+        for count in sizes
+    )
 
 
 def _fsdp_state(config: Config, model: ModelOutline, trained: list[int], count: int, frozen: int, size: int) -> Lines:
-    """FSDP2: float32 shards of everything trained; what is gathered has the model's dtype (frozen weights keep theirs)."""
+    """FSDP2: float32 shards of everything trained; what is gathered has the model's dtype (frozen weights keep
+    theirs)."""
     shards = config.learner.shard_ranks or config.cluster.learner_ranks
     lines = {
         "float32 shards": (4 * count + size * frozen) // shards,
@@ -129,7 +147,10 @@ def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
 
 def _row(config: Config, model: ModelOutline) -> Lines:
     """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
-    dtype, sharded = getattr(torch, config.model.dtype), config.cluster.learner_ranks > 1 or config.learner.backend == "deepspeed"
+    dtype, sharded = (
+        getattr(torch, config.model.dtype),
+        config.cluster.learner_ranks > 1 or config.learner.backend == "deepspeed",
+    )
     settings = RowSettings(
         model=model,
         dtype=dtype,
@@ -152,7 +173,8 @@ def learner_row(config: Config) -> RowGroups:
 
 
 def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
-    """The frozen copy of reference.placement=learner; with LoRA there is none. Its row is smaller than the one that is trained after it."""
+    """The frozen copy of reference.placement=learner; with LoRA there is none. Its row is smaller than the one that is
+    trained after it."""
     if not config.objective.kl_in_loss or config.reference.placement != "learner" or config.learner.lora_rank > 0:
         return {}
     size = getattr(torch, config.model.dtype).itemsize
@@ -164,5 +186,6 @@ def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
 
 
 def _buckets(config: Config) -> Lines:
-    """Buffers for weights on their way that live as long as the run; those of the object store are there between updates only."""
+    """Buffers for weights on their way that live as long as the run; those of the object store are there between
+    updates only."""
     return {"weight buckets": 2 * BUCKET_BYTES} if choose_transport(config.cluster) in ("broadcast", "cuda_ipc") else {}

@@ -16,18 +16,23 @@ ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6
 
 
 def with_settings(config: Config, **changes: Any) -> Config:
-    """The settings with others: with_settings(config, learner__lora_rank=16). ValueError for those that do not go together."""
+    """The settings with others: with_settings(config, learner__lora_rank=16). ValueError for those that do not go
+    together."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
         section, _, key = name.partition("__")
         sections.setdefault(section, {})[key] = value
-    return dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()})
+    return dataclasses.replace(
+        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    )
 
 
 def largest_pool(config: Config, model: ModelOutline, plan: ProcessPlan, device: Device) -> dict[str, int]:
-    """Pages that fit beside everything else of a rollout worker, and what they hold: full responses (slots) and rows; 0 where nothing does.
+    """Pages that fit beside everything else of a rollout worker, and what they hold: full responses (slots) and rows; 0
+    where nothing does.
 
-    What else there is grows with the rows, so what has been found is planned again, and lessened by what it is too much.
+    What else there is grows with the rows, so what has been found is planned again, and lessened by what it is too
+    much.
     """
     pool, page = sum(size for name, size in plan.lines.items() if "KV pool" in name), pool_page_bytes(config, model)
     pages = max(0, (device.usable_bytes - plan.sum_bytes + pool) // page - 1)
@@ -42,14 +47,20 @@ def largest_pool(config: Config, model: ModelOutline, plan: ProcessPlan, device:
 
 
 def _sum_of_pool(config: Config, model: ModelOutline, role: str, pages: int, slots: int) -> int:
-    """Bytes of the process with a pool of so many pages and, of a fixed-slot schedule, as many rows as they have slots."""
-    changes: dict[str, Any] = {"rollout__kv_budget_bytes": None, "rollout__kv_budget_tokens": pages * config.rollout.page_size}
+    """Bytes of the process with a pool of so many pages and, of a fixed-slot schedule, as many rows as they have
+    slots."""
+    changes: dict[str, Any] = {
+        "rollout__kv_budget_bytes": None,
+        "rollout__kv_budget_tokens": pages * config.rollout.page_size,
+    }
     if config.rollout.schedule != "token_budget":
         changes |= {"rollout__slots": slots, "rollout__group_size": max(config.rollout.group_size, slots)}
     try:
         changed = with_settings(config, **changes)
     except ValueError:  # such a group does not go with another setting
-        changed = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=pages * config.rollout.page_size)
+        changed = with_settings(
+            config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=pages * config.rollout.page_size
+        )
     return plan_role(changed, model, "learner" if role == "colocated" else "rollout").sum_bytes
 
 
@@ -59,9 +70,11 @@ def largest_group(config: Config, limits: dict[str, int]) -> int | None:
 
 
 def largest_row(config: Config, model: ModelOutline, device: Device) -> int | None:
-    """Tokens of the longest learner row that fits, in steps of 256; None where not even one prompt with one response does.
+    """Tokens of the longest learner row that fits, in steps of 256; None where not even one prompt with one response
+    does.
 
-    A row's bytes grow nearly in a line with its tokens, so a few tries between one that fits and one that does not are enough.
+    A row's bytes grow nearly in a line with its tokens, so a few tries between one that fits and one that does not are
+    enough.
     """
     fewest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     samples = config.rollout.group_size * config.rollout.max_new_tokens

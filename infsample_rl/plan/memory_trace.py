@@ -1,4 +1,5 @@
-"""Counts the bytes that tensors of a computation hold, on the meta device too, where tensors have shapes but no memory."""
+"""Counts the bytes that tensors of a computation hold, on the meta device too, where tensors have shapes but no
+memory."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class MemoryTrace(TorchDispatchMode):
-    """Bytes of all storages that are alive, by the `moment` in which each was made, and the fullest state of every moment.
+    """Bytes of all storages that are alive, by the `moment` in which each was made, and the fullest state of every
+    moment.
 
-    What was there before, the tensors of `apart`, is not counted. An operator's own scratch memory is not seen, only what it returns.
+    What was there before, the tensors of `apart`, is not counted. An operator's own scratch memory is not seen, only
+    what it returns.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:

@@ -16,7 +16,9 @@ from infsample_rl.model.lora import target_names
 from infsample_rl.model.packed_attention import check_packable
 
 
-def build_outline(architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False) -> nn.Module:
+def build_outline(
+    architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False
+) -> nn.Module:
     """The causal language model on the meta device, by default with all its layers."""
     architecture = copy.deepcopy(architecture)
     if layers is not None:
@@ -37,7 +39,8 @@ class ModelOutline:
 
     @classmethod
     def of(cls, config: Config, valid_vocab: int | None = None) -> ModelOutline:
-        """The policy of these settings. `valid_vocab` None: the tokenizer's length, or the model's vocabulary where no tokenizer is to be had.
+        """The policy of these settings. `valid_vocab` None: the tokenizer's length, or the model's vocabulary where no
+        tokenizer is to be had.
 
         ValueError, in one line, for a config that cannot be had or a model that cannot be trained here.
         """
@@ -48,7 +51,11 @@ class ModelOutline:
                 valid_vocab = len(load_tokenizer(config.model))
             except ValueError:
                 valid_vocab = architecture.vocab_size
-        return cls(architecture=architecture, valid_vocab=min(valid_vocab, architecture.vocab_size), trust_remote_code=config.model.trust_remote_code)
+        return cls(
+            architecture=architecture,
+            valid_vocab=min(valid_vocab, architecture.vocab_size),
+            trust_remote_code=config.model.trust_remote_code,
+        )
 
     @cached_property
     def model(self) -> nn.Module:
@@ -79,7 +86,8 @@ class ModelOutline:
 
     @property
     def parameters_read(self) -> int:
-        """Elements a decode step reads: all but an input embedding that is not the head too, of which it gathers a few rows."""
+        """Elements a decode step reads: all but an input embedding that is not the head too, of which it gathers a few
+        rows."""
         embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
         return self.num_parameters - (0 if embedding is head else embedding.numel())
 
@@ -93,7 +101,10 @@ class ModelOutline:
 
     def adapted_parameters(self, config: Config) -> int:
         """Elements of the weights that get LoRA adapters."""
-        return sum(self.model.get_submodule(name).weight.numel() for name in target_names(self.model, config.learner.lora_targets))
+        return sum(
+            self.model.get_submodule(name).weight.numel()
+            for name in target_names(self.model, config.learner.lora_targets)
+        )
 
     @property
     def num_layers(self) -> int:

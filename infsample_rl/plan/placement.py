@@ -1,6 +1,8 @@
-"""Which processes a run has, what each takes, and which nodes would take them: pure arithmetic, carried out by ray_session.py.
+"""Which processes a run has, what each takes, and which nodes would take them: pure arithmetic, carried out by
+ray_session.py.
 
-Ray decides where a worker goes; the plan made here says beforehand whether that can work at all, and what is missing if not.
+Ray decides where a worker goes; the plan made here says beforehand whether that can work at all, and what is missing if
+not.
 """
 
 from __future__ import annotations
@@ -14,8 +16,18 @@ from dataclasses import dataclass
 from infsample_rl.config import Config
 
 SMALLEST_CPUS = 0.001  # of a worker that asks for nothing: Ray reserves no empty bundle
-_COUNTS = {"rollout": "rollout_workers", "learner": "learner_ranks", "reference": "reference_workers", "reward": "reward_workers"}
-_TITLES = {"rollout": "rollout worker", "learner": "learner rank", "reference": "reference worker", "reward": "reward worker"}
+_COUNTS = {
+    "rollout": "rollout_workers",
+    "learner": "learner_ranks",
+    "reference": "reference_workers",
+    "reward": "reward_workers",
+}
+_TITLES = {
+    "rollout": "rollout worker",
+    "learner": "learner rank",
+    "reference": "reference worker",
+    "reward": "reward worker",
+}
 
 Worker = tuple[str, int]  # role and index
 
@@ -38,7 +50,8 @@ class WorkerGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """Workers that are reserved together, all or none, by one of Ray's strategies. Example: name="learner", strategy="PACK"."""
+    """Workers that are reserved together, all or none, by one of Ray's strategies. Example: name="learner",
+    strategy="PACK"."""
 
     name: str
     strategy: str
@@ -47,7 +60,8 @@ class Reservation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A machine: what is free on it, and what it has in all. Example: Node(name="10.0.0.7", cpus=8, gpus=0.5, all_cpus=16, all_gpus=2)"""
+    """A machine: what is free on it, and what it has in all. Example: Node(name="10.0.0.7", cpus=8, gpus=0.5,
+    all_cpus=16, all_gpus=2)"""
 
     name: str
     cpus: float
@@ -56,7 +70,8 @@ class Node:
     all_gpus: float
 
     def holds(self, group: WorkerGroup) -> bool:
-        """Whether one more worker of the group fits. A GPU is whole or parts of one: 0.5 + 0.5 free may be one half on each of two."""
+        """Whether one more worker of the group fits. A GPU is whole or parts of one: 0.5 + 0.5 free may be one half on
+        each of two."""
         whole = int(self.gpus + 1e-6)
         gpus = whole >= group.gpus or (group.gpus < 1 and self.gpus - whole >= group.gpus - 1e-6)
         return gpus and self.cpus >= group.cpus - 1e-6
@@ -71,7 +86,8 @@ class Node:
 
 
 def worker_groups(config: Config) -> list[WorkerGroup]:
-    """The processes of a run beside the driver: rollout is in the learner's when colocated, the reference's exist for a KL term only."""
+    """The processes of a run beside the driver: rollout is in the learner's when colocated, the reference's exist for a
+    KL term only."""
     cluster = config.cluster
 
     def group(role: str, count: int, cpus: float | None, gpus: float) -> WorkerGroup:
@@ -89,7 +105,8 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
 
 
 def reservations(config: Config) -> list[Reservation]:
-    """What Ray is asked to reserve, in that order: learner ranks packed on few nodes, since they meet in every row, the others spread over many.
+    """What Ray is asked to reserve, in that order: learner ranks packed on few nodes, since they meet in every row, the
+    others spread over many.
 
     With cluster.weight_sync=cuda_ipc learner and engines share a GPU, so they are one reservation on one node.
     """
@@ -102,7 +119,13 @@ def reservations(config: Config) -> list[Reservation]:
         workers=[(role, index) for role in together for index in range(counts[role])],
     )
     others = [role for role in ("reference", "rollout", "reward") if role in counts and role not in together]
-    return [first, *(Reservation(name=role, strategy="SPREAD", workers=[(role, index) for index in range(counts[role])]) for role in others)]
+    return [
+        first,
+        *(
+            Reservation(name=role, strategy="SPREAD", workers=[(role, index) for index in range(counts[role])])
+            for role in others
+        ),
+    ]
 
 
 def total_cpus(config: Config) -> float:
@@ -113,11 +136,14 @@ def total_cpus(config: Config) -> float:
 def most_cpus(config: Config) -> float:
     """CPUs the workers reserve together once there are cluster.max_workers rollout workers."""
     growth = 0 if config.cluster.colocate else config.cluster.most_rollout_workers - config.cluster.rollout_workers
-    return total_cpus(config) + growth * sum(group.bundle.get("CPU", 0) for group in worker_groups(config) if group.role == "rollout")
+    return total_cpus(config) + growth * sum(
+        group.bundle.get("CPU", 0) for group in worker_groups(config) if group.role == "rollout"
+    )
 
 
 def local_cpus(config: Config) -> int:
-    """CPUs of a Ray node that is started here for this run alone: reservations, not cores, so as many as its workers ask for."""
+    """CPUs of a Ray node that is started here for this run alone: reservations, not cores, so as many as its workers
+    ask for."""
     return max(os.cpu_count() or 1, int(most_cpus(config)) + 1)
 
 
@@ -127,10 +153,15 @@ def total_gpus(config: Config) -> float:
 
 
 def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
-    """Worker -> index of the node that would take it, as Ray's strategies would place them; a worker without a place is left out."""
+    """Worker -> index of the node that would take it, as Ray's strategies would place them; a worker without a place is
+    left out."""
     groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), {}
     for reservation in reservations(config):
-        placed = _spread(reservation, groups, free) if reservation.strategy == "SPREAD" else _packed(reservation, groups, free)
+        placed = (
+            _spread(reservation, groups, free)
+            if reservation.strategy == "SPREAD"
+            else _packed(reservation, groups, free)
+        )
         for (role, _), place in placed.items():
             free[place] = free[place].less(groups[role])
         places |= placed
@@ -169,14 +200,17 @@ def _spread(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequ
         group, load = groups[worker[0]], Counter(places.values())
         fitting = [index for index, node in enumerate(free) if node.holds(group)]
         if fitting:
-            place = min(fitting, key=lambda index: (load[index], -free[index].gpus if group.gpus else 0, -free[index].cpus))
+            place = min(
+                fitting, key=lambda index: (load[index], -free[index].gpus if group.gpus else 0, -free[index].cpus)
+            )
             free[place] = free[place].less(group)
             places[worker] = place
     return places
 
 
 def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
-    """Why a run cannot be placed on these nodes, in one line: what it wants, what is there, what is missing, what to set; none if it can."""
+    """Why a run cannot be placed on these nodes, in one line: what it wants, what is there, what is missing, what to
+    set; none if it can."""
     groups = worker_groups(config)
     places = Counter(role for role, _ in plan(config, nodes))
     missing = [group for group in groups if places[group.role] < group.count]
@@ -194,11 +228,17 @@ def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
     if total_gpus(config) > sum(node.gpus for node in nodes):
         ways.append(f"without a GPU: {' '.join(without)}")
     if not ways:
-        sizes = [f"cluster.{group.role}_cpus" if group.gpus == 0 else f"cluster.{group.role}_gpus, cluster.{group.role}_cpus" for group in missing]
-        ways.append(f"what one takes is set by {', '.join(sizes)} (cluster.cpus_per_worker={config.cluster.cpus_per_worker:g})")
+        sizes = [
+            f"cluster.{group.role}_cpus" if group.gpus == 0 else f"cluster.{group.role}_gpus, cluster.{group.role}_cpus"
+            for group in missing
+        ]
+        ways.append(
+            f"what one takes is set by {', '.join(sizes)} (cluster.cpus_per_worker={config.cluster.cpus_per_worker:g})"
+        )
     have = _amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
     return (
-        f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} free{nodes_text(nodes)}; "
+        f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} "
+        f"free{nodes_text(nodes)}; "
         f"no place for {absent}; {'; '.join(ways)}"
     )
 
@@ -226,9 +266,14 @@ def nodes_text(nodes: Sequence[Node]) -> str:
     """ " (10.0.0.1: 4 of 16 CPUs, 2 of 8 GPUs; 3 nodes like 10.0.0.2: ...)" """
     alike: dict[str, list[str]] = {}
     for node in nodes:
-        text = f"{node.cpus:g} of {node.all_cpus:g} CPUs" + (f", {node.gpus:g} of {node.all_gpus:g} GPUs" if node.all_gpus else "")
+        text = f"{node.cpus:g} of {node.all_cpus:g} CPUs" + (
+            f", {node.gpus:g} of {node.all_gpus:g} GPUs" if node.all_gpus else ""
+        )
         alike.setdefault(text, []).append(node.name)
-    parts = [f"{names[0] if len(names) == 1 else f'{len(names)} nodes like {names[0]}'}: {text}" for text, names in alike.items()]
+    parts = [
+        f"{names[0] if len(names) == 1 else f'{len(names)} nodes like {names[0]}'}: {text}"
+        for text, names in alike.items()
+    ]
     return f" ({'; '.join(parts)})" if parts else ""
 
 
@@ -237,14 +282,20 @@ def layout_table(config: Config, nodes: Sequence[Node], places: dict[Worker, int
     groups, alike = {group.role: group for group in worker_groups(config)}, {}
     for index, node in enumerate(nodes):
         counts = Counter(role for (role, _), place in places.items() if place == index)
-        cpus, gpus = (sum(count * getattr(groups[role], what) for role, count in counts.items()) for what in ("cpus", "gpus"))
+        cpus, gpus = (
+            sum(count * getattr(groups[role], what) for role, count in counts.items()) for what in ("cpus", "gpus")
+        )
         taken = (f"{cpus:g} of {node.all_cpus:g}", f"{gpus:g} of {node.all_gpus:g}")
         who = ", ".join(_count_text(role, counts[role]) for role in _COUNTS if counts[role]) or "-"
         alike.setdefault((*taken, who), []).append(node.name)
     rows = [("node", "CPUs", "GPUs", "workers")]
-    rows += [(names[0] if len(names) == 1 else f"{len(names)} nodes like {names[0]}", *row) for row, names in alike.items()]
+    rows += [
+        (names[0] if len(names) == 1 else f"{len(names)} nodes like {names[0]}", *row) for row, names in alike.items()
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "placement\n" + "\n".join("  " + "  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(3)), row[3]]) for row in rows)
+    return "placement\n" + "\n".join(
+        "  " + "  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(3)), row[3]]) for row in rows
+    )
 
 
 def _group_text(group: WorkerGroup, count: int) -> str:

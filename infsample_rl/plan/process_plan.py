@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlan:
-    """What every process of a role holds at its fullest moment, its idle footprint (interpreter, libraries, CUDA context) apart.
+    """What every process of a role holds at its fullest moment, its idle footprint (interpreter, libraries, CUDA
+    context) apart.
 
     Example: ProcessPlan(role="learner", count=2, gpus=1.0, lines={"weights": 16_000_000, "gradients": 16_000_000})
     """

@@ -24,21 +24,28 @@ FILE = "plan.json"
 
 
 def device_of(config: Config, role: str) -> Device:
-    """Where a process of the role computes; a part of a GPU is a GPU with as much less memory. ValueError where no GPU is known."""
+    """Where a process of the role computes; a part of a GPU is a GPU with as much less memory. ValueError where no GPU
+    is known."""
     gpus = getattr(config.cluster, f"{role}_gpus")
     if gpus == 0:
         return host()
     gpu = gpu_of(config)
     if gpu is None:
         raise ValueError(
-            f"cluster.device_type must be set where no GPU is found and cluster.{role}_gpus={gpus:g}, got null; e.g. cluster.device_type=h100"
+            f"cluster.device_type must be set where no GPU is found and cluster.{role}_gpus={gpus:g}, got null; e.g. "
+            "cluster.device_type=h100"
         )
     return gpu if gpus == 1 else replace(gpu, name=f"{gpus:g} of {gpu.name}", memory_bytes=int(gpus * gpu.memory_bytes))
 
 
 def plan_processes(config: Config, model: ModelOutline) -> list[ProcessPlan]:
-    """Every role that holds a model. Reward workers are not among them: rules take little, and a reward model is not known here."""
-    plans = [_plan(config, model, group.role, group.count, group.gpus) for group in worker_groups(config) if group.role != "reward"]
+    """Every role that holds a model. Reward workers are not among them: rules take little, and a reward model is not
+    known here."""
+    plans = [
+        _plan(config, model, group.role, group.count, group.gpus)
+        for group in worker_groups(config)
+        if group.role != "reward"
+    ]
     return [plan for plan in plans if plan is not None]
 
 
@@ -61,10 +68,12 @@ def _plan(config: Config, model: ModelOutline, role: str, count: int, gpus: floa
 
 
 def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> dict[str, int]:
-    """A learner rank and a rollout worker in one process, which take turns: of one rank without adapters they share the weights."""
+    """A learner rank and a rollout worker in one process, which take turns: of one rank without adapters they share the
+    weights."""
     device, weights = device_of(config, "learner"), getattr(torch, config.model.dtype).itemsize * model.num_parameters
     is_shared = config.cluster.learner_ranks == 1 and config.learner.backend == "fsdp" and config.learner.lora_rank == 0
-    left = device.memory_bytes - sum(learner.values()) + (weights if is_shared else 0)  # what the pool of kv_budget_bytes=auto is a share of
+    # what the pool of kv_budget_bytes=auto is a share of
+    left = device.memory_bytes - sum(learner.values()) + (weights if is_shared else 0)
     rollout, _ = rollout_lines(config, model, replace(device, memory_bytes=left))
     sampling = {f"sampling: {name}": size for name, size in rollout.items() if not (is_shared and name == "weights")}
     sampling.pop("sampling: prefill of a prompt", None)  # a row of the learner does not run beside it
@@ -92,15 +101,20 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
 
 
 def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: int) -> str | None:
-    """Write plan.json into the run folder, for the report; a line that says why not, where the model cannot be planned or its device is not known.
+    """Write plan.json into the run folder, for the report; a line that says why not, where the model cannot be planned
+    or its device is not known.
 
-    {"total_steps": 9, "processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes": 4}, ...], "sum_bytes": 4,
-    "host_lines": []}]}
+    {"total_steps": 9, "processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes":
+    4}, ...], "sum_bytes": 4, "host_lines": []}]}
     """
     try:
         processes = [plan.record() for plan in plan_processes(config, ModelOutline.of(config, valid_vocab))]
-    except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:  # a model unlike those that are known
-        return f"no {FILE}: {type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
+    # a model unlike those that are known
+    except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:
+        return (
+            f"no {FILE}: {type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
+        )
     written = run_dir / f"{FILE}.partial"
     written.write_text(json.dumps({"total_steps": total_steps, "processes": processes}, indent=1))
     os.replace(written, run_dir / FILE)

@@ -21,17 +21,28 @@ def print_plan(plan: RunPlan, console: Console) -> None:
         console.print(_verdict(role), soft_wrap=True)
     if len(plan.roles) > 1 and plan.host_bytes > 0:
         verdict = "" if plan.host_bytes <= plan.host_room else ": DOES NOT FIT"
-        together = f"host memory of all processes together: {gigabytes(plan.host_bytes)} of {gigabytes(plan.host_room)} free here{verdict}"
+        together = (
+            f"host memory of all processes together: {gigabytes(plan.host_bytes)} of "
+            f"{gigabytes(plan.host_room)} free here{verdict}"
+        )
         console.print(together, soft_wrap=True)
     for line in _time_lines(plan):
         console.print(line, soft_wrap=True)
     for role in plan.roles:
         if not role.fits:
-            advice = " ".join(role.advice) or f"a {'GPU' if role.process.gpus else 'machine'} with more memory: no setting that is known does it"
+            advice = (
+                " ".join(role.advice)
+                or f"a {'GPU' if role.process.gpus else 'machine'} with more memory: no setting that is known does it"
+            )
             console.print(f"change first for the {role.process.role}: {advice}", style="bold", soft_wrap=True)
     if plan.host_bytes > plan.host_room and all(role.fits for role in plan.roles):
-        most = max(plan.roles, key=lambda role: role.process.count * role.process.sum_bytes if role.process.gpus == 0 else 0).process
-        advice = f"fewer or smaller of the {most.count} x {most.role}, which take {gigabytes(most.count * most.sum_bytes)}, or more machines"
+        most = max(
+            plan.roles, key=lambda role: role.process.count * role.process.sum_bytes if role.process.gpus == 0 else 0
+        ).process
+        advice = (
+            f"fewer or smaller of the {most.count} x {most.role}, which take "
+            f"{gigabytes(most.count * most.sum_bytes)}, or more machines"
+        )
         console.print(f"change first for the processes together: {advice}", style="bold", soft_wrap=True)
 
 
@@ -57,14 +68,20 @@ def _verdict(role: RolePlan) -> str:
 
 def _time_lines(plan: RunPlan) -> list[str]:
     lines = [
-        f"{traffic.what} per step: {gigabytes(traffic.num_bytes)}, {traffic.seconds:.3g} s at the link's full speed ({traffic.way})"
+        f"{traffic.what} per step: {gigabytes(traffic.num_bytes)}, {traffic.seconds:.3g} s at the link's full speed "
+        f"({traffic.way})"
         for traffic in plan.traffic
     ]
     decode = plan.decode
     is_all = decode.simulated_samples == decode.samples
-    lengths = decode.lengths if is_all else f"{decode.lengths}; from {decode.simulated_samples:,} of {decode.samples:,} samples"
+    lengths = (
+        decode.lengths
+        if is_all
+        else f"{decode.lengths}; from {decode.simulated_samples:,} of {decode.samples:,} samples"
+    )
     lines.append(
-        f"decoding: {decode.running_steps:,} running steps ({lengths}), {decode.mean_rows:.1f} rows on average, each at least "
+        f"decoding: {decode.running_steps:,} running steps ({lengths}), {decode.mean_rows:.1f} rows on average, each "
+        "at least "
         f"{1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
     )
     return lines

@@ -1,6 +1,8 @@
-"""Memory of a rollout worker: weights, KV pool, the rows of a step, logits, and the larger of a prefill and of weights that arrive.
+"""Memory of a rollout worker: weights, KV pool, the rows of a step, logits, and the larger of a prefill and of weights
+that arrive.
 
-Arithmetic over what the engine allocates. The float32 path of the CPU has been measured; 16 bits, quantised KV and CUDA follow from the code.
+Arithmetic over what the engine allocates. The float32 path of the CPU has been measured; 16 bits, quantised KV and CUDA
+follow from the code.
 """
 
 from __future__ import annotations
@@ -28,13 +30,16 @@ from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
 from infsample_rl.rollout.schedule.parking import Parking
 
 Lines = dict[str, int]
-# Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a block.
+# Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a
+# block.
 MAX_SPLITS, MAX_BLOCK = 16, 64
-CUBLAS_WORKSPACE = 2 * 32 * 2**20  # torch allots 32 MiB on Hopper to each stream that multiplies: the main one and that of graph captures
+# torch allots 32 MiB on Hopper to each stream that multiplies: the main one and that of graph captures
+CUBLAS_WORKSPACE = 2 * 32 * 2**20
 
 
 def rollout_lines(config: Config, model: ModelOutline, device: Device) -> tuple[Lines, Lines]:
-    """Bytes of a rollout worker where it computes, and, of one on a GPU, in host memory. ValueError for a KV budget that is too small."""
+    """Bytes of a rollout worker where it computes, and, of one on a GPU, in host memory. ValueError for a KV budget
+    that is too small."""
     weights = {"weights": _item(config) * model.num_parameters}
     adapters, host = _adapters(config, model)
     work = _work(config, model, device)
@@ -48,8 +53,8 @@ def pool_page_bytes(config: Config, model: ModelOutline) -> int:
 
 
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
-    """Pages of the pool, where `free` bytes are free after the weights; of rollout.kv_budget_bytes=auto at least the fewest with which a run
-    starts, so that a plan says what they need where they do not fit."""
+    """Pages of the pool, where `free` bytes are free after the weights; of rollout.kv_budget_bytes=auto at least the
+    fewest with which a run starts, so that a plan says what they need where they do not fit."""
     rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
     if rollout.kv_budget_bytes == "auto":
         least = -(-smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size)
@@ -77,11 +82,13 @@ def response_pages(config: Config) -> int:
 def _pool(config: Config, model: ModelOutline, device: Device, weights: int) -> Lines:
     pages, size = pool_pages(config, model, device.usable_bytes - weights), pool_page_bytes(config, model)
     prompts = min(prompt_pages(config), pages)
-    return {"KV pool: responses": (pages - prompts + 1) * size, "KV pool: prompts": prompts * size}  # one page is scratch
+    # one page is scratch
+    return {"KV pool: responses": (pages - prompts + 1) * size, "KV pool: prompts": prompts * size}
 
 
 def _predictor(config: Config) -> Lines:
-    """The paper's length predictor, which is read whole, in float32 as it is kept; where it is no folder here its size is not known."""
+    """The paper's length predictor, which is read whole, in float32 as it is kept; where it is no folder here its size
+    is not known."""
     if config.rollout.predictor != "bert" or config.rollout.predictor_path is None:
         return {}
     files = list(Path(config.rollout.predictor_path).expanduser().glob("*.safetensors"))
@@ -94,15 +101,21 @@ def _item(config: Config) -> int:
 
 def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
     """Rows that decode at a time, at most: a row has a page from its second token on."""
-    return min(config.rollout.most_rows, pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters))
+    return min(
+        config.rollout.most_rows, pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
+    )
 
 
 def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
-    """What lies beside weights and pool at the fullest moment: a step's tensors and a prefill, and buckets that a link receives into."""
+    """What lies beside weights and pool at the fullest moment: a step's tensors and a prefill, and buckets that a link
+    receives into."""
     rows = most_rows(config, model, device)
     on_gpu = config.cluster.rollout_gpus > 0
     if on_gpu:
-        lines = {"rows of a step": _rows_on_cuda(config, model, rows, device.multiprocessors), "cuBLAS workspaces": CUBLAS_WORKSPACE}
+        lines = {
+            "rows of a step": _rows_on_cuda(config, model, rows, device.multiprocessors),
+            "cuBLAS workspaces": CUBLAS_WORKSPACE,
+        }
         lines["logits and drawing"] = _drawing(config, model, min(rows, HEAD_ROWS))
     else:
         lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
@@ -135,11 +148,14 @@ def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
     size, tokens = _item(config), response_pages(config) * config.rollout.page_size
     gathered = rows * tokens * (2 * kv * size + size + 1)  # one layer's pages as a dense copy, and the mask
     prompts = 2 * kv * size * config.data.max_prompt_tokens
-    return _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * model.inner + 2 * query + 2 * kv)
+    return (
+        _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * model.inner + 2 * query + 2 * kv)
+    )
 
 
 def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:
-    """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which graphs share."""
+    """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which
+    graphs share."""
     query, kv, size = model.heads * model.head_dim, model.kv_heads * model.head_dim, _item(config)
     own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // MAX_BLOCK))
     prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // MAX_BLOCK))
@@ -147,7 +163,9 @@ def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessor
     def parts(count: int) -> int:
         blocks = -(-count * model.heads // model.kv_heads // MAX_BLOCK)
         programs = 2 * multiprocessors
-        return min(prompt, -(-programs // (blocks * model.kv_heads))) + min(own, -(-programs // (count * model.kv_heads)))
+        return min(prompt, -(-programs // (blocks * model.kv_heads))) + min(
+            own, -(-programs // (count * model.kv_heads))
+        )
 
     attention = 4 * (query + model.heads) * max(count * parts(count) for count in range(1, rows + 1))
     kept = _tables(config, rows) + attention + size * rows * model.hidden
@@ -161,7 +179,11 @@ def _drawing(config: Config, model: ModelOutline, rows: int) -> int:
     scaled = 4 if config.rollout.temperature != 1 and size < 4 else 0
     padded = 4 if blocks * block != vocab else 0
     noise = 8 * (blocks + block)  # float64, with its logarithms and what is added to them
-    return rows * (vocab * (size + scaled + 4 + padded) + 4 * noise) + vocab * size * config.rollout.prompts_at_once + noise
+    return (
+        rows * (vocab * (size + scaled + 4 + padded) + 4 * noise)
+        + vocab * size * config.rollout.prompts_at_once
+        + noise
+    )
 
 
 def _prefill(config: Config, model: ModelOutline) -> int:
@@ -171,16 +193,23 @@ def _prefill(config: Config, model: ModelOutline) -> int:
     query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     past = 2 * size * kv * (longest - tokens)
     if _is_compiled(config, model) and not on_gpu:
-        attending = 2 * query + 2 * (query + kv) + 2 * kv  # query and keys before and after they are rotated, output, values
+        # query and keys before and after they are rotated, output, values
+        attending = 2 * query + 2 * (query + kv) + 2 * kv
         return 4 * tokens * (2 * model.hidden + max(attending, model.hidden + 3 * model.inner)) + past
     settings = RowSettings(
-        model=model, dtype=getattr(torch, config.model.dtype), learner=config.learner, masters=False, flex_attention=on_gpu, with_gradient=False
+        model=model,
+        dtype=getattr(torch, config.model.dtype),
+        learner=config.learner,
+        masters=False,
+        flex_attention=on_gpu,
+        with_gradient=False,
     )
     return sum(fullest_moment(settings, [(max(1, tokens - 1), [1])]).values()) + past
 
 
 def _adapters(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
-    """With learner.lora_publish=adapters: what is received, and the base weights of the adapted layers, which lie in host memory."""
+    """With learner.lora_publish=adapters: what is received, and the base weights of the adapted layers, which lie in
+    host memory."""
     if config.learner.lora_rank == 0 or config.learner.lora_publish != "adapters" or config.cluster.colocate:
         return {}, {}
     size = _item(config)

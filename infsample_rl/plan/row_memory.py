@@ -1,10 +1,12 @@
 """What one packed row holds while it is run: the learner's own forward and backward, on the meta device.
 
-No weights are loaded and nothing is computed, yet every tensor that the real row allocates is counted when it comes and when it goes. The
-layers of a model are alike, so two shallow models are traced and the rest follows: every count is a straight line in the number of layers.
+No weights are loaded and nothing is computed, yet every tensor that the real row allocates is counted when it comes and
+when it goes. The layers of a model are alike, so two shallow models are traced and the rest follows: every count is a
+straight line in the number of layers.
 
-A row of several passes is as large as its prompt and one pass behind it. A row's fullest moment is one of: its forward pass; the head's
-backward pass, where all activations and a chunk of logits are there; the backward pass of a layer; the embedding's gradient at the end.
+A row of several passes is as large as its prompt and one pass behind it. A row's fullest moment is one of: its forward
+pass; the head's backward pass, where all activations and a chunk of logits are there; the backward pass of a layer; the
+embedding's gradient at the end.
 """
 
 from __future__ import annotations
@@ -54,10 +56,11 @@ class RowSettings:
 
 
 def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
-    """Bytes by LINES at the fullest moment of a row of these `groups`, beside weights, summed gradients and the optimizer's state.
+    """Bytes by LINES at the fullest moment of a row of these `groups`, beside weights, summed gradients and the
+    optimizer's state.
 
-    Gradients of an earlier row are there already: they are added to, not made. `in_passes`: the one group is a pass of a longer row.
-    Raises ValueError for a model that cannot be traced.
+    Gradients of an earlier row are there already: they are added to, not made. `in_passes`: the one group is a pass of
+    a longer row. Raises ValueError for a model that cannot be traced.
     """
     every, layers = max(1, settings.learner.activation_checkpointing), settings.model.num_layers
     low = every + layers % every
@@ -75,7 +78,13 @@ def _extended(near: Counter[str], far: Counter[str], steps: float) -> Counter[st
 
 
 def _pack(groups: RowGroups) -> PackedRow:
-    return pack_row([(np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths]) for prompt, lengths in groups], "cpu")
+    return pack_row(
+        [
+            (np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths])
+            for prompt, lengths in groups
+        ],
+        "cpu",
+    )
 
 
 def _on_meta(row: PackedRow) -> PackedRow:
@@ -88,7 +97,10 @@ def _trace(settings: RowSettings, layers: int, groups: RowGroups, in_passes: boo
     """The fullest state of every moment, for a model of so many layers."""
     policy = _build_policy(settings, layers)
     kept = _keep_gradients(settings, policy)
-    with MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace, torch.set_grad_enabled(settings.with_gradient):
+    with (
+        MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace,
+        torch.set_grad_enabled(settings.with_gradient),
+    ):
         _follow(policy, trace)
         if in_passes:
             _run_passes(policy, groups, trace)
@@ -110,7 +122,11 @@ def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace) -> 
     prompt = _on_meta(pack_prompt(np.zeros(prompt_tokens, np.int32), "cpu"))
     policy(prompt, 1.0)
     for _ in range(2):  # the second finds the gradient that the first has left with the prompt
-        _run(policy, _on_meta(pack_responses(prompt.cuts.shared, [np.zeros(length, np.int32) for length in lengths], "cpu")), trace)
+        _run(
+            policy,
+            _on_meta(pack_responses(prompt.cuts.shared, [np.zeros(length, np.int32) for length in lengths], "cpu")),
+            trace,
+        )
     trace.moment = "layer"
     prompt.cuts.shared.gradient_carrier().backward()
 
@@ -123,7 +139,9 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
         lm.to("meta")
         for parameter in lm.parameters():  # adapters too are run in it
             parameter.data = parameter.data.to(settings.dtype)
-    policy = PackedPolicy(lm, valid_vocab=model.valid_vocab, chunk_tokens=learner.logprob_chunk_tokens, head_fp32=settings.head_fp32)
+    policy = PackedPolicy(
+        lm, valid_vocab=model.valid_vocab, chunk_tokens=learner.logprob_chunk_tokens, head_fp32=settings.head_fp32
+    )
     if settings.flex_attention:
         lm.set_attn_implementation(FLEX_ATTENTION)
     if learner.activation_checkpointing and settings.with_gradient:
@@ -132,7 +150,8 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
 
 
 def _keep_gradients(settings: RowSettings, policy: PackedPolicy) -> list[Tensor]:
-    """Give every trained parameter the gradient of an earlier row; those and the masters, which are not counted here."""
+    """Give every trained parameter the gradient of an earlier row; those and the masters, which are not counted
+    here."""
     kept = []
     for parameter in (parameter for parameter in policy.parameters() if parameter.requires_grad):
         master = parameter
@@ -167,7 +186,8 @@ def _follow(policy: PackedPolicy, trace: MemoryTrace) -> None:
 
 
 class _FlexAttention(torch.autograd.Function):
-    """The tensors of compiled FlexAttention: it keeps query, key, value, output and a float32 log-sum-exp, and expands no kv head."""
+    """The tensors of compiled FlexAttention: it keeps query, key, value, output and a float32 log-sum-exp, and expands
+    no kv head."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -64,7 +64,12 @@ class RunPlan:
         ]
         traffic = [dataclasses.asdict(each) for each in self.traffic]
         decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
-        found: dict[str, Any] = {"model": self.model, "dtype": self.dtype, "parameters": self.parameters, "fits": self.fits}
+        found: dict[str, Any] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "parameters": self.parameters,
+            "fits": self.fits,
+        }
         found |= {"host_bytes": self.host_bytes, "host_room": self.host_room}
         return found | {"processes": processes, "traffic": traffic, "decode": decode}
 
@@ -97,15 +102,27 @@ def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> Rol
         most = "any" if group is None else f"at most {group:,}"
         limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
         if config.rollout.schedule == "token_budget" and config.rollout.preemption != "recompute":
-            limits.append(f"of each up to {parked_bytes(config, model, device) / 1e9:,.2f} GB of preempted KV {_parked_in(config)}")
+            limits.append(
+                f"of each up to {parked_bytes(config, model, device) / 1e9:,.2f} GB of preempted KV "
+                f"{_parked_in(config)}"
+            )
     if process.role in ("learner", "colocated"):
         row = largest_row(config, model, device)
         largest["max_tokens_per_micro_batch"] = row
         limits.append("no row fits" if row is None else f"learner.max_tokens_per_micro_batch at most {row:,}")
         if config.learner.moments_folder is not None:
-            limits.append(f"of each {moments_file_bytes(config, model) / 1e9:,.2f} GB of moments are on the disk, in {config.learner.moments_folder}")
+            limits.append(
+                f"of each {moments_file_bytes(config, model) / 1e9:,.2f} GB of moments are on the disk, in "
+                f"{config.learner.moments_folder}"
+            )
     fits = process.sum_bytes <= device.usable_bytes
-    return RolePlan(process=process, device=device, largest=largest, limits=limits, advice=[] if fits else advise(config, model, process, device))
+    return RolePlan(
+        process=process,
+        device=device,
+        largest=largest,
+        limits=limits,
+        advice=[] if fits else advise(config, model, process, device),
+    )
 
 
 def _parked_in(config: Config) -> str:

@@ -25,7 +25,9 @@ class Traffic:
 
 def step_traffic(config: Config, model: ModelOutline, device: Device) -> list[Traffic]:
     """Weights to the engines, and what the learner ranks exchange; nothing where nothing travels."""
-    return [found for found in (_weights(config, model, device), _gradients(config, model, device)) if found.num_bytes > 0]
+    return [
+        found for found in (_weights(config, model, device), _gradients(config, model, device)) if found.num_bytes > 0
+    ]
 
 
 def _weights(config: Config, model: ModelOutline, device: Device) -> Traffic:
@@ -34,12 +36,16 @@ def _weights(config: Config, model: ModelOutline, device: Device) -> Traffic:
     sent = size * (sum(model.adapter_sizes(config)) if adapters else model.num_parameters)
     is_shared = transport == "local" and config.cluster.learner_ranks == 1 and config.learner.lora_rank == 0
     sent = 0 if is_shared else sent
-    way = f"{transport}, {-(-sent // BUCKET_BYTES)} buckets of {BUCKET_BYTES // 2**20} MiB to {config.cluster.rollout_workers} engines"
+    way = (
+        f"{transport}, {-(-sent // BUCKET_BYTES)} buckets of {BUCKET_BYTES // 2**20} MiB to "
+        f"{config.cluster.rollout_workers} engines"
+    )
     return Traffic(what="weights", way=way, num_bytes=sent, seconds=sent / device.link)
 
 
 def _gradients(config: Config, model: ModelOutline, device: Device) -> Traffic:
-    """Per rank: parameters gathered for forward and backward in the model's dtype, gradients reduced in float32, (S - 1) / S of each."""
+    """Per rank: parameters gathered for forward and backward in the model's dtype, gradients reduced in float32, (S -
+    1) / S of each."""
     learner, ranks = config.learner, config.cluster.learner_ranks
     size, shards = getattr(torch, config.model.dtype).itemsize, learner.shard_ranks or ranks
     trained = sum(model.adapter_sizes(config)) if learner.lora_rank > 0 else model.num_parameters
@@ -57,7 +63,9 @@ def _gradients(config: Config, model: ModelOutline, device: Device) -> Traffic:
         sent += int(config.objective.updates_per_step * share * size * trained)  # the stepped parameters
     if shards < ranks:
         sent += int(rounds * 2 * (ranks // shards - 1) / (ranks // shards) * 4 * trained / shards)
-    way = f"{rounds} x (gather {gathers} times, reduce) over {shards} ranks" + (f", {ranks // shards} copies" if shards < ranks else "")
+    way = f"{rounds} x (gather {gathers} times, reduce) over {shards} ranks" + (
+        f", {ranks // shards} copies" if shards < ranks else ""
+    )
     return Traffic(what="gradients and gathered weights", way=way, num_bytes=sent, seconds=sent / device.link)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from infsample_rl.data.boxed import last_boxed
 
 # "1,234.50", "$ 5", "-3": thousands need groups of three, so that "3,4" stays two numbers; "5-3" holds no minus three
-_NUMBER = re.compile(r"(?P<sign>(?<![\w)])-)?(?:\$(?P<inner>-)?)?(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<fraction>\.\d+)?")
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])-)?(?:\$(?P<inner>-)?)?(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?P<fraction>\.\d+)?"
+)
 _ANSWER_LABEL = re.compile(r"\banswer\b[ \t*_`]*(?:is)?[ \t*_`]*:", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.IGNORECASE | re.DOTALL)
 
@@ -32,7 +34,8 @@ def answer_tag(text: str) -> str | None:
 
 
 def explicit_answer(text: str) -> str | None:
-    r"""The answer a response marks as such: the last <answer> tag, else the text after the last "Answer:", else \boxed{}."""
+    r"""The answer a response marks as such: the last <answer> tag, else the text after the last "Answer:", else
+    \boxed{}."""
     tagged = answer_tag(text)
     if tagged is not None:
         return tagged

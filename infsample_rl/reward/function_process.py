@@ -1,15 +1,16 @@
-"""The process reward functions run in: reads calls from a pipe, writes the values to another, and is held to reward.isolation.
+"""The process reward functions run in: reads calls from a pipe, writes the values to another, and is held to
+reward.isolation.
 
-It is forked by `keeper` for `process_pool.FunctionProcess` and imports nothing heavy: no torch, ray or transformers. Requests
-are pickled; replies are lines of JSON, so that the worker unpickles nothing a user's function could have made.
+It is forked by `keeper` for `process_pool.FunctionProcess` and imports nothing heavy: no torch, ray or transformers.
+Requests are pickled; replies are lines of JSON, so that the worker unpickles nothing a user's function could have made.
 
     reward worker                            this process
     [functions]                        ->
                                        <-    {"pid": ..., "per_sample": [...]} or {"error": "..."}
     (function, prompt, calls)          ->
-                                       <-    {} (read: the time limit of the first call starts)
-                                       <-    {"values": [...], "problems": [...], "reported": {"acc": [...]}}, once a call
-                                       <-    {"died": "exit code 3"}, from the keeper, when all is over
+                                       <-    {} (read: the time limit of the first call starts) <-    {"values": [...],
+                                       "problems": [...], "reported": {"acc": [...]}}, once a call <-    {"died": "exit
+                                       code 3"}, from the keeper, when all is over
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def main(isolation: Isolation) -> None:
 
 
 def _own_pipes() -> tuple[Connection, int]:
-    """Move the pipes away from stdin and stdout: what a reward function prints goes to stderr, what it reads is empty."""
+    """Move the pipes away from stdin and stdout: what a reward function prints goes to stderr, what it reads is
+    empty."""
     requests, replies = Connection(os.dup(0), writable=False), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -82,19 +84,33 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
     return functions
 
 
-def _score(function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[str, Any]], isolation: Isolation) -> dict[str, Any]:
+def _score(
+    function: LoadedFunction, pickled_prompt: bytes, samples: list[dict[str, Any]], isolation: Isolation
+) -> dict[str, Any]:
     """The reply to one call; whatever the function raises becomes the problem of its samples."""
     try:
         values, reported = call_function(function, pickle.loads(pickled_prompt), samples)
         checked = [(None, "") if value is None and function.may_skip else as_reward(value) for value in values]
-        numbers = {name: [as_reward(value)[0] for value in column] for name, column in reported.items() if len(column) == len(samples)}
+        numbers = {
+            name: [as_reward(value)[0] for value in column]
+            for name, column in reported.items()
+            if len(column) == len(samples)
+        }
     except BaseException as error:  # this process is the sandbox: sys.exit() in a function must not end it either
         problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
         checked, numbers = [(None, without_values(problem))] * len(samples), {}
-    kept = {name: column for name, column in numbers.items() if any(value is not None for value in column)}  # texts are not kept
+    # texts are not kept
+    kept = {name: column for name, column in numbers.items() if any(value is not None for value in column)}
     # As on screen and in records: trackers take no lone surrogates.
-    reported = {without_values(str(name)).encode(errors="backslashreplace").decode()[:LONGEST_NAME]: column for name, column in kept.items()}
-    return {"values": [value for value, _ in checked], "problems": [problem for _, problem in checked], "reported": reported}
+    reported = {
+        without_values(str(name)).encode(errors="backslashreplace").decode()[:LONGEST_NAME]: column
+        for name, column in kept.items()
+    }
+    return {
+        "values": [value for value, _ in checked],
+        "problems": [problem for _, problem in checked],
+        "reported": reported,
+    }
 
 
 def _limit_behind(error: BaseException, isolation: Isolation) -> str:
@@ -102,7 +118,9 @@ def _limit_behind(error: BaseException, isolation: Isolation) -> str:
     link: BaseException | None = error
     while link is not None:
         cause = getattr(link, "reason", None)  # urllib's URLError keeps what was raised there
-        if isolation.limits_memory and (isinstance(link, MemoryError) or any(words in str(link) for words in _NO_MEMORY)):
+        if isolation.limits_memory and (
+            isinstance(link, MemoryError) or any(words in str(link) for words in _NO_MEMORY)
+        ):
             return f"; reward.memory_limit={isolation.memory_limit}"
         if isolation.limits_memory and isinstance(link, OSError) and link.errno == errno.EFBIG:
             return f"; no file may be larger than reward.memory_limit={isolation.memory_limit}"

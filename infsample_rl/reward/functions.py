@@ -1,7 +1,7 @@
 """Every reward function by its name: which kind it is, how it is loaded, how it is called. Standard library only.
 
-A rule is score(response, columns), one sample a call: the modules of RULES. A user's function has one of peer_forms' forms; TRL's and
-verl's batched one get a whole micro-group a call, the others one sample.
+A rule is score(response, columns), one sample a call: the modules of RULES. A user's function has one of peer_forms'
+forms; TRL's and verl's batched one get a whole micro-group a call, the others one sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.peer_forms import Called, call_openrlhf, call_trl, call_verl, call_verl_batch, check_keywords, form_of
+from infsample_rl.reward.peer_forms import (
+    Called,
+    call_openrlhf,
+    call_trl,
+    call_verl,
+    call_verl_batch,
+    check_keywords,
+    form_of,
+)
 from infsample_rl.reward.user_function import import_function
 
 RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
@@ -67,14 +75,18 @@ def kind_of(name: str) -> str:
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     known = ", ".join(RULES)
-    raise ValueError(f"reward.functions: unknown name {name!r}; give {known}, path/to/file.py:function or model:<folder or hub name>{hint}")
+    raise ValueError(
+        f"reward.functions: unknown name {name!r}; give {known}, path/to/file.py:function or model:<folder or hub "
+        f"name>{hint}"
+    )
 
 
 METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
 
 
 def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
-    """Short names for messages and metrics, all different: "rewards/length.py:brevity" is "brevity", a second one "brevity_2"."""
+    """Short names for messages and metrics, all different: "rewards/length.py:brevity" is "brevity", a second one
+    "brevity_2"."""
     names: list[str] = []
     for function in functions:
         kind = kind_of(function.name)
@@ -82,12 +94,15 @@ def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
         if kind == "model":
             short = MODEL_PREFIX + os.path.basename(function.name.removeprefix(MODEL_PREFIX).rstrip("/"))
         taken = {*METRICS_OF_REWARD, *names}
-        names.append(next(name for number in count(1) if (name := short if number == 1 else f"{short}_{number}") not in taken))
+        names.append(
+            next(name for number in count(1) if (name := short if number == 1 else f"{short}_{number}") not in taken)
+        )
     return names
 
 
 def load_function(config: RewardFunctionConfig) -> LoadedFunction:
-    """Import a rule or a user's function; ValueError in one line when that is not possible or the signature does not fit."""
+    """Import a rule or a user's function; ValueError in one line when that is not possible or the signature does not
+    fit."""
     if kind_of(config.name) == "rule":
         function = importlib.import_module(RULES[config.name]).score
         check_keywords(config.name, function, config.kwargs, given=("response", "columns"))
@@ -101,7 +116,8 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
 def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
     """The values of one call, whatever the function returned, and what it reported beside; it may raise anything.
 
-    prompt: {"row", "messages", "text", "columns", "label", "trainer_state"}; a sample: {"text", "token_ids"}, one of them where per_sample.
+    prompt: {"row", "messages", "text", "columns", "label", "trainer_state"}; a sample: {"text", "token_ids"}, one of
+    them where per_sample.
     """
     if loaded.form == "rule":
         return [loaded.function(samples[0]["text"], prompt["columns"], **loaded.kwargs)], {}
@@ -109,7 +125,8 @@ def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[
 
 
 def as_reward(value: Any) -> tuple[float | None, str]:
-    """(reward, "") of a finite number; (None, what is wrong) of anything else. Booleans and numpy scalars are numbers."""
+    """(reward, "") of a finite number; (None, what is wrong) of anything else. Booleans and numpy scalars are
+    numbers."""
     if value is None:
         return None, "returned None"
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:

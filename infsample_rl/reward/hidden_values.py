@@ -1,6 +1,8 @@
-"""The values of reward.environment, which no message and no output may show: replaced by their names. Standard library only.
+"""The values of reward.environment, which no message and no output may show: replaced by their names. Standard library
+only.
 
-A value is looked for as it is, without the white space around it (a file's last newline), and as Python and JSON quote it.
+A value is looked for as it is, without the white space around it (a file's last newline), and as Python and JSON quote
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ _shown_as: dict[str, str] = {}  # form of a value -> <name>, long ones first
 
 
 def hide_values_of(names: Iterable[str]) -> None:
-    """From now on, in this process and those it forks, without_values() replaces what these environment variables hold now."""
+    """From now on, in this process and those it forks, without_values() replaces what these environment variables hold
+    now."""
     forms = dict[str, str]()
     for name in names:
         value = os.environ.get(name, "")

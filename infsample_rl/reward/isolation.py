@@ -21,14 +21,58 @@ from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandb
 
 # What programs and libraries need of an environment; nothing here holds a key.
 PASSED_ON = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TERM", "VIRTUAL_ENV", "LD_LIBRARY_PATH"),
-    *("PYTHONHOME", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"),
+    *(
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TMPDIR",
+        "LANG",
+        "LANGUAGE",
+        "LC_ALL",
+        "LC_CTYPE",
+        "TZ",
+        "TERM",
+        "VIRTUAL_ENV",
+        "LD_LIBRARY_PATH",
+    ),
+    *(
+        "PYTHONHOME",
+        "PYTHONHASHSEED",
+        "PYTHONUNBUFFERED",
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "TOKENIZERS_PARALLELISM",
+    ),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "INFSAMPLE_RL_CACHE"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
 _READABLE = (
-    *("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group"),
-    *("/etc/nsswitch.conf", "/etc/os-release", "/dev/zero", "/dev/random", "/dev/urandom", "/proc/self", "/proc/cpuinfo", "/proc/meminfo"),
+    *(
+        "/usr",
+        "/lib",
+        "/lib32",
+        "/lib64",
+        "/bin",
+        "/sbin",
+        "/etc/alternatives",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+        "/etc/passwd",
+        "/etc/group",
+    ),
+    *(
+        "/etc/nsswitch.conf",
+        "/etc/os-release",
+        "/dev/zero",
+        "/dev/random",
+        "/dev/urandom",
+        "/proc/self",
+        "/proc/cpuinfo",
+        "/proc/meminfo",
+    ),
     *("/proc/stat", "/sys/devices/system"),
 )
 
@@ -53,7 +97,9 @@ class Isolation:
 def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) -> Isolation:
     """What the reward settings say; ValueError in one line for what is not there or cannot be done here."""
     if reward.isolation != "none" and not sys.platform.startswith("linux"):
-        raise ValueError(f"reward.isolation={reward.isolation} needs Linux, this is {sys.platform}; set reward.isolation=none")
+        raise ValueError(
+            f"reward.isolation={reward.isolation} needs Linux, this is {sys.platform}; set reward.isolation=none"
+        )
     missing = [name for name in reward.environment if name not in os.environ]
     if missing and reward.isolation != "none":
         raise ValueError(f"reward.environment names {missing[0]}, which is not set")
@@ -84,16 +130,19 @@ def environment_of(isolation: Isolation, environment: Mapping[str, str]) -> dict
 
 
 def isolate(isolation: Isolation) -> None:
-    """Hold the calling process, which has one thread, and all it starts to its limits. ValueError when the system cannot."""
+    """Hold the calling process, which has one thread, and all it starts to its limits. ValueError when the system
+    cannot."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if isolation.level == "none":
         return
-    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):  # private memory; what is shared counts in the keeper's sum
+    # private memory; what is shared counts in the keeper's sum
+    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
         hard = resource.getrlimit(limit)[1]
         bytes_ = isolation.memory_bytes if hard == resource.RLIM_INFINITY else min(hard, isolation.memory_bytes)
         resource.setrlimit(limit, (bytes_, bytes_))
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # where the machine runs out of memory, this goes before a worker does
+        # where the machine runs out of memory, this goes before a worker does
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         if isolation.level == "sandbox":
             sandbox(isolation.read, isolation.write)
@@ -101,13 +150,22 @@ def isolate(isolation: Isolation) -> None:
             keep_out_of_other_processes()
     except (ValueError, OSError) as error:
         weaker = ISOLATIONS[ISOLATIONS.index(isolation.level) - 1]
-        raise ValueError(f"reward.isolation={isolation.level} cannot be had: it {error}; reward.isolation={weaker} asks for less") from None
+        raise ValueError(
+            f"reward.isolation={isolation.level} cannot be had: it {error}; reward.isolation={weaker} asks for less"
+        ) from None
 
 
 def _python_folders() -> set[str]:
     """Where this interpreter and everything on its path is; never a folder that holds the user's home."""
     package = str(Path(__file__).resolve().parents[1])
-    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent), *site.getsitepackages(), *sys.path}
+    folders = {
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        str(Path(sys.executable).resolve().parent),
+        *site.getsitepackages(),
+        *sys.path,
+    }
     return {package, *(folder for folder in folders if folder and not _holds_home(folder))}
 
 
@@ -119,7 +177,10 @@ def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
         if path.endswith(".py"):
             folder = str(Path(path).resolve().parent)
             if _holds_home(folder):
-                raise ValueError(f"reward.isolation=sandbox lets {path} read its own folder, but {folder} holds your home; move it into a folder")
+                raise ValueError(
+                    f"reward.isolation=sandbox lets {path} read its own folder, but {folder} holds your home; move it "
+                    "into a folder"
+                )
             folders.append(folder)
     return folders
 

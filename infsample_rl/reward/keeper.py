@@ -1,10 +1,11 @@
-"""Keeps one reward process: a small parent that never runs a function, counts memory, bounds output, and ends all that was started.
+"""Keeps one reward process: a small parent that never runs a function, counts memory, bounds output, and ends all that
+was started.
 
     reward worker --pipe--> keeper --fork--> function process --> whatever a function starts
 
-Every orphan below the keeper becomes its child (PR_SET_CHILD_SUBREAPER), so nothing that a function started, whatever session
-it is in and whatever signals it ignores, outlives the keeper's last act: killing its children until there are none.
-It acts when the function process ends, when SIGTERM tells it to, and when the worker's end of the pipe is gone.
+Every orphan below the keeper becomes its child (PR_SET_CHILD_SUBREAPER), so nothing that a function started, whatever
+session it is in and whatever signals it ignores, outlives the keeper's last act: killing its children until there are
+none. It acts when the function process ends, when SIGTERM tells it to, and when the worker's end of the pipe is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from infsample_rl.reward.isolation import Isolation
 from infsample_rl.reward.linux_sandbox import DEATH_SIGNAL, SUBREAPER, prctl
 
 LOOK_EVERY_MS = 200  # at memory
-OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0  # of a function process's stdout and stderr that are passed on in a minute
+# of a function process's stdout and stderr that are passed on in a minute
+OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0
 SWEEP_LIMIT_S = 10.0
 MOST_PROCESSES = 1000  # a function process and all below it, what earlier calls left behind among them
 _LINUX = sys.platform.startswith("linux")
@@ -32,7 +34,8 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def main(settings: str) -> None:
-    """Fork the function process and keep it; `settings` is an Isolation as JSON. Reads nothing: stdin and stdout are the function process's pipes."""
+    """Fork the function process and keep it; `settings` is an Isolation as JSON. Reads nothing: stdin and stdout are
+    the function process's pipes."""
     isolation = Isolation(**json.loads(settings))
     hide_values_of(isolation.environment)
     woken, wake = os.pipe()
@@ -104,7 +107,8 @@ class _Keeper:
             events = dict(poll.poll(LOOK_EVERY_MS))
             if self._output in events and not self._pass_on():
                 poll.unregister(self._output)
-            told = self._woken in events and signal.SIGTERM in os.read(self._woken, 1 << 12)  # one byte for each signal: its number
+            # one byte for each signal: its number
+            told = self._woken in events and signal.SIGTERM in os.read(self._woken, 1 << 12)
             died = self._reap()
             if not died and (told or 0 in events):
                 died = "ended by the worker"
@@ -144,18 +148,29 @@ class _Keeper:
 
     def _say_what_was_left_out(self) -> None:
         if self._left_out:
-            _write(f"\n[{self._left_out:,} bytes that a reward function printed are left out: {OUTPUT_BYTES:,} are shown in a minute]\n")
+            _write(
+                f"\n[{self._left_out:,} bytes that a reward function printed are left out: {OUTPUT_BYTES:,} are shown "
+                "in a minute]\n"
+            )
         self._left_out = 0
 
     def _above_limits(self) -> str:
-        """What to say when the function process and all it started, orphans too, are or hold more than they may, else ""."""
+        """What to say when the function process and all it started, orphans too, are or hold more than they may, else
+        ""."""
         limit, tree = self._isolation.memory_bytes, descendants(os.getpid())
         if len(tree) > MOST_PROCESSES:
-            return f"{len(tree):,} processes, what earlier calls left among them; at most {MOST_PROCESSES:,} may run at a time"
+            return (
+                f"{len(tree):,} processes, what earlier calls left among them; at most {MOST_PROCESSES:,} may run "
+                "at a time"
+            )
         if sum(map(_resident, tree)) <= limit:
             return ""
         used = sum(map(_proportional, tree))  # what processes share counts once; slower to read
-        return f"{used / 1e9:.2f} GB in {len(tree)} processes, above reward.memory_limit={self._isolation.memory_limit}" if used > limit else ""
+        return (
+            f"{used / 1e9:.2f} GB in {len(tree)} processes, above reward.memory_limit={self._isolation.memory_limit}"
+            if used > limit
+            else ""
+        )
 
 
 def descendants(pid: int) -> list[int]:
@@ -165,7 +180,11 @@ def descendants(pid: int) -> list[int]:
     while parents:
         parent = parents.pop()
         try:
-            children = [int(child) for task in os.scandir(f"/proc/{parent}/task") for child in Path(task.path, "children").read_text().split()]
+            children = [
+                int(child)
+                for task in os.scandir(f"/proc/{parent}/task")
+                for child in Path(task.path, "children").read_text().split()
+            ]
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
         new = [child for child in children if child not in seen]
@@ -194,7 +213,8 @@ def _end_everything(child: int) -> None:
     """SIGKILL to every process below this one until none is left."""
     deadline = time.monotonic() + SWEEP_LIMIT_S
     while time.monotonic() < deadline:
-        for pid in descendants(os.getpid()) if _LINUX else [-child]:  # elsewhere its process group, the nearest there is
+        # elsewhere its process group, the nearest there is
+        for pid in descendants(os.getpid()) if _LINUX else [-child]:
             try:
                 os.kill(pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):

@@ -3,8 +3,8 @@
     final_roles("Suppose Zoey is a knave... no.\\n**Answer:** Zoey and Ethan are knights", ["Zoey", "Ethan"])
     -> {"Zoey": True, "Ethan": True}
 
-The text is cut into tokens (names, roles, "is", "not", "both", ...), and one pass over them collects (name, role) pairs.
-What is only supposed or reported ("if Zoey is a knight", "Zoey says Ethan is a knave") gives no pair.
+The text is cut into tokens (names, roles, "is", "not", "both", ...), and one pass over them collects (name, role)
+pairs. What is only supposed or reported ("if Zoey is a knight", "Zoey says Ethan is a knave") gives no pair.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ from dataclasses import dataclass, field
 KNIGHT = r"knights?|truth[- ]?tell(?:ers?|ing)|truthful|honest|(?:always )?(?:tells?|telling|speaks?) (?:the )?truth"
 KNAVE = r"knaves?|liars?|lying|dishonest|(?:always )?lies?"
 _LABEL = re.compile(
-    r"\b(?:answers?|conclusion|solution)\b[ \t]*(?:is|are)?[ \t]*[:=\n]|\banswers? (?:is|are)\b|\bin conclusion\b|<answer>",
+    r"\b(?:answers?|conclusion|solution)\b[ \t]*(?:is|are)?[ \t]*[:=\n]|\banswers? (?:is|are)\b|\bin "
+    r"conclusion\b|<answer>",
     re.IGNORECASE,
 )
 _KINDS = {
     "knight": rf"\b(?:{KNIGHT})\b",
     "knave": rf"\b(?:{KNAVE})\b",
-    "supposed": r"\b(?:suppos\w*|assum\w*|whether|either|would|could|might|may|were|case|imagine|consider\w*|possib\w*|hypothe\w*|impossible|try)\b",
-    "condition": r"\b(?:if|iff|or|unless)\b",  # these also undo what their sentence said before: "Zoey is a knight or a knave"
-    "reported": r"\b(?:says?|said|saying|claim\w*|stat(?:es?|ed|ing|ements?)|declar\w*|remark\w*|mention\w*|assert\w*|told|tells (?:us|you|me)"
+    "supposed": r"\b(?:suppos\w*|assum\w*|whether|either|would|could|might|may|were|case|imagine|"
+    r"consider\w*|possib\w*|hypothe\w*|impossible|try)\b",
+    # these also undo what their sentence said before: "Zoey is a knight or a knave"
+    "condition": r"\b(?:if|iff|or|unless)\b",
+    "reported": r"\b(?:says?|said|saying|claim\w*|stat(?:es?|ed|ing|ements?)|"
+    r"declar\w*|remark\w*|mention\w*|assert\w*|told|tells (?:us|you|me)"
     r"|(?:true|false|untrue) that)\b",
     "verdict": r"\b(?:is|are|must be) (?:true|false|untrue)\b",
-    "consequence": r"\b(?:so(?! is| are)|therefore|thus|hence|meaning|which means|making|makes|but|because|since|while|whereas)\b",
+    "consequence": r"\b(?:so(?! is| are)|therefore|thus|hence|meaning|which "
+    r"means|making|makes|but|because|since|while|whereas)\b",
     "same": r"\b(?:so|as) (?:is|are)\b",
     "too": r"\b(?:too|as well)\b",
     "nobody": r"\b(?:neither|none|nobody|no one)\b",
@@ -37,8 +42,10 @@ _KINDS = {
     "and": r"\b(?:and|nor)\b|[,&+]",
     "link": r"\b(?:is|are|was)\b|->|=>|[:=(>-]",
     "bar": r"\|",
-    "filler": r"\b(?:an?|the|be|being|must|has|have|to|does|do|did|can|also|indeed|definitely|certainly|clearly|in fact|actually|really|truly|one|of"
-    r"|them|they|these|turns? out|as|role|identity|type|in turn|on the other hand|however|meanwhile|respectively|only|two|three|four|five"
+    "filler": r"\b(?:an?|the|be|being|must|has|have|to|does|do|did|can|also|indeed|definitely|certainly|clearly|in "
+    r"fact|actually|really|truly|one|of"
+    r"|them|they|these|turns? out|as|role|identity|type|in turn|on the other "
+    r"hand|however|meanwhile|respectively|only|two|three|four|five"
     r"|inhabitants?|islanders?|people|persons?|s)\b|\(?\b\d+[.)]|[\[\]{}\"')]",
     "question": r"\?",
     "stop": r"[.!;]",
@@ -50,14 +57,15 @@ _KINDS = {
 def final_roles(text: str, names: list[str]) -> dict[str, bool] | None:
     """The role (True: knight) a response finally gives to each of `names`; None when one is missing or contradictory.
 
-    The part after the last "Answer:" (or <answer>, "the answer is", "Conclusion:") counts where it names any role; without
-    such a part the last role of every name counts, and only one sentence that contradicts itself is refused.
+    The part after the last "Answer:" (or <answer>, "the answer is", "Conclusion:") counts where it names any role;
+    without such a part the last role of every name counts, and only one sentence that contradicts itself is refused.
     """
     plain = _plain(text)
     thought, end_of_thought, rest = plain.rpartition("</think>")
     if end_of_thought and _read(rest, names):
         plain = rest
-    for label in reversed(list(_LABEL.finditer(plain))[-8:]):  # the last few: a text that loops on "Answer:" stays cheap
+    # the last few: a text that loops on "Answer:" stays cheap
+    for label in reversed(list(_LABEL.finditer(plain))[-8:]):
         part = plain[label.end() :]
         part = part.split("</answer>")[0] if label[0].lower() == "<answer>" else part
         pairs = _read(part, names)
@@ -96,8 +104,14 @@ def _plain(text: str) -> str:
     text = re.sub(r"\\(?:boxed|fbox|text\w*|math\w*|quad|[,;!: ])|[*`#~$]|(?<!\w)_+|_+(?!\w)|(?<=\w)'s\b", " ", text)
     reported = rf"(?:{_KINDS['reported']}|{_KINDS['verdict']})"
     for match in reversed(list(re.finditer(r'"[^"\n]*\s[^"\n]*"', text))):
-        around = text[max(0, match.start() - 40) : match.start()].rpartition("\n")[2] + " " + text[match.end() : match.end() + 40].partition("\n")[0]
-        if re.search(rf"\b(?:{KNIGHT}|{KNAVE})\b", match[0], re.IGNORECASE) and re.search(rf"\b{reported}", around, re.IGNORECASE):
+        around = (
+            text[max(0, match.start() - 40) : match.start()].rpartition("\n")[2]
+            + " "
+            + text[match.end() : match.end() + 40].partition("\n")[0]
+        )
+        if re.search(rf"\b(?:{KNIGHT}|{KNAVE})\b", match[0], re.IGNORECASE) and re.search(
+            rf"\b{reported}", around, re.IGNORECASE
+        ):
             text = f"{text[: match.start()]} quotation {text[match.end() :]}"
     return text
 
@@ -113,7 +127,9 @@ def _tokens(text: str, names: list[str]) -> list[tuple[str, str]]:
 
 def _only_roles(text: str) -> list[bool]:
     """The roles of an answer that lists nothing else ("knight, knave"); empty for any other text."""
-    tokens = [kind for kind, _ in _tokens(text, ["\0"]) if kind not in ("and", "filler", "newline", "stop", "bar", "link")]
+    tokens = [
+        kind for kind, _ in _tokens(text, ["\0"]) if kind not in ("and", "filler", "newline", "stop", "bar", "link")
+    ]
     return [kind == "knight" for kind in tokens] if set(tokens) <= {"knight", "knave"} else []
 
 
@@ -149,7 +165,9 @@ class _Reader:
     def take(self, kind: str, token: str) -> None:
         """Advance by one token."""
         if kind in ("name", "knight", "knave", "not", "and", "newline", "link"):
-            {"name": self._name, "not": self._not, "and": self._and, "newline": self._newline, "link": self._link}.get(kind, self._role)(token)
+            {"name": self._name, "not": self._not, "and": self._and, "newline": self._newline, "link": self._link}.get(
+                kind, self._role
+            )(token)
         elif kind in ("nobody", "others", "pair", "all"):
             self._group(kind)
         elif kind in ("supposed", "condition", "reported"):
@@ -167,7 +185,11 @@ class _Reader:
         elif kind == "bar":
             self.linked = True
         elif kind == "word":
-            self.listed = self.listed[:-1] if self._previous(1) == "name" and self._previous(2) in ("newline", "link") else self.listed
+            self.listed = (
+                self.listed[:-1]
+                if self._previous(1) == "name" and self._previous(2) in ("newline", "link")
+                else self.listed
+            )
             self.end_clause(trailing_negation=False)
 
     def end_clause(self, trailing_negation: bool = True) -> None:

@@ -1,7 +1,8 @@
-"""What Linux lets an unprivileged process give up for good: Landlock, seccomp and capabilities, by their system calls. Standard library only.
+"""What Linux lets an unprivileged process give up for good: Landlock, seccomp and capabilities, by their system calls.
+Standard library only.
 
-Numbers and structures are those of linux/landlock.h, linux/seccomp.h and linux/capability.h. Everything holds for the calling
-process and all it starts, and cannot be undone. Only for a process with one thread.
+Numbers and structures are those of linux/landlock.h, linux/seccomp.h and linux/capability.h. Everything holds for the
+calling process and all it starts, and cannot be undone. Only for a process with one thread.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ SUBREAPER, DEATH_SIGNAL = 36, 1  # prctl
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
-_FS = {name: 1 << bit for bit, name in enumerate("execute write_file read_file read_dir remove_dir remove_file make_char make_dir make_reg".split())}
-_FS |= {name: 1 << (9 + bit) for bit, name in enumerate("make_sock make_fifo make_block make_sym refer truncate ioctl_dev".split())}
+_FS = {
+    name: 1 << bit
+    for bit, name in enumerate(
+        "execute write_file read_file read_dir remove_dir remove_file make_char make_dir make_reg".split()
+    )
+}
+_FS |= {
+    name: 1 << (9 + bit)
+    for bit, name in enumerate("make_sock make_fifo make_block make_sym refer truncate ioctl_dev".split())
+}
 _READ = _FS["execute"] | _FS["read_file"] | _FS["read_dir"]
 _OF_FILES = _FS["execute"] | _FS["write_file"] | _FS["read_file"] | _FS["truncate"] | _FS["ioctl_dev"]
 _SCOPES = 3  # signals, and abstract sockets
@@ -47,7 +56,8 @@ def landlock_version() -> int:
 
 
 def keep_out_of_other_processes() -> None:
-    """No signals to, and no environment, memory or tracing of, processes that this one did not start, as far as the system has Landlock.
+    """No signals to, and no environment, memory or tracing of, processes that this one did not start, as far as the
+    system has Landlock.
 
     Root keeps its rights over files alone: CAP_PERFMON would read other environments in spite of Landlock.
     """
@@ -59,25 +69,37 @@ def keep_out_of_other_processes() -> None:
 
 
 def sandbox(read: list[str], write: list[str]) -> None:
-    """As keep_out_of_other_processes; only the files below `read` and `write`; no sockets; no capabilities. ValueError where the system cannot."""
+    """As keep_out_of_other_processes; only the files below `read` and `write`; no sockets; no capabilities. ValueError
+    where the system cannot."""
     version, machine = landlock_version(), platform.machine()
     if version < SANDBOX_VERSION:
         has = f"has version {version}" if version else "has none"
-        raise ValueError(f"needs Landlock version {SANDBOX_VERSION} (Linux 6.2 or newer, with landlock among its LSMs), this system {has}")
+        raise ValueError(
+            f"needs Landlock version {SANDBOX_VERSION} (Linux 6.2 or newer, with landlock among its LSMs), this system "
+            f"{has}"
+        )
     if machine not in _MACHINES:
         raise ValueError(f"knows the system calls of {' and '.join(_MACHINES)}, not of {machine}")
     everything = (1 << (16 if version >= 5 else 15)) - 1
-    rules = [(path, _READ) for path in read] + [(path, everything & ~_FS["make_char"] & ~_FS["make_block"]) for path in write]
+    rules = [(path, _READ) for path in read] + [
+        (path, everything & ~_FS["make_char"] & ~_FS["make_block"]) for path in write
+    ]
     _keep_capabilities(0)
     _restrict(version, handled=everything, rules=rules)
     _forbid_calls(machine)
 
 
 def _restrict(version: int, *, handled: int, rules: list[tuple[str, int]]) -> None:
-    """Enter a Landlock domain in which, of the rights `handled`, only those of `rules` are left; paths that do not exist are passed over."""
+    """Enter a Landlock domain in which, of the rights `handled`, only those of `rules` are left; paths that do not
+    exist are passed over."""
     libc = _libc()
-    attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version >= 6 else 0)[: 24 if version >= 6 else 16 if version >= 4 else 8]
-    ruleset = _check(libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)), "landlock_create_ruleset")
+    attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version >= 6 else 0)[
+        : 24 if version >= 6 else 16 if version >= 4 else 8
+    ]
+    ruleset = _check(
+        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)),
+        "landlock_create_ruleset",
+    )
     for path, rights in rules:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -97,7 +119,8 @@ def _keep_capabilities(kept: int) -> None:
     """Give up all capabilities but those of the mask `kept` that are there."""
     libc, header, held = _libc(), struct.pack("=Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     _check(libc.capget(header, held), "capget")
-    left = [word & kept for word in struct.unpack("=6I", held.raw)[:3]]  # effective, permitted, inheritable; the second half is above bit 31
+    # effective, permitted, inheritable; the second half is above bit 31
+    left = [word & kept for word in struct.unpack("=6I", held.raw)[:3]]
     _check(libc.capset(header, struct.pack("=6I", *left, 0, 0, 0)), "capset")
 
 

@@ -1,13 +1,15 @@
-"""User functions as TRL, verl and OpenRLHF call them: told apart by the names of their parameters, given what those trainers give.
+"""User functions as TRL, verl and OpenRLHF call them: told apart by the names of their parameters, given what those
+trainers give.
 
-    trl         f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> [number or None]
+    trl         f(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **columns) -> [number or
+    None]
     verl        f(data_source, solution_str, ground_truth, extra_info) -> number or {"score": number, ...}
     verl_batch  f(data_sources, solution_strs, ground_truths, extra_infos) -> a list of those
     openrlhf    f(queries, prompts, labels) -> {"rewards": ..., "extra_logs": {...}} or the rewards alone
 
-Sources: TRL 1.16.0 GRPOTrainer._calculate_rewards; verl 0.9.1 NaiveRewardManager and BatchRewardManager; OpenRLHF 0.11.2 SingleTurnExecutor.
-TRL's `prompts` and `completions` are strings, or lists of chat messages where the row's own `prompt` column is one. Columns a function
-has no parameter for are left out. A coroutine function is awaited.
+Sources: TRL 1.16.0 GRPOTrainer._calculate_rewards; verl 0.9.1 NaiveRewardManager and BatchRewardManager; OpenRLHF
+0.11.2 SingleTurnExecutor. TRL's `prompts` and `completions` are strings, or lists of chat messages where the row's own
+`prompt` column is one. Columns a function has no parameter for are left out. A coroutine function is awaited.
 """
 
 from __future__ import annotations
@@ -48,27 +50,40 @@ def form_of(label: str, function: Callable[..., Any], kwargs: dict[str, Any]) ->
     form = fitting[0]
     positional_only = [name for name, parameter in parameters.items() if parameter.kind == parameter.POSITIONAL_ONLY]
     if positional_only:
-        raise ValueError(f"reward.functions: {label} takes {positional_only[0]} by position only; all are given by name: {_FORMS}")
+        raise ValueError(
+            f"reward.functions: {label} takes {positional_only[0]} by position only; all are given by name: {_FORMS}"
+        )
     check_keywords(label, function, kwargs, given=_GIVEN[form])
     missing = [name for name in _required(function) if name not in (*_GIVEN[form], *kwargs)]
     if form != "trl" and missing:  # TRL's others are columns of the data
-        raise ValueError(f"reward.functions: {label} needs {missing[0]}, which {form}'s form does not give: {_FORMS}; set it in kwargs")
+        raise ValueError(
+            f"reward.functions: {label} needs {missing[0]}, which {form}'s form does not give: {_FORMS}; set it in "
+            "kwargs"
+        )
     return form
 
 
 def check_keywords(label: str, function: Callable[..., Any], kwargs: dict[str, Any], given: Sequence[str]) -> None:
-    """ValueError when the configured keywords are not parameters of the function, or are given by the caller already."""
+    """ValueError when the configured keywords are not parameters of the function, or are given by the caller
+    already."""
     parameters = inspect.signature(function).parameters
     own = [name for name in parameters if name not in given]
     for name in kwargs:
         if name in given or (name not in parameters and not _takes_any(function)):
-            raise ValueError(f"reward.functions: {label} takes no setting {name!r} in kwargs; it takes {', '.join(own) or 'none'}")
+            raise ValueError(
+                f"reward.functions: {label} takes no setting {name!r} in kwargs; it takes {', '.join(own) or 'none'}"
+            )
 
 
-def call_trl(function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
-    """Call TRL's form once for all samples of one prompt; ValueError for a missing column or a wrong number of values."""
+def call_trl(
+    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+) -> Called:
+    """Call TRL's form once for all samples of one prompt; ValueError for a missing column or a wrong number of
+    values."""
     count, reported = len(samples), {}
-    columns = {name: value for name, value in _columns(prompt).items() if name not in ("prompt", "completion", *_GIVEN["trl"])}
+    columns = {
+        name: value for name, value in _columns(prompt).items() if name not in ("prompt", "completion", *_GIVEN["trl"])
+    }
     conversational = isinstance(prompt["columns"].get("prompt"), list)
     texts = [sample["text"] for sample in samples]
     arguments: dict[str, Any] = {name: [value] * count for name, value in columns.items()}
@@ -87,13 +102,18 @@ def call_trl(function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[
     return _values(_call(function, arguments), count), reported
 
 
-def call_verl(function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
-    """Call verl's form for one sample: a number, or a dict whose "score" is taken and whose other entries are reported."""
+def call_verl(
+    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+) -> Called:
+    """Call verl's form for one sample: a number, or a dict whose "score" is taken and whose other entries are
+    reported."""
     arguments = _verl_arguments(prompt, samples[0])
     return _scores([_call(function, arguments | kwargs)])
 
 
-def call_verl_batch(function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
+def call_verl_batch(
+    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+) -> Called:
     """Call verl's batched form once for all samples of one prompt."""
     each = [_verl_arguments(prompt, sample) for sample in samples]
     singular = dict(zip(_GIVEN["verl_batch"], _GIVEN["verl"], strict=True))
@@ -101,15 +121,24 @@ def call_verl_batch(function: Callable[..., Any], kwargs: dict[str, Any], prompt
     return _scores(_values(values, len(samples)))
 
 
-def call_openrlhf(function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:
-    """Call OpenRLHF's form for one sample: a query is prompt and response, a label what data.answer_field holds, as it is."""
+def call_openrlhf(
+    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+) -> Called:
+    """Call OpenRLHF's form for one sample: a query is prompt and response, a label what data.answer_field holds, as it
+    is."""
     label = prompt.get("label")
-    arguments = {"queries": [prompt["text"] + samples[0]["text"]], "prompts": [prompt["text"]], "labels": ["" if label is None else label]}
+    arguments = {
+        "queries": [prompt["text"] + samples[0]["text"]],
+        "prompts": [prompt["text"]],
+        "labels": ["" if label is None else label],
+    }
     value = _call(function, arguments | kwargs)
     if not isinstance(value, dict):
         return [_only(value)], {}
     if "rewards" not in value:
-        raise ValueError(f"the function returned a dict without 'rewards'; its keys are {', '.join(map(str, value)) or 'none'}")
+        raise ValueError(
+            f"the function returned a dict without 'rewards'; its keys are {', '.join(map(str, value)) or 'none'}"
+        )
     logs = value.get("extra_logs") or {}
     return [_only(value["rewards"])], {str(name): [_only(logged)] for name, logged in logs.items()}
 
@@ -129,7 +158,8 @@ def _verl_arguments(prompt: dict[str, Any], sample: dict[str, Any]) -> dict[str,
         "data_source": columns.get("data_source"),
         "solution_str": sample["text"],
         "ground_truth": columns.get("answer") if ground_truth is None else ground_truth,
-        "extra_info": {**(columns.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},  # a question and its answer
+        # a question and its answer
+        "extra_info": {**(columns.get("extra_info") or {}), "num_turns": 2, "rollout_reward_scores": {}},
     }
 
 
@@ -139,7 +169,9 @@ def _scores(values: list[Any]) -> Called:
     for index, value in enumerate(values):
         if isinstance(value, dict):
             if "score" not in value:
-                raise ValueError(f"the function returned a dict without 'score'; its keys are {', '.join(map(str, value)) or 'none'}")
+                raise ValueError(
+                    f"the function returned a dict without 'score'; its keys are {', '.join(map(str, value)) or 'none'}"
+                )
             for name, entry in value.items():
                 if name != "score":
                     reported.setdefault(str(name), [None] * len(values))[index] = entry
@@ -178,4 +210,8 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 def _required(function: Callable[..., Any]) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters
-    return [name for name, parameter in parameters.items() if parameter.kind in kinds and parameter.default is parameter.empty]
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in kinds and parameter.default is parameter.empty
+    ]

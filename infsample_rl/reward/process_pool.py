@@ -30,7 +30,10 @@ _END_LIMIT_S = 20.0  # for a keeper to end all there is
 _PIPE_BYTES = 1 << 15  # a pipe takes so much at once, whether it is read or not
 _MOST_UNREAD = 1 << 24  # bytes of one reply; values and problems of thousands of samples are less
 _FORGED = "the function wrote into the pipe of the replies"
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; main(sys.argv[2])"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
+    "main(sys.argv[2])"
+)
 
 
 class FunctionTimedOut(Exception):
@@ -43,7 +46,8 @@ class FunctionProcessDied(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CallValues:
-    """What one call gave: for each of its samples a value and what is wrong with it; None with "" is a sample the function leaves out."""
+    """What one call gave: for each of its samples a value and what is wrong with it; None with "" is a sample the
+    function leaves out."""
 
     values: list[float | None]
     problems: list[str]
@@ -59,7 +63,9 @@ class FunctionProcess:
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
         environment = environment_of(isolation, os.environ)
         # its own session: Ctrl-C is left to the parent
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment)
+        self._keeper = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment
+        )
         self._killed = False
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
@@ -70,7 +76,9 @@ class FunctionProcess:
             started = self._receive(START_LIMIT_S)
         except FunctionTimedOut:
             self.kill()
-            raise ValueError(f"reward.functions: importing {_names(functions)} did not end within {START_LIMIT_S:.0f} s") from None
+            raise ValueError(
+                f"reward.functions: importing {_names(functions)} did not end within {START_LIMIT_S:.0f} s"
+            ) from None
         except FunctionProcessDied as error:
             raise ValueError(f"reward.functions: the process that imports {_names(functions)} died ({error})") from None
         if "error" in started:
@@ -80,7 +88,8 @@ class FunctionProcess:
         self.per_sample: list[bool] = started["per_sample"]  # of every function: one sample a call, else all in one
 
     def call(self, request: bytes, sizes: list[int], timeout_s: float) -> Iterator[CallValues]:
-        """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples; `timeout_s` holds for every one.
+        """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples; `timeout_s`
+        holds for every one.
 
         Raises FunctionTimedOut or FunctionProcessDied; the process is gone then.
         """
@@ -127,7 +136,8 @@ class FunctionProcess:
             too_late.cancel()
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply at all."""
+        """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply at
+        all."""
         deadline, is_late = time.monotonic() + limit_s, False
         while True:
             line, ended, rest = self._unread.lstrip(b"\n").partition(b"\n")
@@ -179,7 +189,12 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._reward, self._functions, self._timeout_s, self._retries = reward, functions, reward.timeout_s, reward.retries
+        self._reward, self._functions, self._timeout_s, self._retries = (
+            reward,
+            functions,
+            reward.timeout_s,
+            reward.retries,
+        )
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -201,8 +216,11 @@ class ProcessPool:
         with self._lock:
             return [process.pid for process in self._running]
 
-    def submit(self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]) -> Future[list[CallValues]]:
-        """Score `calls` (lists of samples) with function number `function`; a failed call gives None and its problem."""
+    def submit(
+        self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]
+    ) -> Future[list[CallValues]]:
+        """Score `calls` (lists of samples) with function number `function`; a failed call gives None and its
+        problem."""
         return self._threads.submit(self._run, function, pickled_prompt, calls)
 
     def close(self) -> None:
@@ -244,7 +262,9 @@ class ProcessPool:
             rest = calls[len(done) :]
             try:
                 sizes = [len(samples) for samples in rest]
-                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s):
+                for values in self._process().call(
+                    pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s
+                ):
                     done.append(values)
                     self._count(calls=1)
                     deaths = 0
@@ -278,13 +298,17 @@ def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
 def _are_values(reply: dict[str, Any], size: int) -> bool:
     """Whether a reply is the values, problems and reported numbers of a call of `size` samples."""
     values, problems, reported = reply.get("values"), reply.get("problems"), reply.get("reported")
-    if not (isinstance(values, list) and isinstance(problems, list) and isinstance(reported, dict) and len(problems) == size):
+    if not (
+        isinstance(values, list) and isinstance(problems, list) and isinstance(reported, dict) and len(problems) == size
+    ):
         return False
     columns = [values, *reported.values()]
     if not all(isinstance(column, list) and len(column) == size for column in columns):
         return False
     numbers = [value for column in columns for value in column if value is not None]
-    return all(isinstance(value, (int, float)) for value in numbers) and all(isinstance(problem, str) for problem in problems)
+    return all(isinstance(value, (int, float)) for value in numbers) and all(
+        isinstance(problem, str) for problem in problems
+    )
 
 
 def _names(functions: list[RewardFunctionConfig]) -> str:

@@ -29,10 +29,14 @@ def model_settings(function: RewardFunctionConfig) -> RewardModelSettings:
     known = [spec.name for spec in dataclasses.fields(RewardModelSettings)]
     for name in function.kwargs:
         if name not in known:
-            raise ValueError(f"reward.functions: {function.name} takes no setting {name!r} in kwargs; it takes {', '.join(known)}")
+            raise ValueError(
+                f"reward.functions: {function.name} takes no setting {name!r} in kwargs; it takes {', '.join(known)}"
+            )
     settings = RewardModelSettings(**function.kwargs)
     if settings.dtype not in DTYPES:
-        raise ValueError(f"reward.functions: dtype of {function.name} must be one of {', '.join(DTYPES)}, got {settings.dtype!r}")
+        raise ValueError(
+            f"reward.functions: dtype of {function.name} must be one of {', '.join(DTYPES)}, got {settings.dtype!r}"
+        )
     return settings
 
 
@@ -43,12 +47,20 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
     if os.path.isabs(path) and not os.path.isdir(path):
         raise ValueError(f"reward.functions: no folder {path} for {function.name}")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=settings.trust_remote_code, local_files_only=cached_only(path))
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=settings.trust_remote_code, local_files_only=cached_only(path)
+        )
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"reward.functions: {function.name}: no model config there; give a Hugging Face folder or hub name ({reason})") from None
+        raise ValueError(
+            f"reward.functions: {function.name}: no model config there; give a Hugging Face folder or hub name "
+            f"({reason})"
+        ) from None
     if config.num_labels != 1:
-        raise ValueError(f"reward.functions: {function.name} has {config.num_labels} labels; give a sequence classifier with num_labels=1")
+        raise ValueError(
+            f"reward.functions: {function.name} has {config.num_labels} labels; give a sequence classifier with "
+            "num_labels=1"
+        )
     return config
 
 
@@ -56,7 +68,8 @@ class RewardModel:
     """A sequence classifier on its own device. Scores of a batch equal scores one by one, to rounding."""
 
     def __init__(self, function: RewardFunctionConfig, device: str, batch_tokens: int):
-        """`batch_tokens`: most padded tokens of one forward pass (a longer text goes alone). ValueError as `check_model`."""
+        """`batch_tokens`: most padded tokens of one forward pass (a longer text goes alone). ValueError as
+        `check_model`."""
         self.config = check_model(function)
         settings = model_settings(function)
         path = function.name.removeprefix(MODEL_PREFIX)
@@ -65,11 +78,17 @@ class RewardModel:
             self.tokenizer = AutoTokenizer.from_pretrained(path, **where)
             dtype = getattr(torch, settings.dtype)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=dtype, output_loading_info=True, adapter_kwargs={"local_files_only": where["local_files_only"]}, **where
+                path,
+                dtype=dtype,
+                output_loading_info=True,
+                adapter_kwargs={"local_files_only": where["local_files_only"]},
+                **where,
             )
         except (OSError, ValueError, KeyError) as error:
             reason = " ".join(str(error).split())[:160]
-            raise ValueError(f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded ({reason})") from None
+            raise ValueError(
+                f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded ({reason})"
+            ) from None
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise ValueError(f"reward.functions: {function.name} is no trained reward model: its files lack {missing}")
@@ -82,13 +101,21 @@ class RewardModel:
 
     @torch.inference_mode()
     def score(self, messages: list[dict[str, str]], responses: list[str]) -> tuple[list[float | None], list[str]]:
-        """(scores, problems) of responses to one prompt; None with a problem for a text above the model's longest and for a score not finite."""
+        """(scores, problems) of responses to one prompt; None with a problem for a text above the model's longest and
+        for a score not finite."""
         rows = [self._encode(messages, response) for response in responses]
         scores: list[float | None] = [None] * len(rows)
         problems = [
-            f"prompt and response are {len(ids)} tokens, the model takes {self.max_tokens}" if len(ids) > self.max_tokens else "" for ids, _ in rows
+            f"prompt and response are {len(ids)} tokens, the model takes {self.max_tokens}"
+            if len(ids) > self.max_tokens
+            else ""
+            for ids, _ in rows
         ]
-        fitting = sorted((index for index, problem in enumerate(problems) if not problem), key=lambda index: len(rows[index][0]), reverse=True)
+        fitting = sorted(
+            (index for index, problem in enumerate(problems) if not problem),
+            key=lambda index: len(rows[index][0]),
+            reverse=True,
+        )
         while fitting:
             count = max(1, self.batch_tokens // max(1, len(rows[fitting[0]][0])))
             batch, fitting = fitting[:count], fitting[count:]
@@ -122,12 +149,17 @@ class RewardModel:
         return logits.float().reshape(len(rows))
 
     def _padding_id(self, rows: list[tuple[list[int], list[int]]]) -> int:
-        """The model's padding id. One without gets an id that no row holds: decoders score the last token that is not padding."""
+        """The model's padding id. One without gets an id that no row holds: decoders score the last token that is not
+        padding."""
         configured = self.config.get_text_config().pad_token_id
         if configured is not None:
             return configured
         used = {token for ids, _ in rows for token in ids}
         own = self.tokenizer.pad_token_id
-        pad = own if own is not None and own not in used else next(token for token in range(len(used) + 1) if token not in used)
+        pad = (
+            own
+            if own is not None and own not in used
+            else next(token for token in range(len(used) + 1) if token not in used)
+        )
         self.model.config.get_text_config().pad_token_id = pad
         return pad

@@ -1,4 +1,5 @@
-"""Reward `data_source`: the rule for each row's own source, by verl's column of that name, so that its mixed data sets need no choice.
+"""Reward `data_source`: the rule for each row's own source, by verl's column of that name, so that its mixed data sets
+need no choice.
 
 The names are those of verl 0.9.1's default_compute_score whose answers are numbers or maths; scores are 0.0 or 1.0.
 """
@@ -27,7 +28,9 @@ MATH = (
 
 def score(response: str, columns: dict[str, Any]) -> float:
     """1.0 or 0.0; the right answer is the column `answer`. ValueError for a source that has no rule here."""
-    return importlib.import_module(f"infsample_rl.reward.rule_{rule_of(columns.get('data_source'))}").score(response, columns)
+    return importlib.import_module(f"infsample_rl.reward.rule_{rule_of(columns.get('data_source'))}").score(
+        response, columns
+    )
 
 
 def rule_of(source: Any) -> str:
@@ -36,4 +39,6 @@ def rule_of(source: Any) -> str:
         return "gsm8k"
     if source in MATH or (isinstance(source, str) and source.startswith("aime")):
         return "math"
-    raise ValueError(f"the column data_source is {source!r}, which has no rule here; give a reward function of your own")
+    raise ValueError(
+        f"the column data_source is {source!r}, which has no rule here; give a reward function of your own"
+    )

@@ -1,6 +1,7 @@
 r"""Reward `gsm8k`: 1.0 when the final number is right, else 0.0.
 
-The final number of a response is the one after its last "####", else the one in its last \boxed{}, else its last number.
+The final number of a response is the one after its last "####", else the one in its last \boxed{}, else its last
+number.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ _NAME_AND_ROLE = re.compile(
 
 
 def score(response: str, columns: dict[str, Any]) -> float:
-    """1.0 or 0.0; contradictory or missing roles in the final answer are 0.0. ValueError when the row has no solution."""
+    """1.0 or 0.0; contradictory or missing roles in the final answer are 0.0. ValueError when the row has no
+    solution."""
     gold = gold_roles(columns)
     return float(final_roles(response, list(gold)) == gold)
 
@@ -32,7 +33,8 @@ def gold_roles(columns: dict[str, Any]) -> dict[str, bool]:
     solution = columns.get("solution")
     if solution is None or isinstance(solution, str):
         solution = gold_answer(columns)
-    if isinstance(solution, dict) and "solution_text_format" in solution:  # the ground truth of Logic-RL's files for verl
+    # the ground truth of Logic-RL's files for verl
+    if isinstance(solution, dict) and "solution_text_format" in solution:
         solution = solution["solution_text_format"]
     if isinstance(solution, str):
         solution = _parsed(solution, names)
@@ -43,7 +45,9 @@ def gold_roles(columns: dict[str, Any]) -> dict[str, bool]:
     else:
         raise ValueError(f"the solution {solution!r:.80} and the column `names` {names!r:.80} do not fit together")
     if not roles or (names is not None and {str(name) for name in names} != set(roles)):
-        raise ValueError(f"the solution gives roles to {', '.join(roles) or 'nobody'}, the column `names` is {names!r:.80}")
+        raise ValueError(
+            f"the solution gives roles to {', '.join(roles) or 'nobody'}, the column `names` is {names!r:.80}"
+        )
     return roles
 
 

@@ -41,6 +41,11 @@ def _parse_gold(gold: str) -> tuple[list[Any], str]:
 
 
 def _squeeze(text: str) -> str:
-    """A text without spaces, $, \\text{} wrappers and final full stop, for answers that are words or cannot be parsed."""
+    """A text without spaces, $, \\text{} wrappers and final full stop, for answers that are words or cannot be
+    parsed."""
     plain = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"[\s$]|\\[,!;:]", "", plain.replace("\\left", "").replace("\\right", "").replace("dfrac", "frac")).rstrip(".").lower()
+    return (
+        re.sub(r"[\s$]|\\[,!;:]", "", plain.replace("\\left", "").replace("\\right", "").replace("dfrac", "frac"))
+        .rstrip(".")
+        .lower()
+    )

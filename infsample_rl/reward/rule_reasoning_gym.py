@@ -36,7 +36,8 @@ def score(response: str, columns: dict[str, Any]) -> float:
 
 
 def _other_readings(answer: str, numbers: list[Decimal], gold: str) -> list[str]:
-    """Further texts to score: without a final full stop, and the last of `numbers` where the right answer is a number."""
+    """Further texts to score: without a final full stop, and the last of `numbers` where the right answer is a
+    number."""
     readings = [answer[:-1].rstrip()] if answer.endswith(".") and not gold.endswith(".") else []
     if re.fullmatch(r"-?[\d,]*\.?\d+", gold.strip()):
         readings += [str(number) for number in numbers[-1:]]

@@ -1,4 +1,5 @@
-"""Reward `think_format`: 1.0 for a response that thinks within <think></think>, once, before it answers; else 0.0. TRL's think_format_reward."""
+"""Reward `think_format`: 1.0 for a response that thinks within <think></think>, once, before it answers; else 0.0.
+TRL's think_format_reward."""
 
 from __future__ import annotations
 

@@ -16,19 +16,27 @@ from infsample_rl.reward.hidden_values import without_values
 
 
 def import_function(path: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the file `path`, imported under a private module name; ValueError in one line if it cannot be had."""
+    """The function `name` of the file `path`, imported under a private module name; ValueError in one line if it cannot
+    be had."""
     if not os.path.isfile(path):
         raise ValueError(f"reward.functions: no file {path}{_similar_file(path)}")
     module = _import_file(path)
-    found = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+    found = [
+        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
     if name not in vars(module):
         nearest = difflib.get_close_matches(name, found, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f"reward.functions: {path} has no function {name}; its functions are {', '.join(found) or 'none'}{hint}")
+        raise ValueError(
+            f"reward.functions: {path} has no function {name}; its functions are {', '.join(found) or 'none'}{hint}"
+        )
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
         listed = ", ".join(found) or "none"
-        raise ValueError(f"reward.functions: {path}:{name} is not a function but {type(function).__name__}; its functions are {listed}")
+        raise ValueError(
+            f"reward.functions: {path}:{name} is not a function but {type(function).__name__}; its functions are "
+            f"{listed}"
+        )
     return function
 
 
@@ -36,7 +44,9 @@ def _similar_file(path: str) -> str:
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         return f" (there is no folder {folder} either)"
-    nearest = difflib.get_close_matches(os.path.basename(path), [entry for entry in os.listdir(folder) if entry.endswith(".py")], n=1)
+    nearest = difflib.get_close_matches(
+        os.path.basename(path), [entry for entry in os.listdir(folder) if entry.endswith(".py")], n=1
+    )
     return f"; did you mean {os.path.join(folder, nearest[0])}?" if nearest else ""
 
 

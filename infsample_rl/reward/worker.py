@@ -1,7 +1,8 @@
 """The reward worker: micro-groups in, floats out. A plain class; the cluster wraps it.
 
     decoded texts -> rule and user functions, in processes that can be killed  \\
-                  -> reward models, here on the worker's device                 -> weighted sum, None where any part failed
+                  -> reward models, here on the worker's device                 -> weighted sum, None where any part
+                  failed
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ class RewardWorker:
             for index, kind in enumerate(kinds):
                 if kind == "model":
                     self._models[index] = RewardModel(functions[index], device, config.reward.model_batch_tokens)
-        self._in_pool = [index for index, kind in enumerate(kinds) if kind != "model"]  # position in the pool -> in functions
-        self._pool = ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
+        # position in the pool -> in functions
+        self._in_pool = [index for index, kind in enumerate(kinds) if kind != "model"]
+        self._pool = (
+            ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
+        )
 
     @property
     def num_timeouts(self) -> int:
@@ -85,21 +89,38 @@ class RewardWorker:
         texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
         return self.score_texts(prompt, texts, token_ids, step=completions[0].policy_version if completions else 0)
 
-    def score_texts(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0) -> RewardResult:
-        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids, `step` counts in its trainer_state."""
+    def score_texts(
+        self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0
+    ) -> RewardResult:
+        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids, `step` counts in
+        its trainer_state."""
         started_at = time.time()
-        ids = token_ids if token_ids is not None else [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        ids = (
+            token_ids
+            if token_ids is not None
+            else [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        )
         samples = [{"text": text, "token_ids": list(row)} for text, row in zip(texts, ids, strict=True)]
         futures = self._submit(prompt, samples, step) if samples else {}
-        scored: dict[int, Scored] = {index: _model_scores(model, prompt, texts) for index, model in self._models.items()}  # while they run
+        # while they run
+        scored: dict[int, Scored] = {
+            index: _model_scores(model, prompt, texts) for index, model in self._models.items()
+        }
         reported: dict[str, list[float | None]] = {}
         for index in self._in_pool:
             calls = [call for future in futures.get(index, []) for call in future.result()]
             scored[index] = ([v for call in calls for v in call.values], [p for call in calls for p in call.problems])
             reported |= _joined(self.names[index], calls)
-        components = {name: [finite_or_none(value) for value in scored[index][0]] for index, name in enumerate(self.names)}
+        components = {
+            name: [finite_or_none(value) for value in scored[index][0]] for index, name in enumerate(self.names)
+        }
         problems = {name: scored[index][1] for index, name in enumerate(self.names)}
-        rewards = weighted_sum(components, dict(zip(self.names, self.weights, strict=True)), len(texts), skipped=_skipped(components, problems))
+        rewards = weighted_sum(
+            components,
+            dict(zip(self.names, self.weights, strict=True)),
+            len(texts),
+            skipped=_skipped(components, problems),
+        )
         for name, sample in _skipped_by_all(components, problems, len(texts)):
             problems[name][sample] = "returned None"
         for sample, reward in enumerate(rewards):
@@ -119,8 +140,11 @@ class RewardWorker:
         if self._pool:
             self._pool.close()
 
-    def _submit(self, prompt: Prompt, samples: list[dict[str, Any]], step: int) -> dict[int, list[Future[list[CallValues]]]]:
-        """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all processes."""
+    def _submit(
+        self, prompt: Prompt, samples: list[dict[str, Any]], step: int
+    ) -> dict[int, list[Future[list[CallValues]]]]:
+        """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all
+        processes."""
         assert self._pool is not None or not self._in_pool
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
         field = self.answer_field or "answer"
@@ -136,16 +160,21 @@ class RewardWorker:
             pool = self._pool
             calls = [[sample] for sample in samples] if pool.per_sample[position] else [samples]
             share = math.ceil(len(calls) / pool.num_processes)
-            futures[index] = [pool.submit(position, pickled, calls[start : start + share]) for start in range(0, len(calls), share)]
+            futures[index] = [
+                pool.submit(position, pickled, calls[start : start + share]) for start in range(0, len(calls), share)
+            ]
         return futures
 
 
 def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> Scored:
-    """The model's scores; None for all samples, with the reason, when it cannot score them (its template refuses, memory runs out)."""
+    """The model's scores; None for all samples, with the reason, when it cannot score them (its template refuses,
+    memory runs out)."""
     try:
         return model.score(prompt.messages, texts)
     except Exception as error:
-        return [None] * len(texts), [f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"] * len(texts)
+        return [None] * len(texts), [f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"] * len(
+            texts
+        )
 
 
 def finite_or_none(value: float | None) -> float | None:
@@ -154,27 +183,44 @@ def finite_or_none(value: float | None) -> float | None:
 
 
 def _joined(name: str, calls: list[CallValues]) -> dict[str, list[float | None]]:
-    """What a function reported beside its values, under "FUNCTION/NAME", over all its calls; None where a call did not report it."""
+    """What a function reported beside its values, under "FUNCTION/NAME", over all its calls; None where a call did not
+    report it."""
     reported = dict.fromkeys(key for call in calls for key in call.reported)
-    return {f"{name}/{key}": [v for call in calls for v in call.reported.get(key, [None] * len(call.values))] for key in reported}
+    return {
+        f"{name}/{key}": [v for call in calls for v in call.reported.get(key, [None] * len(call.values))]
+        for key in reported
+    }
 
 
 def _skipped(components: dict[str, list[float | None]], problems: dict[str, list[str]]) -> set[tuple[str, int]]:
     """(function, sample) where a function left a sample out: None, and nothing wrong."""
-    missing = {(name, sample) for name, column in components.items() for sample, value in enumerate(column) if value is None}
+    missing = {
+        (name, sample) for name, column in components.items() for sample, value in enumerate(column) if value is None
+    }
     return {(name, sample) for name, sample in missing if not problems[name][sample]}
 
 
-def _skipped_by_all(components: dict[str, list[float | None]], problems: dict[str, list[str]], count: int) -> list[tuple[str, int]]:
+def _skipped_by_all(
+    components: dict[str, list[float | None]], problems: dict[str, list[str]], count: int
+) -> list[tuple[str, int]]:
     """The first function and each sample that every function left out: it has no reward, which is to be said."""
     skipped = _skipped(components, problems)
-    return [(next(iter(components)), sample) for sample in range(count) if all((name, sample) in skipped for name in components)]
+    return [
+        (next(iter(components)), sample)
+        for sample in range(count)
+        if all((name, sample) in skipped for name in components)
+    ]
 
 
 def weighted_sum(
-    components: dict[str, list[float | None]], weights: dict[str, float], count: int, *, skipped: Set[tuple[str, int]] = frozenset()
+    components: dict[str, list[float | None]],
+    weights: dict[str, float],
+    count: int,
+    *,
+    skipped: Set[tuple[str, int]] = frozenset(),
 ) -> list[float | None]:
-    """Sum of weight x value for each of `count` samples; None where any value is, or where a term is above LARGEST_REWARD.
+    """Sum of weight x value for each of `count` samples; None where any value is, or where a term is above
+    LARGEST_REWARD.
 
     `skipped`: (function, sample) that are left out of the sum, as TRL leaves out a function's None; None where all are.
     """

@@ -1,7 +1,9 @@
-"""How few running steps are possible at all when every length is known: bounds, and schedules that reach them or come near.
+"""How few running steps are possible at all when every length is known: bounds, and schedules that reach them or come
+near.
 
-With g slots this is the classical P||Cmax: jobs of given lengths on g equal machines, least makespan. With a budget of KV tokens
-a sample of length l is a ramp that holds 1, 2, ..., l tokens in l steps and then nothing, and the ramps must fit under the budget.
+With g slots this is the classical P||Cmax: jobs of given lengths on g equal machines, least makespan. With a budget of
+KV tokens a sample of length l is a ramp that holds 1, 2, ..., l tokens in l steps and then nothing, and the ramps must
+fit under the budget.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class TokenOptimum(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """A schedule under a token budget that preempts nobody: sample i decodes in steps starts[i] + 1 to starts[i] + lengths[i]."""
+    """A schedule under a token budget that preempts nobody: sample i decodes in steps starts[i] + 1 to starts[i] +
+    lengths[i]."""
 
     steps: int
     starts: list[int]
@@ -48,19 +51,22 @@ def slot_bound(lengths: Sequence[int], slots: int) -> float:
 
 
 def token_bound(lengths: Sequence[int], budget_tokens: float) -> float:
-    """max(max l, sum l(l+1)/2 / budget): least steps if the newest token counts as held; our pool takes it a step later and may need fewer.
+    """max(max l, sum l(l+1)/2 / budget): least steps if the newest token counts as held; our pool takes it a step later
+    and may need fewer.
 
-    Within a pool of `budget_tokens` response tokens that takes a token's KV one step later, the second term can be beaten by at most
-    sum l / budget steps.
+    Within a pool of `budget_tokens` response tokens that takes a token's KV one step later, the second term can be
+    beaten by at most sum l / budget steps.
     """
     return max(max(lengths), sum(length * (length + 1) for length in lengths) / 2 / budget_tokens)
 
 
 def slot_optimum(lengths: Sequence[int], slots: int, most_nodes: int = 20_000) -> SlotOptimum:
-    """The least makespan on `slots` slots, or the best found within `most_nodes` nodes of branch and bound (then not proven).
+    """The least makespan on `slots` slots, or the best found within `most_nodes` nodes of branch and bound (then not
+    proven).
 
-    Longest first (LPT); then the fullest slot and another are split anew as evenly as subset sums allow, while that helps; then
-    branch and bound, longest sample first, for one step less until there is none. slot_optimum([3, 3, 2, 2, 2], 2).steps -> 6
+    Longest first (LPT); then the fullest slot and another are split anew as evenly as subset sums allow, while that
+    helps; then branch and bound, longest sample first, for one step less until there is none. slot_optimum([3, 3, 2, 2,
+    2], 2).steps -> 6
     """
     if len(lengths) == 0 or min(lengths) < 1 or slots < 1:
         raise ValueError(f"lengths and slots must be >= 1, got {list(lengths)[:8]} and {slots}")
@@ -75,12 +81,15 @@ def slot_optimum(lengths: Sequence[int], slots: int, most_nodes: int = 20_000) -
     return SlotOptimum(steps, steps == bound)
 
 
-def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int = 1, max_new_tokens: int | None = None) -> TokenOptimum:
-    """The best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many steps are needed.
+def token_optimum(
+    lengths: Sequence[int], budget_tokens: int, *, page_size: int = 1, max_new_tokens: int | None = None
+) -> TokenOptimum:
+    """The best schedule found that knows all lengths and holds at most `budget_tokens` response tokens: at most so many
+    steps are needed.
 
-    The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true lengths, with preempted KV
-    parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps, the one that computes fewer tokens again, then
-    parks fewer.
+    The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true
+    lengths, with preempted KV parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps,
+    the one that computes fewer tokens again, then parks fewer.
     """
     bound = token_bound(lengths, budget_tokens)
     best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0, 0) if page_size == 1 else None
@@ -103,10 +112,11 @@ def token_optimum(lengths: Sequence[int], budget_tokens: int, *, page_size: int 
 
 
 def token_packing(lengths: Sequence[int], budget_tokens: int, seed: int = 0) -> Packing:
-    """A short clairvoyant schedule under `budget_tokens` response tokens, without preemption: an upper bound of the optimum.
+    """A short clairvoyant schedule under `budget_tokens` response tokens, without preemption: an upper bound of the
+    optimum.
 
-    Every sample starts as early as its ramp fits under what is held already, longest first; then samples are moved in that order, at
-    random, while it helps. Raises ValueError for a sample above the budget.
+    Every sample starts as early as its ramp fits under what is held already, longest first; then samples are moved in
+    that order, at random, while it helps. Raises ValueError for a sample above the budget.
     """
     if len(lengths) == 0 or min(lengths) < 1:
         raise ValueError(f"lengths must be positive and at least one, got {list(lengths)[:8]}")
@@ -144,7 +154,8 @@ def _makespan(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
 
 
 def _makespan_bound(lengths: Sequence[int], slots: int) -> int:
-    """The longest; the mean load in whole common divisors; and of the k g + 1 longest, k + 1 share a slot, for every k."""
+    """The longest; the mean load in whole common divisors; and of the k g + 1 longest, k + 1 share a slot, for every
+    k."""
     unit = gcd(*lengths)
     longest = sorted(lengths, reverse=True)
     shared = [sum(longest[k * slots - k : k * slots + 1]) for k in range(1, (len(lengths) - 1) // slots + 1)]
@@ -162,7 +173,8 @@ def _longest_first(lengths: Sequence[int], slots: int) -> list[list[int]]:
 
 
 def _improve(groups: list[list[int]], lengths: Sequence[int], bound: int) -> list[list[int]]:
-    """Split the fullest group and another anew while the fullest gets less; where that ends above `bound`, mix two at random and go on."""
+    """Split the fullest group and another anew while the fullest gets less; where that ends above `bound`, mix two at
+    random and go on."""
     draw, mixes = random.Random(0), MIXES if len(groups) > 2 else 0
     while True:
         groups.sort(key=lambda group: sum(lengths[index] for index in group))
@@ -183,7 +195,8 @@ def _improve(groups: list[list[int]], lengths: Sequence[int], bound: int) -> lis
 
 
 def _split(indices: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The two most even halves, by subset sums: bit s of reached[k] says whether some of the first k samples sum to s."""
+    """The two most even halves, by subset sums: bit s of reached[k] says whether some of the first k samples sum to
+    s."""
     reached = [1]
     for index in indices:
         reached.append(reached[-1] | reached[-1] << lengths[index])

@@ -17,7 +17,8 @@ from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_s
 
 
 class Stay(NamedTuple):
-    """One sample in one row without a pause: from running step `start` (counted from 0) until `end` steps had passed."""
+    """One sample in one row without a pause: from running step `start` (counted from 0) until `end` steps had
+    passed."""
 
     prompt: int
     sample: int
@@ -63,14 +64,15 @@ def simulate(
 ) -> Simulation:
     """Run `schedule` over the samples of one prompt; their lengths are in tokens.
 
-    predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the predicted total
-    length once it has generated that many tokens; token_budget follows it, the others take the first where `predicted` is not given.
-    kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the prompt); where it is given, fptas and infinite also
-    keep what they predict within it. group_size: dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and
-    for all other schedules: all). max_rows, rebuild_cost, parks (KV of preempted samples waits outside the pool, as in the engine, else it
-    is computed again): token_budget's. max_new_tokens: the cap of a response (default: the longest of `lengths`). record_rows: fill
-    `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions that are not finite and
-    positive, a budget that no single sample fits in, and arguments the schedule does not read.
+    predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the
+    predicted total length once it has generated that many tokens; token_budget follows it, the others take the first
+    where `predicted` is not given. kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the
+    prompt); where it is given, fptas and infinite also keep what they predict within it. group_size: dynamic_slot draws
+    from all lengths and stops at the group_size-th finish (default, and for all other schedules: all). max_rows,
+    rebuild_cost, parks (KV of preempted samples waits outside the pool, as in the engine, else it is computed again):
+    token_budget's. max_new_tokens: the cap of a response (default: the longest of `lengths`). record_rows: fill
+    `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions that
+    are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
     """
     return simulate_prompts(
         [lengths],
@@ -109,12 +111,19 @@ def simulate_prompts(
     parks: bool = False,
     record_rows: bool = False,
 ) -> Simulation:
-    """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
+    """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in
+    tokens.
 
-    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle. predicted and
-    repredicted: one list per prompt, prompt_tokens, group_size: one number or one per prompt; otherwise as in simulate().
+    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
+    predicted and repredicted: one list per prompt, prompt_tokens, group_size: one number or one per prompt; otherwise
+    as in simulate().
     """
-    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size, "kv_budget_tokens": kv_budget_tokens}
+    counts = {
+        "slots": slots,
+        "prompts_at_once": prompts_at_once,
+        "page_size": page_size,
+        "kv_budget_tokens": kv_budget_tokens,
+    }
     cap = check(groups, schedule, counts | {"max_rows": max_rows, "max_new_tokens": max_new_tokens})
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = group_sizes(groups, schedule, group_size), prompt_tokens_of(prompt_tokens, len(groups))
@@ -125,7 +134,9 @@ def simulate_prompts(
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
     num_slots = min(_useful_slots(num_slots, schedule, groups, sizes), budget // page_size)  # as in the engine
     orders = orders_of(groups, schedule, predicted, repredicted)
-    planned = _prompt_groups(schedule, num_slots, sizes, prompts, orders, page_size, None if kv_budget_tokens is None else budget)
+    planned = _prompt_groups(
+        schedule, num_slots, sizes, prompts, orders, page_size, None if kv_budget_tokens is None else budget
+    )
     step_by_step = rebuild_cost == 0  # see repeat_steps
     pool = (KVPool if step_by_step else CountedPool)(budget // page_size, page_size)
     cost = {} if rebuild_cost is None else {"rebuild_cost": rebuild_cost}
@@ -142,7 +153,8 @@ def simulate_prompts(
 
 
 def _useful_slots(slots: int, schedule: str, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
-    """More rows than samples change nothing, nor do more of dynamic_slot than let it decode every length as often as it keeps samples."""
+    """More rows than samples change nothing, nor do more of dynamic_slot than let it decode every length as often as it
+    keeps samples."""
     return min(slots, sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1))
 
 
@@ -161,7 +173,8 @@ class _Run:
         self.result = Simulation()
         self._record_rows = record_rows
         self._open: dict[Sample, tuple[int, int]] = {}  # samples in a row: since which step, in which one
-        self._moments: dict[tuple[int, int], list[int]] = {}  # of prompt and sample: tokens at which it is predicted again, the next one last
+        # of prompt and sample: tokens at which it is predicted again, the next one last
+        self._moments: dict[tuple[int, int], list[int]] = {}
         for place, samples in enumerate(repredicted or ()):
             self._moments |= {(place, index): sorted(moments, reverse=True) for index, moments in enumerate(samples)}
 
@@ -178,9 +191,16 @@ class _Run:
             if self._moments:
                 self._predict_again(rows)
             self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
-        result.running_steps, result.busy_row_steps, result.most_rows = planner.running_steps, planner.num_tokens, planner.most_rows
+        result.running_steps, result.busy_row_steps, result.most_rows = (
+            planner.running_steps,
+            planner.num_tokens,
+            planner.most_rows,
+        )
         page_size = planner.pool.page_size
-        result.kv_pool_tokens, result.peak_kv_tokens = planner.pool.num_pages * page_size, planner.pool.peak_pages * page_size
+        result.kv_pool_tokens, result.peak_kv_tokens = (
+            planner.pool.num_pages * page_size,
+            planner.pool.peak_pages * page_size,
+        )
         result.preemptions, result.recomputed_tokens = planner.num_preemptions, planner.recomputed_tokens
         result.parked_tokens = planner.parked_tokens
         return result
@@ -237,24 +257,34 @@ def _prompt_groups(
     page_size: int,
     budget: int | None,
 ) -> list[PromptGroup]:
-    """What the planner is given of every prompt. `budget`: all tokens that fptas and infinite may fill by prediction."""
+    """What the planner is given of every prompt. `budget`: all tokens that fptas and infinite may fill by
+    prediction."""
     planned = []
     for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
         for_responses = None
         if budget is not None and schedule in BUDGETED:
             for_responses = (budget // page_size - -(-tokens // page_size)) * page_size
         settings = GroupSettings(schedule, num_slots, samples, kv_budget_tokens=for_responses)
-        planned.append(PromptGroup(place, [0] * tokens, list(range(samples)), settings, lambda _: 0, lengths=order_by[place]))
+        planned.append(
+            PromptGroup(place, [0] * tokens, list(range(samples)), settings, lambda _: 0, lengths=order_by[place])
+        )
     return planned
 
 
-def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int) -> int:
-    """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in the engine.
+def pool_tokens(
+    given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int
+) -> int:
+    """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in
+    the engine.
 
-    Raises ValueError, with the smallest budget that would do, when one prompt and one full response of `cap` tokens do not fit.
+    Raises ValueError, with the smallest budget that would do, when one prompt and one full response of `cap` tokens do
+    not fit.
     """
     smallest = smallest_budget_tokens(max(prompts), cap, page_size)
     if given is not None and given < smallest:
-        raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got {given}")
+        raise ValueError(
+            f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got "
+            f"{given}"
+        )
     resident = sorted(prompts, reverse=True)[:prompts_at_once]
     return given or (num_slots * -(-cap // page_size) + sum(-(-tokens // page_size) for tokens in resident)) * page_size

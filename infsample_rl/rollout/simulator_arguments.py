@@ -1,4 +1,5 @@
-"""What simulate() and simulate_prompts() are given, checked: a ValueError with name and value for what cannot be simulated."""
+"""What simulate() and simulate_prompts() are given, checked: a ValueError with name and value for what cannot be
+simulated."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def check(groups: Sequence[Sequence[int]], schedule: str, counts: Mapping[str, i
             raise ValueError("lengths must be positive and at least one, got none")
         for index, length in enumerate(lengths):
             if not (isinstance(length, Integral) and 1 <= length <= MOST_TOKENS):
-                raise ValueError(f"lengths must be positive whole numbers of at most {MOST_TOKENS} tokens, got {length} for sample {index}")
+                raise ValueError(
+                    f"lengths must be positive whole numbers of at most {MOST_TOKENS} tokens, got {length} for sample "
+                    f"{index}"
+                )
     for name, value in counts.items():
         if value is not None and not (isinstance(value, Integral) and value >= 1):
             raise ValueError(f"{name} must be >= 1 and whole, got {value}")
@@ -45,15 +49,22 @@ def group_sizes(groups: Sequence[Sequence[int]], schedule: str, given: int | Seq
         if not (isinstance(size, Integral) and 1 <= size <= count):
             raise ValueError(f"group_size must be <= the {count} given lengths, whole and >= 1, got {size}")
         if size != count and schedule != "dynamic_slot":
-            raise ValueError(f"group_size={size} is not read by schedule {schedule}, which decodes all {count} lengths: give {size} lengths")
+            raise ValueError(
+                f"group_size={size} is not read by schedule {schedule}, which decodes all {count} lengths: give {size} "
+                "lengths"
+            )
     return sizes
 
 
 def prompt_tokens_of(given: int | Sequence[int], num_prompts: int) -> list[int]:
     """Tokens of each prompt."""
     prompts = [given] * num_prompts if isinstance(given, Real) else list(given)
-    if len(prompts) != num_prompts or not all(isinstance(tokens, Integral) and 0 <= tokens <= MOST_TOKENS for tokens in prompts):
-        raise ValueError(f"prompt_tokens must be >= 0, one number or one for each of the {num_prompts} prompts, got {given}")
+    if len(prompts) != num_prompts or not all(
+        isinstance(tokens, Integral) and 0 <= tokens <= MOST_TOKENS for tokens in prompts
+    ):
+        raise ValueError(
+            f"prompt_tokens must be >= 0, one number or one for each of the {num_prompts} prompts, got {given}"
+        )
     return prompts
 
 
@@ -63,7 +74,8 @@ def orders_of(
     predicted: Sequence[Sequence[float]] | None,
     repredicted: Sequence[Repredicted] | None,
 ) -> list[list[float] | None]:
-    """What each prompt's schedule orders by, None: nothing. Raises ValueError for predictions that are missing or no lengths."""
+    """What each prompt's schedule orders by, None: nothing. Raises ValueError for predictions that are missing or no
+    lengths."""
     for name, given in (("predicted", predicted), ("repredicted", repredicted)):
         found = None if given is None else [None if each is None else len(each) for each in given]
         if found not in (None, [len(lengths) for lengths in groups]):
@@ -82,7 +94,10 @@ def orders_of(
         return [None] * len(groups)
     if repredicted is not None:  # a sample without one ended before it, in the prefix phase
         return [
-            [float(moments[min(moments)] if moments else length) for moments, length in zip(samples, lengths, strict=True)]
+            [
+                float(moments[min(moments)] if moments else length)
+                for moments, length in zip(samples, lengths, strict=True)
+            ]
             for samples, lengths in zip(repredicted, groups, strict=True)
         ]
     return [[float(length) for length in lengths] for lengths in groups]

@@ -18,14 +18,25 @@ from infsample_rl.model.weight_sync.rendezvous import open_store
 from infsample_rl.model.weight_sync.sync import WeightSyncReport, load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.types import Completion, MicroGroupHeader, ProbeReport, PublishedProbe, RolloutNow, RolloutWork, WeightManifest
+from infsample_rl.types import (
+    Completion,
+    MicroGroupHeader,
+    ProbeReport,
+    PublishedProbe,
+    RolloutNow,
+    RolloutWork,
+    WeightManifest,
+)
 
 
 class RolloutWorker:
     """Samples the work it is dealt and streams micro-groups; weights are replaced in place between streams."""
 
-    def __init__(self, config: Config, worker_index: int, model: PreTrainedModel | None = None, *, reserved_bytes: int = 0) -> None:
-        """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on the CPU.
+    def __init__(
+        self, config: Config, worker_index: int, model: PreTrainedModel | None = None, *, reserved_bytes: int = 0
+    ) -> None:
+        """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on
+        the CPU.
 
         `reserved_bytes`: as SamplingEngine's.
         """
@@ -38,7 +49,9 @@ class RolloutWorker:
         if model is None:
             self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
-        merges = config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
+        merges = (
+            config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
+        )
         self.link: WeightLink | None = None
         self._halted = -1  # streams up to this number are to end
         self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
@@ -54,9 +67,16 @@ class RolloutWorker:
         )
 
     def stream(
-        self, work: list[RolloutWork], *, step: int, evaluation: bool = False, pause_every: int | None = None, number: int = 0
+        self,
+        work: list[RolloutWork],
+        *,
+        step: int,
+        evaluation: bool = False,
+        pause_every: int | None = None,
+        number: int = 0,
     ) -> Iterator[MicroGroupHeader | list[Completion]]:
-        """A header, then its micro-group, for every micro-group as soon as its samples have ended; empty lists for pauses (engine.stream).
+        """A header, then its micro-group, for every micro-group as soon as its samples have ended; empty lists for
+        pauses (engine.stream).
 
         `number`: what halt() knows the stream by.
         """
@@ -83,13 +103,20 @@ class RolloutWorker:
 
     @phase("sync")
     def load_weights(
-        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None, *, sums: dict[str, int] | None = None
+        self,
+        manifest: WeightManifest,
+        buckets: Iterable[np.ndarray],
+        probe: PublishedProbe | None = None,
+        *,
+        sums: dict[str, int] | None = None,
     ) -> WeightSyncReport:
         """Copy what the object store holds into the model, in place. Not while a stream runs.
 
         `probe`: the run's length probe, where it has one. `sums`: the learner's checksums, where they are wanted.
         """
-        report = load_published(self._target(), manifest, buckets, sums=sums, worker=f"rollout worker {self.worker_index}")
+        report = load_published(
+            self._target(), manifest, buckets, sums=sums, worker=f"rollout worker {self.worker_index}"
+        )
         self.begin_version(report.version, probe)
         return report
 
@@ -102,7 +129,8 @@ class RolloutWorker:
 
     @phase("sync")
     def receive_weights(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
-        """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a stream runs."""
+        """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a
+        stream runs."""
         report = receive_weights(self.link, self._target(), version)
         self.begin_version(version, probe)
         return report
@@ -121,7 +149,8 @@ class RolloutWorker:
 
     @phase("learn")
     def learn(self) -> ProbeReport:
-        """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not while a stream runs."""
+        """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not
+        while a stream runs."""
         return self.engine.learn()
 
     def progress(self) -> int:
@@ -133,7 +162,8 @@ class RolloutWorker:
         self._halted = max(self._halted, number)
 
     def give_back(self) -> dict[int, list[int]]:
-        """Half of the stream's samples that have not started, which it then leaves out: {prompt_index: sample indices}. From another thread."""
+        """Half of the stream's samples that have not started, which it then leaves out: {prompt_index: sample indices}.
+        From another thread."""
         return self.engine.give_back()
 
     def statistics(self) -> dict[str, float]:
@@ -143,13 +173,18 @@ class RolloutWorker:
     def now(self) -> RolloutNow:
         """The rows that decode and how full the KV pool is; also while a stream runs."""
         statistics = self.engine.statistics()
-        return RolloutNow(self.worker_index, self.engine.rows_now(), int(statistics["kv_pages"]), int(statistics["kv_pages_used"]))
+        return RolloutNow(
+            self.worker_index, self.engine.rows_now(), int(statistics["kv_pages"]), int(statistics["kv_pages_used"])
+        )
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""
         stats = self.engine.stats
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
-        found = {name: float(getattr(stats, name)) for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)}
+        found = {
+            name: float(getattr(stats, name))
+            for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)
+        }
         return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:

@@ -1,4 +1,5 @@
-"""`bench.group_size`: its moments against every possible draw, its gradients against the learner's loss, its commands as processes."""
+"""`bench.group_size`: its moments against every possible draw, its gradients against the learner's loss, its commands
+as processes."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def moments_of(scores: np.ndarray, right: int) -> PromptMoments:
 
     good, bad = gram[:right, :right], gram[right:, right:]
     products = {"right_norm": np.trace(good) / right, "right_pair": pairs(good), "cross": gram[:right, right:].mean()}
-    return PromptMoments(samples=len(scores), right=right, wrong_norm=np.trace(bad) / len(bad), wrong_pair=pairs(bad), **products)
+    return PromptMoments(
+        samples=len(scores), right=right, wrong_norm=np.trace(bad) / len(bad), wrong_pair=pairs(bad), **products
+    )
 
 
 def gradient_of(scores: np.ndarray, right: int, group: tuple[int, ...], kind: str) -> np.ndarray:
@@ -94,7 +97,8 @@ def test_a_group_of_all_samples_has_the_gradient_itself_as_second_moment():
 
 @pytest.mark.parametrize("size", [3, 6, 9])
 def test_mean_only_moments_of_few_samples_are_unbiased_for_any_group_size(size):
-    """Over all draws of 5 from a population of 9: their mean is the population's own value, for groups larger than the draw too."""
+    """Over all draws of 5 from a population of 9: their mean is the population's own value, for groups larger than the
+    draw too."""
     scores, right = np.random.default_rng(5).normal(size=(9, 3)), 4
     found = []
     for drawn in itertools.combinations(range(9), 5):
@@ -105,7 +109,9 @@ def test_mean_only_moments_of_few_samples_are_unbiased_for_any_group_size(size):
         else:
             found.append((0.0, 0.0))
     whole = moments_of(scores, right)
-    assert np.mean(found, 0) == pytest.approx([second_moment(whole, size, "mean_only"), squared_mean(whole, size, "mean_only")])
+    assert np.mean(found, 0) == pytest.approx(
+        [second_moment(whole, size, "mean_only"), squared_mean(whole, size, "mean_only")]
+    )
     if size == 9:
         gradient = gradient_of(scores, right, tuple(range(9)), "mean_only")
         assert second_moment(whole, 9, "mean_only") == pytest.approx(gradient @ gradient)
@@ -126,14 +132,20 @@ def test_a_fitted_beta_finds_the_one_that_counts_were_drawn_from():
 
 @pytest.mark.parametrize("kind", ["std", "mean_only"])
 def test_modelled_moments_are_those_of_recordings_of_any_number_of_samples(kind):
-    """Prompts from Beta(0.6, 2.4): the mean over recordings of 6 samples, which modelled_moments takes, is that over recordings of 11."""
+    """Prompts from Beta(0.6, 2.4): the mean over recordings of 6 samples, which modelled_moments takes, is that over
+    recordings of 11."""
     fit, size = BetaFit(0.2, 3.0, []), 3
-    pooled = PromptMoments(samples=4, right=2, right_norm=2.0, right_pair=0.9, cross=0.3, wrong_norm=1.6, wrong_pair=0.2)
+    pooled = PromptMoments(
+        samples=4, right=2, right_norm=2.0, right_pair=0.9, cross=0.3, wrong_norm=1.6, wrong_pair=0.2
+    )
     found = modelled_moments(fit.right_counts(6), pooled, 0.5, size, kind)
     chances = fit.right_counts(11)
     assert chances.sum() == pytest.approx(1.0) and chances @ np.arange(12) == pytest.approx(0.2 * 11)
     prompts = [dataclasses.replace(pooled, samples=11, right=right) for right in range(12)]
-    for_all = [np.array([moment(prompt, size, kind) for prompt in prompts]) @ chances for moment in (mean_weight, squared_mean, second_moment)]
+    for_all = [
+        np.array([moment(prompt, size, kind) for prompt in prompts]) @ chances
+        for moment in (mean_weight, squared_mean, second_moment)
+    ]
     assert found.weight == pytest.approx(for_all[0]) and found.signal == pytest.approx(for_all[0] ** 2 * 0.5)
     assert found.prompt_signal == pytest.approx(for_all[1])
     assert found.within == pytest.approx(for_all[2] - for_all[1])
@@ -148,7 +160,8 @@ def test_pooled_right_pairs_weigh_by_how_many_there_are():
 
 
 def test_variance_splits_into_within_and_between_prompts():
-    """Two prompts whose right scores are +e and wrong ones -e: E g = v 2 e, the same within a class, so only k varies."""
+    """Two prompts whose right scores are +e and wrong ones -e: E g = v 2 e, the same within a class, so only k
+    varies."""
     towards = np.array([[1.0, 0.0], [0.0, 1.0]])
     prompts, differences = [], []
     for direction in towards:
@@ -156,7 +169,8 @@ def test_variance_splits_into_within_and_between_prompts():
         prompts.append(moments_of(scores, 2))
         differences.append(2 * direction)
     found = gradient_moments(prompts, np.array(differences) @ np.array(differences).T, 2, "mean_only")
-    # k = 1 in 4 of 6 draws, w = 1/4, g = e / 2; the other pair then has k = 1 too, so |E g|^2 = 4/6 x 1/4; the prompts are orthogonal
+    # k = 1 in 4 of 6 draws, w = 1/4, g = e / 2; the other pair then has k = 1 too, so |E g|^2 = 4/6 x 1/4; the prompts
+    # are orthogonal
     assert found.signal == pytest.approx(0.0)
     assert found.prompt_signal == pytest.approx(1 / 6)
     assert found.within == pytest.approx(0.0)
@@ -181,12 +195,18 @@ def test_prompts_without_a_right_sample_count_as_no_gradient():
 
 
 def test_a_sketch_with_a_bucket_for_every_parameter_is_exact_and_a_small_one_unbiased():
-    a, b = torch.randn(60, generator=torch.Generator().manual_seed(0)), torch.randn(60, generator=torch.Generator().manual_seed(1))
+    a, b = (
+        torch.randn(60, generator=torch.Generator().manual_seed(0)),
+        torch.randn(60, generator=torch.Generator().manual_seed(1)),
+    )
     parameters = [torch.nn.Parameter(torch.zeros(4, 10)), torch.nn.Parameter(torch.zeros(20))]
     wide = GradientSketch(parameters, 60, 0)
     assert float(wide.of(a) @ wide.of(b)) == pytest.approx(float(a @ b), rel=1e-5)
     padded = torch.cat([a, torch.zeros(5)]), torch.cat([b, torch.zeros(5)])
-    products = [float(sketch.of(padded[0]) @ sketch.of(padded[1])) for sketch in (GradientSketch(parameters, 13, seed) for seed in range(600))]
+    products = [
+        float(sketch.of(padded[0]) @ sketch.of(padded[1]))
+        for sketch in (GradientSketch(parameters, 13, seed) for seed in range(600))
+    ]
     error = np.std(products) / 600**0.5
     assert abs(np.mean(products) - float(a @ b)) < 4 * error
     assert np.std(products) < 1.5 * float(a.norm() * b.norm()) / 13**0.5
@@ -200,7 +220,14 @@ def recorded(tiny_qwen3, tmp_path_factory) -> Path:
         lengths = [int(length) for length in generator.integers(1, 9, size=6)]
         ids = [generator.integers(0, 256, size=length).tolist() for length in lengths]
         scores = [1.0] * right + [0.0] * (6 - right)
-        fields = {"dataset": "made", "model": "tiny", "prompt_id": str(index), "prompt": f"{index} + 2 =", "prompt_tokens": 5, "max_new_tokens": 8}
+        fields = {
+            "dataset": "made",
+            "model": "tiny",
+            "prompt_id": str(index),
+            "prompt": f"{index} + 2 =",
+            "prompt_tokens": 5,
+            "max_new_tokens": 8,
+        }
         lines.append(fields | {"lengths": lengths, "scores": scores, "token_ids": ids})
     path = tmp_path_factory.mktemp("group_size") / "made_n6.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -210,13 +237,18 @@ def recorded(tiny_qwen3, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def gram(recorded, tiny_qwen3) -> Path:
     path = recorded.parent / "gram.npz"
-    measure(GradientOptions(recordings=[str(recorded)], model=str(tiny_qwen3), out=str(path), wrong=8, sketch=104729, exact=2))
+    measure(
+        GradientOptions(
+            recordings=[str(recorded)], model=str(tiny_qwen3), out=str(path), wrong=8, sketch=104729, exact=2
+        )
+    )
     return path
 
 
 @pytest.mark.parametrize("kind", ["std", "mean_only"])
 def test_a_groups_gradient_is_the_one_the_learners_loss_gives(recorded, gram, tiny_qwen3, kind):
-    """The whole recorded group of prompt 0 through pack_row, group_advantages and policy_loss: |gradient|^2 as from the inner products."""
+    """The whole recorded group of prompt 0 through pack_row, group_advantages and policy_loss: |gradient|^2 as from the
+    inner products."""
     line = json.loads(recorded.read_text().splitlines()[0])
     policy = PackedPolicy(load_model(ModelConfig(path=str(tiny_qwen3))), valid_vocab=259, chunk_tokens=64)
     prompt_ids = np.frombuffer(line["prompt"].encode(), np.uint8)
@@ -245,7 +277,10 @@ def load_tokenizer_ids(folder: Path, text: str) -> list[int]:
 
 def test_norms_are_exact_and_inner_products_near(gram):
     with np.load(gram) as found:
-        assert found["place"].tolist() == [0] * 6 + [1] * 6 and found["right"].tolist() == [True] * 2 + [False] * 4 + [True] + [False] * 5
+        assert (
+            found["place"].tolist() == [0] * 6 + [1] * 6
+            and found["right"].tolist() == [True] * 2 + [False] * 4 + [True] + [False] * 5
+        )
         assert np.diag(found["gram"]) == pytest.approx(found["norm"], rel=1e-5)
         scale = np.sqrt(np.outer(found["norm"][:2], found["norm"][:2]))
         assert np.abs(found["gram"][:2, :2] - found["exact"]).max() < 0.02 * scale.max()
@@ -265,30 +300,61 @@ def test_the_score_of_a_response_is_the_mean_of_its_tokens(tiny_qwen3):
 
 def test_right_ones_are_all_taken_and_wrong_ones_drawn(recorded):
     tasks = load_tasks([str(recorded)], right=64, wrong=3, seed=0)
-    assert [(task.place, task.right) for task in tasks] == [(0, [True, True, False, False, False]), (1, [True, False, False, False])]
-    assert [task.samples for task in tasks] == [task.samples for task in load_tasks([str(recorded)], right=64, wrong=3, seed=0)]
+    assert [(task.place, task.right) for task in tasks] == [
+        (0, [True, True, False, False, False]),
+        (1, [True, False, False, False]),
+    ]
+    assert [task.samples for task in tasks] == [
+        task.samples for task in load_tasks([str(recorded)], right=64, wrong=3, seed=0)
+    ]
 
 
 def test_the_command_reports_every_size_that_was_recorded_and_draws(recorded, gram):
-    arguments = [f"recordings=[{recorded}]", f"gradients={gram}", "group_sizes=[2,3,6,8]", "samples=12", "slots=2", "prompts=2", "json=true"]
-    block = "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
-    code = f"{block} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.group_size', run_name='__main__')"
+    arguments = [
+        f"recordings=[{recorded}]",
+        f"gradients={gram}",
+        "group_sizes=[2,3,6,8]",
+        "samples=12",
+        "slots=2",
+        "prompts=2",
+        "json=true",
+    ]
+    block = (
+        "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', "
+        "'deepspeed')];"
+    )
+    code = (
+        f"{block} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.group_size', "
+        "run_name='__main__')"
+    )
     command = [sys.executable, "-c", code, *arguments, f"out={recorded.parent}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    kinds = [("signal", (2, 3, 6)), ("signal", (2, 3, 6, 8)), ("sampling", (2, 3, 6, 8)), ("gradient", (2, 3, 6)), ("gradient", (2, 3, 6, 8))]
+    kinds = [
+        ("signal", (2, 3, 6)),
+        ("signal", (2, 3, 6, 8)),
+        ("sampling", (2, 3, 6, 8)),
+        ("gradient", (2, 3, 6)),
+        ("gradient", (2, 3, 6, 8)),
+    ]
     kinds += [("gradient", (2, 3, 6, 8))] * 2
-    assert [(record["what"], record["group_size"]) for record in records] == [(what, size) for what, sizes in kinds for size in sizes]
+    assert [(record["what"], record["group_size"]) for record in records] == [
+        (what, size) for what, sizes in kinds for size in sizes
+    ]
     assert records[2]["signal_share"]["value"] == pytest.approx(2 / 3)  # two of three prompts have a right sample
-    assert records[2]["samples_with_signal"] == pytest.approx(8.0) and records[2]["update_without_signal"] == pytest.approx(1 / 9)
+    assert records[2]["samples_with_signal"] == pytest.approx(8.0) and records[2][
+        "update_without_signal"
+    ] == pytest.approx(1 / 9)
     assert records[0]["right"] == pytest.approx(3 / 18)
     assert {record["recording"] for record in records[3:7]} == {"all files, fitted Beta"}
     # 2 responses of 8 tokens and a prompt of 5, in pages of 16
     assert [record["kv_tokens"] for record in records[7:11]] == [48] * 4
     assert [record["full_group_kv_tokens"] for record in records[7:11]] == [48, 64, 112, 144]
     assert all(record["within"] >= 0 for record in records[18:])
-    assert [record["advantage"] for record in records[11:]] == ["std"] * 3 + ["mean_only"] * 4 + ["std"] * 4 + ["mean_only"] * 4
+    assert [record["advantage"] for record in records[11:]] == ["std"] * 3 + ["mean_only"] * 4 + ["std"] * 4 + [
+        "mean_only"
+    ] * 4
     assert (recorded.parent / "group_size.png").stat().st_size > 10_000
 
 
@@ -297,7 +363,9 @@ def test_the_recorded_policy_gives_what_the_docs_say():
     data, name = ROOT / "tests" / "data", "smollm2_135m_gsm8k_T0.8"
     files = [str(data / "group_size" / f"{name}_n32.jsonl.gz"), str(data / "lengths" / f"{name}_n8.jsonl")]
     gradients = str(data / "group_size" / f"{name}_n32.npz")
-    records = group_size.measure(GroupSizeOptions(recordings=files, gradients=gradients, group_sizes=[8, 32], simulated=2))
+    records = group_size.measure(
+        GroupSizeOptions(recordings=files, gradients=gradients, group_sizes=[8, 32], simulated=2)
+    )
     shares = [round(record["signal_share"]["value"], 3) for record in records if record["what"] == "signal"]
     assert shares == [0.056, 0.118, 0.102, 0.08, 0.184]  # n32 at 8 and 32, n8 at 8, fitted at 8 and 32
     gradients_of = {(r["recording"], r["advantage"], r["group_size"]): r for r in records if r["what"] == "gradient"}
@@ -351,7 +419,13 @@ def test_recorded_tokens_are_whole_responses_and_go_on_behind_what_is_there(tmp_
     """The script itself on the default experiment's policy, a prompt a call, behind a file with one line and a half."""
     out = tmp_path / "kk.jsonl"
     out.write_text('{"prompt_id": "the first"}\n{"prompt_id": "cut o')
-    settings = ["+experiment=kk_tiny", "rollout.group_size=2", "rollout.slots=2", "rollout.max_new_tokens=40", "data.prompts_per_step=1"]
+    settings = [
+        "+experiment=kk_tiny",
+        "rollout.group_size=2",
+        "rollout.slots=2",
+        "rollout.max_new_tokens=40",
+        "data.prompts_per_step=1",
+    ]
     own = [f"out={out}", "dataset=kk", "tokens=all", "seconds=0.01", "seed=3", "threads=1"]
     command = [sys.executable, str(ROOT / "scripts" / "record_completions.py"), *own, *settings]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

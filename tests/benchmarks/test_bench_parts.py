@@ -54,8 +54,17 @@ def test_micro_batches_are_as_few_as_the_budget_allows_and_even(budget, row, gro
 
 def test_every_rival_runs_at_its_best_and_at_equal_kv():
     options = EngineOptions(vllm_python="python", group_size=32, slots=4, max_new_tokens=128, prompt_tokens=100)
-    found = {each.name: each.variants for each in rival_measurements(options, {"kv_bytes_per_token": 8, "device": "cpu"})}
-    assert list(found) == ["generate", "generate/equal_kv", "generate_batch", "generate_batch/equal_kv", "vllm", "vllm/equal_kv"]
+    found = {
+        each.name: each.variants for each in rival_measurements(options, {"kv_bytes_per_token": 8, "device": "cpu"})
+    }
+    assert list(found) == [
+        "generate",
+        "generate/equal_kv",
+        "generate_batch",
+        "generate_batch/equal_kv",
+        "vllm",
+        "vllm/equal_kv",
+    ]
     assert {variant["rows"] for variant in found["generate"]} == {32}
     assert {variant["rows"] for variant in found["generate/equal_kv"]} == {2}
     assert {variant["kv_tokens"] for variant in found["generate_batch/equal_kv"]} == {612}
@@ -99,7 +108,14 @@ def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
     assert found[:4] == [("generate", 32, None), ("generate", 8, None), ("ours", 8, 8), ("ours", 32, 32)]
     assert found[4:] == [("ours", 8, 1), ("ours", 32, 1), ("ours", 64, 1)]
     facts = {"weight_bytes": 30, "device": "cpu", "versions": {}}
-    raw = {"seconds": 2.0, "lengths": [3, 4], "running_steps": 7, "peak_kv_bytes": 9, "kv_pool_bytes": 10, "reserved_memory_bytes": None}
+    raw = {
+        "seconds": 2.0,
+        "lengths": [3, 4],
+        "running_steps": 7,
+        "peak_kv_bytes": 9,
+        "kv_pool_bytes": 10,
+        "reserved_memory_bytes": None,
+    }
     rival = record_of(options, facts, points(options)[0], raw | {"peak_memory_bytes": 100}, [])
     ours = record_of(options, facts, points(options)[5], raw | {"peak_memory_bytes": 45}, [rival])
     assert (rival["paper_peak_memory_bytes"], ours["paper_peak_memory_bytes"]) == (21.55e9, 10.64e9)
@@ -110,7 +126,9 @@ def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path)
     talks = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
     with pytest.raises(RuntimeError, match="status 3: the reason"):
         process.measure(talks, {}, threads=1, timeout_s=20)
-    child = "import subprocess, sys, time; subprocess.Popen(['sleep', '61']); print('waiting', flush=True); time.sleep(60)"
+    child = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '61']); print('waiting', flush=True); time.sleep(60)"
+    )
     with pytest.raises(RuntimeError, match="longer than timeout_s=1; last words: waiting"):
         process.measure([sys.executable, "-c", child], {}, threads=1, timeout_s=1)
 

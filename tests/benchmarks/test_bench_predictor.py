@@ -24,23 +24,38 @@ from infsample_rl.model.loading import load_model
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKED = "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
+BLOCKED = (
+    "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
+)
 KEYS = ["name", "recording", "dataset", "model", "train_prompts", "held_out_prompts", "k", "samples", "uncensored"]
 KEYS += ["log_error", "token_error", "kendall_tau", "less_bert", "seconds_per_prediction", "schedules"]
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory) -> Path:
-    """10 prompts of 6 samples; the first token says whether a response has about 6 or about 20 tokens; 24 is the cap."""
+    """10 prompts of 6 samples; the first token says whether a response has about 6 or about 20 tokens; 24 is the
+    cap."""
     path = tmp_path_factory.mktemp("recordings") / "made_n6.jsonl"
     lines = []
     for index in range(10):
         noise = random.Random(index)
         kinds = [65 + noise.randrange(2) for _ in range(6)]
         lengths = [min(24, (6 if kind == 65 else 20) + noise.randrange(-2, 8)) for kind in kinds]
-        first = [[kind] + [noise.randrange(100, 120) for _ in range(min(8, length) - 1)] for kind, length in zip(kinds, lengths, strict=True)]
-        fields = {"dataset": "made", "model": "tiny", "prompt_id": str(index), "prompt": f"{index} + 2 = ?", "prompt_tokens": 9, "lengths": lengths}
-        lines.append(fields | {"max_new_tokens": 24, "truncated": [length >= 24 for length in lengths], "first_tokens": first})
+        first = [
+            [kind] + [noise.randrange(100, 120) for _ in range(min(8, length) - 1)]
+            for kind, length in zip(kinds, lengths, strict=True)
+        ]
+        fields = {
+            "dataset": "made",
+            "model": "tiny",
+            "prompt_id": str(index),
+            "prompt": f"{index} + 2 = ?",
+            "prompt_tokens": 9,
+            "lengths": lengths,
+        }
+        lines.append(
+            fields | {"max_new_tokens": 24, "truncated": [length >= 24 for length in lengths], "first_tokens": first}
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -49,7 +64,13 @@ def recordings(tmp_path_factory) -> Path:
 def encoder(tiny_qwen3, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=48, num_labels=1)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(folder)
     return folder
@@ -57,12 +78,28 @@ def encoder(tiny_qwen3, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(tiny_qwen3, recordings, encoder, tmp_path_factory):
-    """(records, output folder) of the command in a process where ray, hydra, omegaconf and deepspeed cannot be imported."""
+    """(records, output folder) of the command in a process where ray, hydra, omegaconf and deepspeed cannot be
+    imported."""
     out = tmp_path_factory.mktemp("out")
-    sizes = ["ks=[1,4]", "slots=2", "epochs=2", "lr=0.005", "write_k=4", "page_size=4", "json=true", f"out={out}", "threads=1"]
+    sizes = [
+        "ks=[1,4]",
+        "slots=2",
+        "epochs=2",
+        "lr=0.005",
+        "write_k=4",
+        "page_size=4",
+        "json=true",
+        f"out={out}",
+        "threads=1",
+    ]
     arguments = [f"recordings=[{recordings}]", f"policy={tiny_qwen3}", f"encoder={encoder}", *sizes]
-    code = f"{BLOCKED} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.predictor', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=out, timeout=200)
+    code = (
+        f"{BLOCKED} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.predictor', "
+        "run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=out, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], out
 
@@ -70,7 +107,9 @@ def measured(tiny_qwen3, recordings, encoder, tmp_path_factory):
 @pytest.mark.slow
 def test_every_predictor_and_k_is_one_json_object(measured):
     records, _ = measured
-    assert [(record["name"], record["k"]) for record in records] == [(n, k) for n in ("none", "group", "bert", "probe", "oracle") for k in (1, 4)]
+    assert [(record["name"], record["k"]) for record in records] == [
+        (n, k) for n in ("none", "group", "bert", "probe", "oracle") for k in (1, 4)
+    ]
     assert all(list(record) == KEYS for record in records)
     assert {(record["train_prompts"], record["held_out_prompts"]) for record in records} == {(6, 4)}
 
@@ -80,8 +119,12 @@ def test_oracle_has_no_error_and_the_constant_no_order(measured):
     oracle, none = found["oracle", 4], found["none", 4]
     assert oracle["log_error"]["value"] == oracle["token_error"]["value"] == 0 and oracle["kendall_tau"]["value"] == 1
     assert none["kendall_tau"] is None and none["log_error"]["value"] > 0.2
-    assert all(record["log_error"]["low"] <= record["log_error"]["value"] <= record["log_error"]["high"] for record in measured[0])
-    assert found["none", 1]["samples"] == 24 > none["samples"] > none["uncensored"]  # ended within 4 tokens; cut at the cap
+    assert all(
+        record["log_error"]["low"] <= record["log_error"]["value"] <= record["log_error"]["high"]
+        for record in measured[0]
+    )
+    # ended within 4 tokens; cut at the cap
+    assert found["none", 1]["samples"] == 24 > none["samples"] > none["uncensored"]
 
 
 def test_probe_and_bert_are_compared_on_the_same_prompts(measured):
@@ -108,12 +151,23 @@ def test_held_out_predictions_are_written_beside_the_recordings(measured, record
     predicted = [item for item in written if item.predictions]
     assert len(predicted) == 4 and all(sorted(item.predictions) == ["bert", "probe"] for item in predicted)
     for item in predicted:
-        assert all(guess == length for guess, length in zip(item.predictions["probe"], item.lengths, strict=True) if length <= 4)
+        assert all(
+            guess == length
+            for guess, length in zip(item.predictions["probe"], item.lengths, strict=True)
+            if length <= 4
+        )
 
 
 def test_a_predictor_trained_before_gives_the_same_figures(measured, tiny_qwen3, recordings, capsys):
     records, out = measured
-    settings = {"policy": [str(tiny_qwen3)], "ks": [1, 4], "slots": 2, "page_size": 4, "schedules": ["lpt"], "out": str(out)}
+    settings = {
+        "policy": [str(tiny_qwen3)],
+        "ks": [1, 4],
+        "slots": 2,
+        "page_size": 4,
+        "schedules": ["lpt"],
+        "out": str(out),
+    }
     again = predictor.measure(recordings, 0, predictor.PredictorOptions(bert=[str(out / "bert_made_n6")], **settings))
     for before, after in zip(records, again, strict=True):
         assert [after[name] for name in KEYS[:9]] == [before[name] for name in KEYS[:9]]
@@ -134,7 +188,12 @@ def test_hidden_states_are_those_of_each_response_alone_and_are_kept(tiny_qwen3,
     ids = AutoTokenizer.from_pretrained(tiny_qwen3)(recording.prompt)["input_ids"]
     with torch.inference_mode():
         alone = [plain.base_model(torch.tensor([ids + first])).last_hidden_state[0] for first in recording.first_tokens]
-    states = HiddenStates(load_model(ModelConfig(path=str(tiny_qwen3)), dtype=torch.float32), {recording.prompt: ids}, str(tiny_qwen3), tmp_path)
+    states = HiddenStates(
+        load_model(ModelConfig(path=str(tiny_qwen3)), dtype=torch.float32),
+        {recording.prompt: ids},
+        str(tiny_qwen3),
+        tmp_path,
+    )
     found = states.of(recording, [1, 4, 8])
     assert found.shape == (6, 3, 64) and found.dtype == torch.float16
     for index, (hidden, first) in enumerate(zip(alone, recording.first_tokens, strict=True)):
@@ -171,7 +230,10 @@ def test_first_tokens_beyond_the_tokenizer_are_refused_by_name(tiny_qwen3, recor
     path = tmp_path / "other.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = predictor.PredictorOptions(recordings=[str(path)], policy=[str(tiny_qwen3)], ks=[1, 4], out=str(tmp_path))
-    with pytest.raises(ValueError, match="recording of 3 has token 49000, and the tokenizer has 259: give the tokenizer .*recorded, tiny"):
+    with pytest.raises(
+        ValueError,
+        match="recording of 3 has token 49000, and the tokenizer has 259: give the tokenizer .*recorded, tiny",
+    ):
         predictor.measure(path, 0, options)
 
 
@@ -204,13 +266,28 @@ def test_fixed_slots_decode_all_prefixes_first_and_then_go_by_the_predictions():
     [
         ([], "recordings= is missing"),
         (["recordings=[nowhere.jsonl]"], "nowhere.jsonl: there is no such file"),
-        (["recordings=[{file}]", "policy=[a,b]"], "policy must be one folder or one for each of the 1 recordings, got 2"),
-        (["recordings=[{file}]", "ks=[1,4]"], "write_k=16 is not one of ks=[1, 4], so nothing would be written; the nearest is write_k=4"),
+        (
+            ["recordings=[{file}]", "policy=[a,b]"],
+            "policy must be one folder or one for each of the 1 recordings, got 2",
+        ),
+        (
+            ["recordings=[{file}]", "ks=[1,4]"],
+            "write_k=16 is not one of ks=[1, 4], so nothing would be written; the nearest is write_k=4",
+        ),
         (["recordings=[{file}]", "lr=nan"], "lr must be > 0 and finite, got nan"),
         (["recordings=[{file}]", "out={file}/there"], "cannot be written"),
-        (["recordings=[{file}]", "encoder={narrow}", "ks=[8]", "write_k=8"], "narrow: the input takes 6 tokens, but the first 8 tokens"),
-        (["recordings=[{file}]", "bert={narrow}", "ks=[8]", "write_k=8"], "bert: the input takes 6 tokens, but the first 8 tokens"),
-        (["recordings=[{twice}]"], "twice.jsonl: made|0 is there 2 times; give every prompt of a file one line and a prompt_id of its own"),
+        (
+            ["recordings=[{file}]", "encoder={narrow}", "ks=[8]", "write_k=8"],
+            "narrow: the input takes 6 tokens, but the first 8 tokens",
+        ),
+        (
+            ["recordings=[{file}]", "bert={narrow}", "ks=[8]", "write_k=8"],
+            "bert: the input takes 6 tokens, but the first 8 tokens",
+        ),
+        (
+            ["recordings=[{twice}]"],
+            "twice.jsonl: made|0 is there 2 times; give every prompt of a file one line and a prompt_id of its own",
+        ),
         (["recordings=[{file}]", "ks=[16]"], "the longest prefix_tokens that works is 8"),
         (["recordings=[{file}]", "schedules=[best]"], "schedules=[best]: must be of"),
         (["recordings=[{file}]", "c0=-1"], "c0, c1 be >= 0"),

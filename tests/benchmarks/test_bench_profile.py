@@ -22,7 +22,9 @@ def test_a_step_of_the_tiny_policy_is_counted(rows):
     found = json.loads(done.stdout)
     assert (found["rows"], found["steps"], found["device"]) == (rows, 6, "cpu")
     assert found["operators_nested"] > found["operators"] > 50  # four layers of a dozen operators and more
-    assert found["host_syncs"] <= 1 and found["kernels"] == found["launches"] == 0 and found["device_allocations"] is None
+    assert (
+        found["host_syncs"] <= 1 and found["kernels"] == found["launches"] == 0 and found["device_allocations"] is None
+    )
     assert 0 < found["allocations"] < found["operators_nested"] and found["milliseconds"] > 0
     assert len(found["top"]) == 15 and found["top"][0]["microseconds"] >= found["top"][-1]["microseconds"]
 
@@ -30,7 +32,8 @@ def test_a_step_of_the_tiny_policy_is_counted(rows):
 def test_an_unknown_key_is_refused_in_one_line():
     done = run_profile("row=3")
     assert done.returncode == 2 and done.stdout == ""
-    assert "did you mean rows=...?" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")  # above it torchao may warn
+    # above it torchao may warn
+    assert "did you mean rows=...?" in done.stderr and done.stderr.splitlines()[-1].startswith("error: ")
 
 
 @pytest.mark.gpu

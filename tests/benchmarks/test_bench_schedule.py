@@ -22,18 +22,33 @@ def few(tmp_path):
 
 
 def test_one_prompt_at_a_time_and_several_beside_the_optimum(few, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["schedule", f"lengths={few}", "json=true", f"out={tmp_path / 'out'}", "prompts_at_once=3"])
+    monkeypatch.setattr(
+        sys, "argv", ["schedule", f"lengths={few}", "json=true", f"out={tmp_path / 'out'}", "prompts_at_once=3"]
+    )
     assert main() == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 2 * (6 + 4 * 4 + 4 + 2)  # schedules without predictions; four predicted and token_budget with four sigmas; optima
+    # schedules without predictions; four predicted and token_budget with four sigmas; optima
+    assert len(found) == 2 * (6 + 4 * 4 + 4 + 2)
     assert {record["prompts_at_once"] for record in found} == {1, 3}
     assert len({frozenset(record) for record in found}) == 1, "every record has the same keys"
     for prompts in (1, 3):
         here = {record["name"]: record for record in found if record["prompts_at_once"] == prompts}
-        for name in ("naive", "fixed_slot", "arrival", "sjf, sigma 1", "infinite, true lengths", "lpt, sigma 0.5", "fptas, true lengths"):
+        for name in (
+            "naive",
+            "fixed_slot",
+            "arrival",
+            "sjf, sigma 1",
+            "infinite, true lengths",
+            "lpt, sigma 0.5",
+            "fptas, true lengths",
+        ):
             assert here[name]["running_steps"] >= here["optimum, slots"]["running_steps"]
         assert here["optimum, memory"]["running_steps"] <= here["token_budget, true lengths"]["running_steps"]
-        assert here["token_budget"]["peak_kv_tokens"] <= here["token_budget"]["kv_budget_tokens"] == 4 * here["naive"]["cap"]
+        assert (
+            here["token_budget"]["peak_kv_tokens"]
+            <= here["token_budget"]["kv_budget_tokens"]
+            == 4 * here["naive"]["cap"]
+        )
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["schedule.png", "slots.png"]
 
 

@@ -1,4 +1,5 @@
-"""bench.train: our step in one process, TRL's beside it, the settings it is tried with, and the commands as a user runs them."""
+"""bench.train: our step in one process, TRL's beside it, the settings it is tried with, and the commands as a user runs
+them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.types import LossTotals, TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
-BLOCKED = "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
+BLOCKED = (
+    "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
+)
 KEYS = ["name", "seconds_per_step", "peak_memory_bytes", "phases", "tokens_per_s"]
 PROMPTS = [[5, 9, 7], [8, 4, 6, 3, 2], [1, 2, 3], [7, 7, 7, 7, 7]]  # two steps of two
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed here")
@@ -27,15 +30,30 @@ needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="
 
 def run(command: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     """`python -m benchmarks.COMMAND`, where ray, hydra, omegaconf and deepspeed cannot be imported."""
-    code = f"{BLOCKED} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.{command}', run_name='__main__')"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=cwd, timeout=200)
+    code = (
+        f"{BLOCKED} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.{command}', "
+        "run_name='__main__')"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=cwd, timeout=200
+    )
 
 
 def spec_of(folder, **changes):
     """Two steps of two prompts, G = 4, eight tokens."""
-    sizes = {"max_new_tokens": 8, "prompt_tokens": 8, "slots": 4, "max_tokens_per_micro_batch": 64, "logprob_chunk_tokens": 16}
+    sizes = {
+        "max_new_tokens": 8,
+        "prompt_tokens": 8,
+        "slots": 4,
+        "max_tokens_per_micro_batch": 64,
+        "logprob_chunk_tokens": 16,
+    }
     options = train.TrainOptions(model=str(folder), device="cpu", threads=1, lr=0.01, rivals=[], **sizes)
-    return run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS, ignore_eos=True) | our_settings(options) | changes
+    return (
+        run_spec(options, group_size=4, prompts_per_step=2, prompts=PROMPTS, ignore_eos=True)
+        | our_settings(options)
+        | changes
+    )
 
 
 def test_our_step_has_every_token_and_the_prompt_once_a_row(tiny_qwen3):
@@ -57,18 +75,25 @@ def test_short_passes_and_recomputed_activations_train_the_same_policy(tiny_qwen
     whole = train_ours.main(spec_of(tiny_qwen3))["steps"]
     recompute = {"activation_checkpointing": 1, "recompute_granularity": "selective"}
     split = train_ours.main(spec_of(tiny_qwen3, max_tokens_per_micro_batch=20, **recompute))["steps"]
-    assert split[0]["learner_tokens"] == 4 * 8 + 3 + 4 * 8 + 5  # every prompt once, in passes of two and of one response
+    # every prompt once, in passes of two and of one response
+    assert split[0]["learner_tokens"] == 4 * 8 + 3 + 4 * 8 + 5
     assert [step["rewards"] for step in split] == [step["rewards"] for step in whole]
 
 
 def test_the_reward_is_a_number_made_of_the_tokens_or_that_of_reasoning_gym(tmp_path):
     assert train_reward.Scorer(None)(None, 0, [700, 400, 5]) == 0.105
     file = tmp_path / "columns.json"
-    entry = {"question": "Solve the following multiplication: 4 * 9. Give only the result.", "answer": "36", "metadata": {}}
+    entry = {
+        "question": "Solve the following multiplication: 4 * 9. Give only the result.",
+        "answer": "36",
+        "metadata": {},
+    }
     file.write_text(json.dumps([{"answer": "36", "task": "products", "entry": entry}]))
     assert train_reward.Scorer(str(file)).of_text(0, "The product is 36.") == 1.0
     command = [sys.executable, "-m", "benchmarks.train_reward", str(file)]
-    answered = subprocess.run(command, input='[[0, "36"], [0, "35"]]\n[[0, "36"]]\n', capture_output=True, text=True, cwd=ROOT, check=True)
+    answered = subprocess.run(
+        command, input='[[0, "36"], [0, "35"]]\n[[0, "36"]]\n', capture_output=True, text=True, cwd=ROOT, check=True
+    )
     first, second = map(json.loads, answered.stdout.splitlines())
     assert first[0] == 1.0 and first[1] < 0.5 and second == [1.0]
 
@@ -80,7 +105,12 @@ def test_trl_is_tried_with_micro_batches_continuous_batching_and_checkpointing(t
         *[(2, "generate", False), (8, "generate", False)],
         *[(2, "generate_batch", False), (2, "generate", True)],
     ]
-    assert [each["weights"] for each in variants(spec | {"dtype": "bfloat16"}, on_cuda=True)] == ["float32", "bfloat16", "float32", "float32"]
+    assert [each["weights"] for each in variants(spec | {"dtype": "bfloat16"}, on_cuda=True)] == [
+        "float32",
+        "bfloat16",
+        "float32",
+        "float32",
+    ]
     assert batching(spec) == {"num_blocks": 8 * 1 + 8, "page_size": 16, "max_batch_tokens": 512}
     assert [each["rows"] for each in variants(spec, on_cuda=True)] == [8, 8, 8]
     assert [tune_prompts(8, 8), tune_prompts(8, 1), tune_prompts(128, 4)] == [4, 1, 1]  # steps of 32, 8 and 32 samples
@@ -97,15 +127,20 @@ def test_the_fastest_and_the_leanest_of_those_that_ran_are_taken(tiny_qwen3):
     assert best_settings(tried, "seconds", spec) == two
     assert best_settings(tried, "peak_memory_bytes", spec) == lean
     larger = spec | {"group_size": 8}
-    assert best_settings(tried[2:3], "seconds", larger)["batching"]["num_blocks"] == 16 + 8  # the pool holds the step measured
+    # the pool holds the step measured
+    assert best_settings(tried[2:3], "seconds", larger)["batching"]["num_blocks"] == 16 + 8
     with pytest.raises(RuntimeError, match="none of the micro-batches tried divides a step of 8 samples"):
         best_settings(tried[1:2], "seconds", spec)
 
 
 def test_a_record_has_medians_of_the_timed_steps_and_the_share_of_the_peak(tiny_qwen3):
-    options = train.TrainOptions(model=str(tiny_qwen3), dtype="bfloat16", threads=1, max_new_tokens=8, prompt_tokens=3, prompts=2, rivals=[])
+    options = train.TrainOptions(
+        model=str(tiny_qwen3), dtype="bfloat16", threads=1, max_new_tokens=8, prompt_tokens=3, prompts=2, rivals=[]
+    )
     lengths = {"lengths": [8] * 4, "rewards": [1.0] * 4, "cpu_seconds": 3.0}
-    steps = [{"seconds": each, "phases": {"generate": each / 2, "learn": 0.5}} | lengths for each in (9.0, 2.0, 1.0, 4.0)]
+    steps = [
+        {"seconds": each, "phases": {"generate": each / 2, "learn": 0.5}} | lengths for each in (9.0, 2.0, 1.0, 4.0)
+    ]
     raw = {"steps": steps, "peak_memory_bytes": 7, "peak_process_bytes": None, "versions": {"trl": "1.16.0"}}
     facts = {"parameters": 10**9, "device": "NVIDIA H200"}
     run = Run("trl", {"rows": 2}, spec_of(tiny_qwen3), [])
@@ -113,14 +148,25 @@ def test_a_record_has_medians_of_the_timed_steps_and_the_share_of_the_peak(tiny_
     assert list(record)[: len(KEYS)] == KEYS
     assert (record["seconds_per_step"], record["phases"]["generate"], record["tokens_per_s"]) == (2.0, 1.0, 16.0)
     assert record["lengths_as_asked"] and record["learner_tokens"] == 4 * 8 + 4 * (3 + 5)
-    assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})["lengths_as_asked"]
+    assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})[
+        "lengths_as_asked"
+    ]
     assert record["learner_share_of_peak"] == pytest.approx(6e9 * 64 / 0.5 / 989e12)
 
 
 @pytest.fixture(scope="module")
 def records(tiny_qwen3, tmp_path_factory):
     """Ours alone at two G, one timed step."""
-    sizes = ["group_size=[2,4]", "max_new_tokens=8", "prompt_tokens=16", "threads=1", "repeats=1", "lean=false", "slots=4", "device=cpu"]
+    sizes = [
+        "group_size=[2,4]",
+        "max_new_tokens=8",
+        "prompt_tokens=16",
+        "threads=1",
+        "repeats=1",
+        "lean=false",
+        "slots=4",
+        "device=cpu",
+    ]
     done = run("train", f"model={tiny_qwen3}", *sizes, "rivals=[]", "json=true", cwd=tmp_path_factory.mktemp("train"))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -128,17 +174,32 @@ def records(tiny_qwen3, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_command_prints_one_json_object_per_measurement(records):
-    assert [(record["name"], record["group_size"], record["tokens"]) for record in records] == [("ours", 2, 16), ("ours", 4, 32)]
+    assert [(record["name"], record["group_size"], record["tokens"]) for record in records] == [
+        ("ours", 2, 16),
+        ("ours", 4, 32),
+    ]
     for record in records:
         assert list(record)[: len(KEYS)] == KEYS and record["lengths_as_asked"]
         assert list(record["phases"]) == ["generate", "reward", "learn", "optimizer", "other"]
-        assert record["seconds_per_step"] == pytest.approx(sum(record["phases"].values())) and record["peak_memory_bytes"] > 0
+        assert (
+            record["seconds_per_step"] == pytest.approx(sum(record["phases"].values()))
+            and record["peak_memory_bytes"] > 0
+        )
         assert record["learner_tokens"] == 16 + record["tokens"]
 
 
 @pytest.mark.slow
 def test_natural_lengths_are_those_of_problems_whose_responses_end_where_they_end(tiny_qwen3, tmp_path):
-    sizes = ["lengths=natural", "group_size=[16]", "max_new_tokens=64", "threads=1", "repeats=1", "lean=false", "slots=4", "device=cpu"]
+    sizes = [
+        "lengths=natural",
+        "group_size=[16]",
+        "max_new_tokens=64",
+        "threads=1",
+        "repeats=1",
+        "lean=false",
+        "slots=4",
+        "device=cpu",
+    ]
     done = run("train", f"model={tiny_qwen3}", *sizes, "rivals=[]", "json=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (record,) = map(json.loads, done.stdout.splitlines())
@@ -150,21 +211,40 @@ def test_without_json_there_are_a_table_settings_and_figures(records, tmp_path, 
     both = records + [record | {"name": "trl"} for record in records]
     train_report.print_training(both)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["name", "G", "s"] and [line.split()[0] for line in lines[1:5]] == ["ours", "ours", "trl", "trl"]
+    assert lines[0].split()[:3] == ["name", "G", "s"] and [line.split()[0] for line in lines[1:5]] == [
+        "ours",
+        "ours",
+        "trl",
+        "trl",
+    ]
     assert "max_tokens_per_micro_batch=2048" in lines[5]
     assert train_report.draw_training(both, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
     curve = {"name": "ours", "reward": [0.1, 0.2, 0.4, 0.4], "wall_clock_s": [3.0, 6.0, 9.0, 12.0]}
-    assert train_report.draw_learning([curve, curve | {"name": "trl"}], tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
+    assert (
+        train_report.draw_learning([curve, curve | {"name": "trl"}], tmp_path / "figures").read_bytes()[:4]
+        == b"\x89PNG"
+    )
 
 
 @pytest.mark.slow
 def test_a_learning_run_gives_the_reward_of_every_step_over_wall_clock_time(tiny_qwen3, tmp_path):
-    sizes = ["steps=2", "prompts=2", "group_size=2", "max_new_tokens=4", "threads=1", "slots=2", "rivals=[]", "device=cpu"]
+    sizes = [
+        "steps=2",
+        "prompts=2",
+        "group_size=2",
+        "max_new_tokens=4",
+        "threads=1",
+        "slots=2",
+        "rivals=[]",
+        "device=cpu",
+    ]
     done = run("train_learning", f"model={tiny_qwen3}", *sizes, "json=true", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (record,) = map(json.loads, done.stdout.splitlines())
     assert (record["name"], record["steps"], len(record["reward"]), len(record["wall_clock_s"])) == ("ours", 2, 2, 2)
-    assert record["wall_clock_s"][1] > record["wall_clock_s"][0] > 0 and all(0 <= reward <= 1 for reward in record["reward"])
+    assert record["wall_clock_s"][1] > record["wall_clock_s"][0] > 0 and all(
+        0 <= reward <= 1 for reward in record["reward"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +290,13 @@ def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
         def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
             gradients.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
 
-    settings = {"rows": 4, "gradient_checkpointing": False, "generation": "generate", "batching": None, "weights": "float32"}
+    settings = {
+        "rows": 4,
+        "gradient_checkpointing": False,
+        "generation": "generate",
+        "batching": None,
+        "weights": "float32",
+    }
     spec = spec_of(tiny_qwen3, steps=1, max_grad_norm=100.0, **settings)
     train_trl.run_trainer(spec, Watching, [Keep()])
     worker = train_ours.OneProcess(spec, train_ours.config_of(spec, on_cuda=False)).worker

@@ -41,7 +41,9 @@ def test_rows_hold_the_steps_of_every_method_on_a_worked_group(tmp_path):
 
 def test_predictions_of_a_recording_are_used_and_only_prompts_that_have_them_count(tmp_path):
     path = write(tmp_path, predictions={"probe": [1, 2, 3, 4, 5, 6]})  # reversed: sjf becomes longest first
-    path.write_text(path.read_text() + json.dumps({"dataset": "gsm8k", "model": "toy", "prompt_id": "1", "lengths": [8] * 6}) + "\n")
+    path.write_text(
+        path.read_text() + json.dumps({"dataset": "gsm8k", "model": "toy", "prompt_id": "1", "lengths": [8] * 6}) + "\n"
+    )
     rows = rows_of(path, TableOptions(slots=2))
     assert {(row["prompts"], row["predictions"]) for row in rows} == {(1, "probe, held-out prompts")}
     assert steps_of(rows)["sjf"] == 11
@@ -66,7 +68,11 @@ def test_files_of_one_name_are_kept_apart_and_an_optimum_not_proven_says_so(tmp_
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {(row["file"], row["true_mean"]) for row in rows} == {(str(one), 3.5), (str(other), 7)}
     draw = random.Random(0)
-    one.write_text(one.read_text() + json.dumps({**json.loads(one.read_text()), "lengths": [draw.randrange(500, 1000) for _ in range(17)]}) + "\n")
+    one.write_text(
+        one.read_text()
+        + json.dumps({**json.loads(one.read_text()), "lengths": [draw.randrange(500, 1000) for _ in range(17)]})
+        + "\n"
+    )
     steps = steps_of(rows_of(one, TableOptions(slots=7)))
     assert steps["optimum of the slots (1 of 2 proven)"] == (6 + 2077) / 2 and "optimum of the slots" not in steps
 
@@ -102,7 +108,10 @@ def test_dynamic_slot_never_keeps_less_than_the_bound_on_average():
         (["recordings=[absent.jsonl]"], "absent.jsonl: there is no such file"),
         (["slots=0"], "slots=0: must be >= 1"),
         (["sigma=nan"], "sigma must be >= 0 and <= 10, got nan"),
-        (["json=true", "out=x.md"], "json=true writes to stdout and out=x.md is for the Markdown tables: give one of them"),
+        (
+            ["json=true", "out=x.md"],
+            "json=true writes to stdout and out=x.md is for the Markdown tables: give one of them",
+        ),
         (["recordings=[{path}]", "out={path}/x.md"], "cannot be made: File exists"),
         (["recordings=[{path}]", "out=."], "out=.: cannot be written to; give a file"),
         (["recordings=[{path}]", "slots=[4]"], "slots=[4]: must be a whole number"),

@@ -16,7 +16,9 @@ ROWS = seal([RowWork(row=None, prompt_ids={}, totals=totals, row_id=None) for to
 
 def test_a_learner_ranks_progress_grows_with_every_row_of_a_call():
     calls, seen = LearnerCalls.__new__(LearnerCalls), []
-    calls.learner = SimpleNamespace(remember=lambda *_: seen.append(calls.progress()), accumulate=lambda *_: seen.append(calls.progress()) or {})
+    calls.learner = SimpleNamespace(
+        remember=lambda *_: seen.append(calls.progress()), accumulate=lambda *_: seen.append(calls.progress()) or {}
+    )
     assert len(calls.learn_rows(ROWS)) == 3 and seen == [0, 1, 2] and calls.progress() == 3
 
 
@@ -33,7 +35,9 @@ def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call():
 
     def logprobs(prompt, completions):
         seen.append(calls.progress())
-        return ReferenceResult(logprobs=[np.zeros(3, np.float32)], report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7))
+        return ReferenceResult(
+            logprobs=[np.zeros(3, np.float32)], report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7)
+        )
 
     calls.worker, calls.metrics = SimpleNamespace(logprobs=logprobs), SimpleNamespace(count=lambda *_: None)
     assert len(calls.logprobs([seal("a prompt")] * 2, ["a micro-group"], ["another"])) == 3

@@ -69,7 +69,8 @@ def test_a_refused_setting_stays_a_value_error(here):
 
 HANGS = [
     "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete",
-    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300012 milliseconds before timing out.",
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300012 milliseconds "
+    "before timing out.",
 ]
 
 
@@ -89,10 +90,14 @@ def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monk
     crew.start("rollout", 2)
     monkeypatch.setattr(asking, "status_of", lambda handle: None if hangs and handle == "rollout 1" else "it answers")
     asks = Asking(crew, print, Interruption(), Waiting())
-    delivery = WeightDelivery(load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption(), lambda role, index: True)
+    delivery = WeightDelivery(
+        load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption(), lambda role, index: True
+    )
 
     def gather(*arguments):
-        raise RuntimeError("learner rank 0: weights version 3: rollout worker 1 died or hangs (it did not send 'loaded' within 300 s)")
+        raise RuntimeError(
+            "learner rank 0: weights version 3: rollout worker 1 died or hangs (it did not send 'loaded' within 300 s)"
+        )
 
     monkeypatch.setattr(delivery, "_link", lambda rollout: None)
     monkeypatch.setattr(asks, "gather", gather)
@@ -102,14 +107,23 @@ def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monk
 
 
 @pytest.mark.parametrize("has_place", [True, False])
-def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_place_for_its_time(monkeypatch, has_place):
+def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_place_for_its_time(
+    monkeypatch, has_place
+):
     """Also while enough others have started; one that still waits for a place is waited for."""
     now = [0.0]
     monkeypatch.setattr(crew_module.time, "monotonic", lambda: now[0])
     crew = Crew(lambda role, index: (f"{role} {index}", index != 1), lambda handle: None, bool, None)
     crew.start("rollout", 3)
     config = load_config(["cluster.start_timeout_s=45"])
-    delivery = WeightDelivery(config, crew, Asking(crew, print, Interruption(), Waiting()), print, Interruption(), lambda role, index: has_place)
+    delivery = WeightDelivery(
+        config,
+        crew,
+        Asking(crew, print, Interruption(), Waiting()),
+        print,
+        Interruption(),
+        lambda role, index: has_place,
+    )
     now[0] = 45.0
     assert sorted(delivery._those_that_started()) == [0, 2]
     now[0] = 46.0

@@ -66,8 +66,12 @@ def training_samples(completions):
 
 
 def step(both, *, overlap):
-    """One step; with `overlap` a row is trained whenever the engine pauses. The samples, their loss, and the rows trained before the last sample."""
-    work = [RolloutWork(prompt_index=index, prompt_ids=ids, sample_indices=[0, 1, 2, 3]) for index, ids in enumerate(PROMPTS)]
+    """One step; with `overlap` a row is trained whenever the engine pauses. The samples, their loss, and the rows
+    trained before the last sample."""
+    work = [
+        RolloutWork(prompt_index=index, prompt_ids=ids, sample_indices=[0, 1, 2, 3])
+        for index, ids in enumerate(PROMPTS)
+    ]
     totals, waiting, samples, early = LossTotals(num_sequences=12, num_tokens=200, length_normalizer=24), [], [], 0
     for item in both.rollout.stream(work, step=0, pause_every=1):
         if isinstance(item, list) and item:
@@ -85,7 +89,10 @@ def test_engine_and_learner_are_two_modules_over_the_same_weights():
     both = worker(config())
     engine, learner = both.rollout.model, both.learner.policy.lm
     assert [p.data_ptr() for p in engine.parameters()] == [p.data_ptr() for p in learner.parameters()]
-    assert engine.config is not learner.config and engine.config._attn_implementation != learner.config._attn_implementation
+    assert (
+        engine.config is not learner.config
+        and engine.config._attn_implementation != learner.config._attn_implementation
+    )
     before = [parameter.clone() for parameter in engine.parameters()]
     step(both, overlap=False)
     assert both.publish(1).num_bytes == 0
@@ -95,7 +102,9 @@ def test_engine_and_learner_are_two_modules_over_the_same_weights():
 
 @pytest.mark.parametrize("checkpointing", [0, 1])
 def test_training_between_decode_steps_changes_neither_samples_nor_gradient(checkpointing):
-    made = config(learner=LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=1024, activation_checkpointing=checkpointing))
+    made = config(
+        learner=LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=1024, activation_checkpointing=checkpointing)
+    )
     apart, together = worker(made), worker(made)
     for turn in range(2):  # the second with weights that the first has changed
         first, one, _ = step(apart, overlap=False)
@@ -114,7 +123,9 @@ def test_training_between_decode_steps_changes_neither_samples_nor_gradient(chec
 def test_in_sixteen_bits_the_engine_reads_what_the_learner_reads():
     both = worker(config(model=ModelConfig(path=POLICY, dtype="bfloat16")))
     _, metrics, _ = step(both, overlap=False)
-    assert both.shares_weights and {parameter.dtype for parameter in both.rollout.model.parameters()} == {torch.bfloat16}
+    assert both.shares_weights and {parameter.dtype for parameter in both.rollout.model.parameters()} == {
+        torch.bfloat16
+    }
     assert {master.dtype for master in both.learner.backend.masters.values()} == {torch.float32}
     assert metrics["learner/logprob_diff_mean"] < 0.05
 
@@ -145,12 +156,17 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
     monkeypatch.setattr("infsample_rl.model.peak_memory.PeakMemory.held_bytes", lambda memory: planned // 3)
     pages = {}
     for free_pages in (100, 6):  # beside the learner: more than the resident prompts could use, and less
-        monkeypatch.setattr("infsample_rl.rollout.engine.sampling_engine.free_bytes", lambda device, free=free_pages: growth + free * PAGE_BYTES)
+        monkeypatch.setattr(
+            "infsample_rl.rollout.engine.sampling_engine.free_bytes",
+            lambda device, free=free_pages: growth + free * PAGE_BYTES,
+        )
         found = ColocatedWorker(made, 0, 1, 10)
         found.setup("127.0.0.1", 0, None)
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
     assert pages == {100: made.rollout.prompts_at_once * (4 * 2 + 1), 6: 5}
-    monkeypatch.setattr("infsample_rl.rollout.engine.sampling_engine.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
+    monkeypatch.setattr(
+        "infsample_rl.rollout.engine.sampling_engine.free_bytes", lambda device: growth + 2 * PAGE_BYTES
+    )
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)

@@ -12,7 +12,10 @@ from infsample_rl.types import Prompt, RolloutWork
 
 
 def prompts(count):
-    return [Prompt(prompt_index=i, row=10 + i, messages=[], text="", token_ids=np.arange(3, dtype=np.int32)) for i in range(count)]
+    return [
+        Prompt(prompt_index=i, row=10 + i, messages=[], text="", token_ids=np.arange(3, dtype=np.int32))
+        for i in range(count)
+    ]
 
 
 def samples(part):
@@ -21,10 +24,15 @@ def samples(part):
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(1, 1000)), min_size=1, max_size=8), st.integers(1, 9))
 def test_every_sample_is_dealt_once_in_order_and_no_part_is_a_sample_above_its_share(items, num_parts):
-    work = [RolloutWork(prompt_index=i, prompt_ids=np.zeros(1, np.int32), sample_indices=list(range(n))) for i, (n, _) in enumerate(items)]
+    work = [
+        RolloutWork(prompt_index=i, prompt_ids=np.zeros(1, np.int32), sample_indices=list(range(n)))
+        for i, (n, _) in enumerate(items)
+    ]
     expected = {i: length for i, (_, length) in enumerate(items)}
     parts = split(work, num_parts, expected)
-    assert [pair for part in parts for pair in samples(part)] == [(i, s) for i, (n, _) in enumerate(items) for s in range(n)]
+    assert [pair for part in parts for pair in samples(part)] == [
+        (i, s) for i, (n, _) in enumerate(items) for s in range(n)
+    ]
     loads = [sum(expected[prompt] for prompt, _ in samples(part)) for part in parts]
     assert max(loads) <= sum(n * length for n, length in items) / num_parts + max(expected.values()) * (1 + 1e-6)
 

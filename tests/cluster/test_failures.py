@@ -22,7 +22,9 @@ def test_restarts_are_bounded_between_two_finished_steps_and_spaced_out():
     restarts = Restarts(3, said.append, slept.append)
     for _ in range(3):
         restarts.begin("rollout worker 1", "its process died")
-    with pytest.raises(RuntimeError, match=r"rollout worker 1: its process died; cluster.max_restarts=3: 3 restarts since the run last"):
+    with pytest.raises(
+        RuntimeError, match=r"rollout worker 1: its process died; cluster.max_restarts=3: 3 restarts since the run last"
+    ):
         restarts.begin("rollout worker 1", "its process died")
     assert slept == [0.0, 0.5, 1.0]
     restarts.step_finished()
@@ -47,16 +49,28 @@ def test_no_pause_is_longer_than_half_a_minute():
 
 
 def test_workers_that_do_the_calls_of_another_role_have_started_under_both_names():
-    crew = Crew(lambda role, index: (f"{role} {index}", f"answer {index}"), print, lambda answer: answer == "answer 0", None)
+    crew = Crew(
+        lambda role, index: (f"{role} {index}", f"answer {index}"), print, lambda answer: answer == "answer 0", None
+    )
     crew.start("learner", 2)
     crew.share("learner", "rollout")
-    assert [crew.has_started(role, index) for role in ("learner", "rollout") for index in (0, 1)] == [True, False, True, False]
+    assert [crew.has_started(role, index) for role in ("learner", "rollout") for index in (0, 1)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_worker_that_has_started_is_not_asked_again_and_one_in_its_place_is():
     asked, there = [], {"answer 0"}
     numbers = iter(range(3))
-    crew = Crew(lambda role, index: ("handle", f"answer {next(numbers)}"), print, lambda answer: asked.append(answer) or answer in there, None)
+    crew = Crew(
+        lambda role, index: ("handle", f"answer {next(numbers)}"),
+        print,
+        lambda answer: asked.append(answer) or answer in there,
+        None,
+    )
     crew.start("rollout", 2)
     assert [crew.has_started("rollout", 0) for _ in range(3)] == [True, True, True] and asked == ["answer 0"]
     assert [crew.has_started("rollout", 1) for _ in range(2)] == [False, False]
@@ -67,7 +81,10 @@ def test_a_worker_that_has_started_is_not_asked_again_and_one_in_its_place_is():
 
 
 def test_workers_have_the_names_of_the_field():
-    assert worker_name("learner", 0) == "learner rank 0" and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
+    assert (
+        worker_name("learner", 0) == "learner rank 0"
+        and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
+    )
 
 
 @pytest.fixture

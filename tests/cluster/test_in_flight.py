@@ -17,7 +17,12 @@ def work(prompt: int, samples: list[int]) -> RolloutWork:
 def header(prompt: int, samples: list[int]) -> MicroGroupHeader:
     ends = ["stop"] * len(samples)
     return MicroGroupHeader(
-        prompt_index=prompt, sample_indices=samples, lengths=[1] * len(samples), finish_reasons=ends, policy_version=0, finished_at=0.0
+        prompt_index=prompt,
+        sample_indices=samples,
+        lengths=[1] * len(samples),
+        finish_reasons=ends,
+        policy_version=0,
+        finished_at=0.0,
     )
 
 

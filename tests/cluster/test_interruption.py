@@ -35,7 +35,10 @@ def test_what_is_gone_ends_the_run_at_the_next_look(clock):
     clock[0] += LOOK_S
     with pytest.raises(Terminated):
         interruption.check()
-    assert interruption.failure == interruption.reason == "Ray's raylet has not answered" and looks == [100.0, 100.0 + LOOK_S]
+    assert interruption.failure == interruption.reason == "Ray's raylet has not answered" and looks == [
+        100.0,
+        100.0 + LOOK_S,
+    ]
     clock[0] += 5
     assert interruption.seconds_left(30) == 25.0
 
@@ -65,9 +68,14 @@ def test_a_process_of_ray_is_gone_once_it_takes_no_connection_for_its_time(monke
     raylet, control = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     processes = RayProcesses.__new__(RayProcesses)
     processes._silent_since = {}
-    processes._processes = [("the raylet", raylet.getsockname(), 3.0), ("the control service", control.getsockname(), 20.0)]
+    processes._processes = [
+        ("the raylet", raylet.getsockname(), 3.0),
+        ("the control service", control.getsockname(), 20.0),
+    ]
     now = [0.0]
-    monkeypatch.setattr(ray_connection, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": time.sleep}))
+    monkeypatch.setattr(
+        ray_connection, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": time.sleep})
+    )
     assert processes.failure() is None
     host, port = control.getsockname()
     control.close()

@@ -36,7 +36,8 @@ from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import LossTotals, TrainingSample
 
 CUDA = (  # torch 2.13's words
-    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.12 GiB is free. Including non-PyTorch "
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.12 GiB is "
+    "free. Including non-PyTorch "
     "memory, this process has 77.97 GiB memory in use."
 )
 RESPONSE_TOKENS = 3800
@@ -60,8 +61,14 @@ def travelled(error: Exception) -> Exception:
 
 
 def write_plan(run_dir: Path, role: str) -> None:
-    lines = [{"name": "weights", "bytes": 2 * 10**9}, {"name": "activations", "bytes": 6 * 10**9}, {"name": "logits", "bytes": 10**8}]
-    (run_dir / "plan.json").write_text(json.dumps({"processes": [{"role": role, "lines": lines, "sum_bytes": 81 * 10**8}]}))
+    lines = [
+        {"name": "weights", "bytes": 2 * 10**9},
+        {"name": "activations", "bytes": 6 * 10**9},
+        {"name": "logits", "bytes": 10**8},
+    ]
+    (run_dir / "plan.json").write_text(
+        json.dumps({"processes": [{"role": role, "lines": lines, "sum_bytes": 81 * 10**8}]})
+    )
 
 
 def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen3, tmp_path):
@@ -89,8 +96,14 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
         resource.setrlimit(resource.RLIMIT_AS, before)
     text = f"learner rank 0: {_said(travelled(raised.value))}"
     line = explain(text, settings)
-    assert re.match(r"learner rank 0 ran out of memory( in phase \w+)?; it asked for [\d.]+ [KMG]B; the plan said 8.1 GB for it, ", line)
-    assert "most of it activations 6 GB, weights 2 GB, logits 100 MB; set learner.max_tokens_per_micro_batch=4096, or learner.activation" in line
+    assert re.match(
+        r"learner rank 0 ran out of memory( in phase \w+)?; it asked for [\d.]+ [KMG]B; the plan said 8.1 GB for it, ",
+        line,
+    )
+    assert (
+        "most of it activations 6 GB, weights 2 GB, logits 100 MB; set learner.max_tokens_per_micro_batch=4096, or "
+        "learner.activation" in line
+    )
     assert explain(line, settings) == line and "\n" not in line
 
 
@@ -112,11 +125,18 @@ def test_a_pool_that_does_not_fit_names_the_rollout_worker_and_a_smaller_one(tin
 def test_words_of_cuda_numpy_python_and_ray_are_understood(tmp_path):
     settings = config(Path("model"), tmp_path)
     said = explain(f"learner rank 1: {CUDA}; in phase optimizer", settings)
-    assert said.startswith("learner rank 1 ran out of memory in phase optimizer; it asked for 2.68 GB, 1.2 GB were free; set learner.optimizer=")
+    assert said.startswith(
+        "learner rank 1 ran out of memory in phase optimizer; it asked for 2.68 GB, 1.2 GB were free; set "
+        "learner.optimizer="
+    )
     with pytest.raises(MemoryError) as raised:
         np.empty(2**58)
-    assert explain(f"reward worker 0: {_said(travelled(raised.value))}", settings).startswith("reward worker 0 ran out of memory; it asked for 2")
-    assert explain(f"reference worker 0: {_said(MemoryError())}", settings).startswith("reference worker 0 ran out of memory; set reference.")
+    assert explain(f"reward worker 0: {_said(travelled(raised.value))}", settings).startswith(
+        "reward worker 0 ran out of memory; it asked for 2"
+    )
+    assert explain(f"reference worker 0: {_said(MemoryError())}", settings).startswith(
+        "reference worker 0 ran out of memory; set reference."
+    )
     assert is_out_of_memory("its process died (Ray's memory monitor ended it: the node ran low on memory)")
     for other in ("learner rank 0: loss is nan", "rollout worker 1: its process died (Worker exit type: SYSTEM_ERROR)"):
         assert explain(other, settings) == other
@@ -130,10 +150,19 @@ def test_a_missing_or_damaged_plan_is_left_out(tmp_path, plan):
 
 
 def test_advice_is_settings_that_the_run_does_not_have_and_that_are_allowed(tmp_path):
-    least = LearnerConfig(max_tokens_per_micro_batch=3864, activation_checkpointing=1, logprob_chunk_tokens=256, optimizer="adamw_8bit", lora_rank=8)
+    least = LearnerConfig(
+        max_tokens_per_micro_batch=3864,
+        activation_checkpointing=1,
+        logprob_chunk_tokens=256,
+        optimizer="adamw_8bit",
+        lora_rank=8,
+    )
     settings = dataclasses.replace(config(Path("model"), tmp_path), learner=least)
     assert "; set " not in explain(f"learner rank 0: {CUDA}", settings)
-    line = explain(f"learner rank 0: {CUDA}; in phase forward", dataclasses.replace(settings, learner=LearnerConfig(max_tokens_per_micro_batch=4000)))
+    line = explain(
+        f"learner rank 0: {CUDA}; in phase forward",
+        dataclasses.replace(settings, learner=LearnerConfig(max_tokens_per_micro_batch=4000)),
+    )
     assert "set learner.max_tokens_per_micro_batch=3864, or learner.activation_checkpointing=1" in line
     colocated = explain(f"learner rank 0: {CUDA}; in phase decode", settings)
     assert "set rollout.slots=2" in colocated
@@ -150,13 +179,27 @@ def test_a_worker_that_the_kernel_ended_is_told_apart_from_one_that_died(tmp_pat
     notes: list[str] = []
     restarts = Restarts(1, notes.append, lambda seconds: None, lambda said: said + "; out of memory")
     restarts.begin("rollout worker 0", "its process died")
-    assert notes == ["rollout worker 0: its process died; out of memory; started again (restart 1 of at most 1 before a step is finished)"]
+    assert notes == [
+        "rollout worker 0: its process died; out of memory; started again (restart 1 of at most 1 before a step is "
+        "finished)"
+    ]
 
 
 @pytest.mark.slow
 def test_the_command_ends_with_the_line_and_exit_code_1(tiny_qwen3, sums_file, tmp_path):
-    arguments = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.max_prompt_tokens=64", "reward.functions=[{name: gsm8k}]"]
-    arguments += ["rollout.max_new_tokens=16", "rollout.kv_budget_bytes=900000GB", "objective=no_kl", "run.eval_prompts=0", "logging.wandb=disabled"]
+    arguments = [
+        f"model.path={tiny_qwen3}",
+        f"data.source={sums_file}",
+        "data.max_prompt_tokens=64",
+        "reward.functions=[{name: gsm8k}]",
+    ]
+    arguments += [
+        "rollout.max_new_tokens=16",
+        "rollout.kv_budget_bytes=900000GB",
+        "objective=no_kl",
+        "run.eval_prompts=0",
+        "logging.wandb=disabled",
+    ]
     command = [sys.executable, "-m", "infsample_rl.main", *arguments, f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 1, done.stderr[-2000:]

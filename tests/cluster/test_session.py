@@ -1,4 +1,5 @@
-"""A run's place in a real Ray cluster: two raylets on one machine, nodes that come late, disks that differ, tokens, two runs at once."""
+"""A run's place in a real Ray cluster: two raylets on one machine, nodes that come late, disks that differ, tokens, two
+runs at once."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ class Notes(list):
 def session(address: str | None, run_dir: Path, *overrides: str) -> tuple[RaySession, Notes]:
     joined = [f"cluster.address={address}", "cluster.allow_unauthenticated=true"] if address else []
     notes = Notes()
-    return RaySession(load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append, Interruption()), notes
+    return RaySession(
+        load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append, Interruption()
+    ), notes
 
 
 def patiently(start):
@@ -90,7 +93,9 @@ class Probe:
 
 
 def everything_written(folder: Path) -> str:
-    return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 10**8)
+    return "".join(
+        path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file() and path.stat().st_size < 10**8
+    )
 
 
 @pytest.mark.slow
@@ -108,7 +113,9 @@ def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_pat
         assert environment["JUDGE_API_KEY"] == "planted-judge-key" and "WANDB_API_KEY" not in environment
         assert "LD_PRELOAD" not in environment, "reward functions start programs of their own"
         _, environment = ray.get(Probe.options(**mine.options("learner", 0)).remote({}).where.remote())
-        assert environment["LD_PRELOAD"] == JEMALLOC_SO and environment["OMP_NUM_THREADS"] == "1", "the run's variables stay beside it"
+        assert environment["LD_PRELOAD"] == JEMALLOC_SO and environment["OMP_NUM_THREADS"] == "1", (
+            "the run's variables stay beside it"
+        )
         assert "planted" not in str(ray.get_runtime_context().runtime_env)
         logs = Path(ray._private.worker._global_node.get_session_dir_path())
         assert "planted" not in everything_written(logs)
@@ -119,11 +126,19 @@ def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_pat
 
 def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_library_is_preloaded(monkeypatch):
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    given = {role: allocator_environment(role, 0.0).get("LD_PRELOAD") for role in ("rollout", "reference", "learner", "reward")}
+    given = {
+        role: allocator_environment(role, 0.0).get("LD_PRELOAD")
+        for role in ("rollout", "reference", "learner", "reward")
+    }
     assert given == {"rollout": JEMALLOC_SO, "reference": JEMALLOC_SO, "learner": JEMALLOC_SO, "reward": None}
-    few = {role: "ONEDNN_PRIMITIVE_CACHE_CAPACITY" in allocator_environment(role, 0.0) for role in ("rollout", "reference", "learner")}
+    few = {
+        role: "ONEDNN_PRIMITIVE_CACHE_CAPACITY" in allocator_environment(role, 0.0)
+        for role in ("rollout", "reference", "learner")
+    }
     assert few == {"rollout": False, "reference": True, "learner": True}
-    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in allocator_environment("learner", 0.0, samples=True), "decoding meets its row counts again"
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in allocator_environment("learner", 0.0, samples=True), (
+        "decoding meets its row counts again"
+    )
     assert allocator_environment("learner", 0.5) == {}, "its tensors are on a GPU"
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/mine.so")
     assert allocator_environment("learner", 0.0) == {}
@@ -162,8 +177,14 @@ def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_pat
     places = {("learner", 0): "old", ("learner", 1): "old", ("reward", 0): None, ("rollout", 0): "new"}
     mine._bundles, mine._sees_files, asked = dict.fromkeys(places), {"old": True}, []
     monkeypatch.setattr(mine, "node_of", lambda *worker: places[worker])
-    monkeypatch.setattr(mine, "_check_files", lambda nodes: asked.append(nodes) or {"new": "node b: run.dir=/runs/1 is another folder there"})
-    with pytest.raises(RuntimeError, match="every node must see .* node b: run.dir=/runs/1 is another folder there; put them on"):
+    monkeypatch.setattr(
+        mine,
+        "_check_files",
+        lambda nodes: asked.append(nodes) or {"new": "node b: run.dir=/runs/1 is another folder there"},
+    )
+    with pytest.raises(
+        RuntimeError, match="every node must see .* node b: run.dir=/runs/1 is another folder there; put them on"
+    ):
         mine.check_new_nodes()
     assert asked == [["new"]]
     places["rollout", 0] = "old"
@@ -181,7 +202,11 @@ def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_agai
 
     def table(group: int) -> dict:
         state = "CREATED" if group == 0 or removed else "PENDING"
-        return {"state": state, "stats": {"scheduling_state": "QUEUED"}, "bundles_to_node_id": dict.fromkeys(range(9), "n")}
+        return {
+            "state": state,
+            "stats": {"scheduling_state": "QUEUED"},
+            "bundles_to_node_id": dict.fromkeys(range(9), "n"),
+        }
 
     monkeypatch.setattr(ray_session, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
     monkeypatch.setattr(ray_session, "placement_group_table", table)
@@ -222,7 +247,9 @@ time.sleep(600)
         with pytest.raises(ValueError, match="it fits once other work on these nodes has ended"):
             second.open()
         second.close()
-        beside, notes = session(two_nodes.address, tmp_path / "third", "cluster.learner_ranks=1", "cluster.rollout_workers=1")
+        beside, notes = session(
+            two_nodes.address, tmp_path / "third", "cluster.learner_ranks=1", "cluster.rollout_workers=1"
+        )
         beside.open()
         assert "1 learner rank" in notes.text()
         beside.close()
@@ -242,7 +269,14 @@ def short_path():
 
 def start_node(arguments: list[str], environment: dict[str, str], prefix: list[str] | None = None) -> subprocess.Popen:
     """`ray start --block` in a process group of its own."""
-    ray_command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus=4", "--num-gpus=0", "--object-store-memory=80000000"]
+    ray_command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--block",
+        "--num-cpus=4",
+        "--num-gpus=0",
+        "--object-store-memory=80000000",
+    ]
     return subprocess.Popen(
         [*(prefix or []), *ray_command, *arguments],
         env=environment,
@@ -253,7 +287,8 @@ def start_node(arguments: list[str], environment: dict[str, str], prefix: list[s
 
 
 def stop_node(node: subprocess.Popen) -> None:
-    """End a node and what it started; Ray's processes have sessions of their own, so they are found by their parents first."""
+    """End a node and what it started; Ray's processes have sessions of their own, so they are found by their parents
+    first."""
     children, seen = [node.pid], []
     while children:
         pid = children.pop()
@@ -288,11 +323,15 @@ def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, shor
 
 
 def has_mount_namespaces() -> bool:
-    return subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_mount_namespaces(), reason="a second node with another disk needs a mount namespace: unshare -m as root")
+@pytest.mark.skipif(
+    not has_mount_namespaces(), reason="a second node with another disk needs a mount namespace: unshare -m as root"
+)
 @pytest.mark.parametrize("hidden", ["run.dir", "model.path"])
 def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path, short_path, tiny_qwen3):
     """A third raylet runs with an empty tmpfs over the folder: the same path, another disk."""
@@ -300,13 +339,26 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
     run_dir.mkdir()
     mount = f'mount -t tmpfs none {run_dir if hidden == "run.dir" else tiny_qwen3} && exec "$@"'
     third = start_node(
-        [f"--address={two_nodes.address}", f"--temp-dir={short_path}", "--min-worker-port=21000", "--max-worker-port=21900"],
+        [
+            f"--address={two_nodes.address}",
+            f"--temp-dir={short_path}",
+            "--min-worker-port=21000",
+            "--max-worker-port=21900",
+        ],
         os.environ | {"RAY_AUTH_MODE": "disabled"},
         ["unshare", "-m", "bash", "-c", mount, "node"],
     )
     try:
-        mine, _ = session(two_nodes.address, run_dir, f"model.path={tiny_qwen3}", "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=200")
-        with pytest.raises(ValueError, match="every node must see the driver's run folder, model and data: node ") as refused:
+        mine, _ = session(
+            two_nodes.address,
+            run_dir,
+            f"model.path={tiny_qwen3}",
+            "cluster.rollout_workers=7",
+            "cluster.wait_for_nodes_s=200",
+        )
+        with pytest.raises(
+            ValueError, match="every node must see the driver's run folder, model and data: node "
+        ) as refused:
             mine.open()
         good = {node.node_id for node in two_nodes.list_all_nodes()}
         (bad,) = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - good
@@ -323,7 +375,11 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
 @pytest.mark.slow
 def test_a_cluster_without_tokens_is_joined_only_when_that_is_accepted(two_nodes, tmp_path):
     mine, _ = session(two_nodes.address, tmp_path, "cluster.allow_unauthenticated=false")
-    with pytest.raises(ValueError, match="asks for no token, .*ray get-auth-token --generate.*or accept it with cluster.allow_unauthenticated=true"):
+    with pytest.raises(
+        ValueError,
+        match="asks for no token, .*ray get-auth-token --generate.*or accept it with "
+        "cluster.allow_unauthenticated=true",
+    ):
         mine.open()
     assert not ray.is_initialized()
     accepted, notes = session(two_nodes.address, tmp_path)
@@ -338,10 +394,22 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
     wrong.write_text("cd" * 32)
     plain = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {"HOME": str(tmp_path)}
     head = start_node(
-        ["--head", "--port=26391", "--include-dashboard=false", f"--temp-dir={short_path}", "--min-worker-port=22000", "--max-worker-port=22900"],
+        [
+            "--head",
+            "--port=26391",
+            "--include-dashboard=false",
+            f"--temp-dir={short_path}",
+            "--min-worker-port=22000",
+            "--max-worker-port=22900",
+        ],
         plain | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)},
     )
-    settings = [f"run.dir={tmp_path}/run", "objective=no_kl", "cluster.address=127.0.0.1:26391", "cluster.wait_for_nodes_s=60"]
+    settings = [
+        f"run.dir={tmp_path}/run",
+        "objective=no_kl",
+        "cluster.address=127.0.0.1:26391",
+        "cluster.wait_for_nodes_s=60",
+    ]
     settings.append("cluster.rollout_workers=1")  # the head has 4 CPUs
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -349,11 +417,14 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
         "from infsample_rl.cluster.interruption import Interruption\n"
         "from infsample_rl.cluster.session import RaySession\n"
         f"mine = RaySession(load_config({settings!r}), print, Interruption())\n"
-        "try:\n    mine.open()\n    print('opened', mine.node_of('learner', 0))\nexcept ValueError as error:\n    print('refused', error)\n"
+        "try:\n    mine.open()\n    print('opened', mine.node_of('learner', 0))\nexcept ValueError as error:\n    "
+        "print('refused', error)\n"
     )
 
     def join(environment: dict[str, str]) -> str:
-        return subprocess.run([sys.executable, "-c", script], env=plain | environment, capture_output=True, text=True, timeout=300).stdout
+        return subprocess.run(
+            [sys.executable, "-c", script], env=plain | environment, capture_output=True, text=True, timeout=300
+        ).stdout
 
     try:
         assert "opened" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
@@ -375,11 +446,34 @@ def test_no_cluster_at_an_address_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_two_runs_at_once_on_one_cluster_both_finish(two_nodes, tmp_path, tiny_qwen3, sums_file):
     reward = tmp_path / "mine.py"
-    reward.write_text("def digits(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 9 for text in completions]\n")
-    settings = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.max_prompt_tokens=64", "data.prompts_per_step=2"]
-    settings += [f"reward.functions=[{{name: '{reward}:digits'}}]", "rollout.group_size=4", "rollout.max_new_tokens=12", "run.steps=2"]
-    settings += ["learner.max_tokens_per_micro_batch=128", "learner.warmup_steps=0", "cluster.rollout_workers=1", "cluster.learner_ranks=2"]
-    settings += [f"cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true", "logging.wandb=disabled", "objective=no_kl"]
+    reward.write_text(
+        "def digits(prompts, completions, **columns):\n    return [sum(c.isdigit() for c in text) / 9 for text in "
+        "completions]\n"
+    )
+    settings = [
+        f"model.path={tiny_qwen3}",
+        f"data.source={sums_file}",
+        "data.max_prompt_tokens=64",
+        "data.prompts_per_step=2",
+    ]
+    settings += [
+        f"reward.functions=[{{name: '{reward}:digits'}}]",
+        "rollout.group_size=4",
+        "rollout.max_new_tokens=12",
+        "run.steps=2",
+    ]
+    settings += [
+        "learner.max_tokens_per_micro_batch=128",
+        "learner.warmup_steps=0",
+        "cluster.rollout_workers=1",
+        "cluster.learner_ranks=2",
+    ]
+    settings += [
+        f"cluster.address={two_nodes.address}",
+        "cluster.allow_unauthenticated=true",
+        "logging.wandb=disabled",
+        "objective=no_kl",
+    ]
     runs = [
         subprocess.Popen(
             [sys.executable, "-m", "infsample_rl.main", *settings, f"run.dir={tmp_path}/run{index}"],

@@ -1,4 +1,5 @@
-"""What a node must see of the driver's files, told without Ray: one folder is the driver's, another stands for a node's."""
+"""What a node must see of the driver's files, told without Ray: one folder is the driver's, another stands for a
+node's."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def test_a_local_disk_is_found_and_not_written_to(tmp_path):
     assert prove(str(node), token, "n1", []) == [f"run.dir={node} is another folder there (a local disk?)"]
     shutil.copytree(driver / FOLDER, node / FOLDER)
     offer_token(driver)  # a new run: what the node has is an old copy
-    assert "is another folder" in prove(str(node), offer_token(driver), "n1", [])[0] and not (node / FOLDER / "n1").exists()
+    assert (
+        "is another folder" in prove(str(node), offer_token(driver), "n1", [])[0]
+        and not (node / FOLDER / "n1").exists()
+    )
 
 
 def test_files_that_are_missing_or_of_another_size_are_named_with_their_setting(tmp_path):
@@ -50,9 +54,13 @@ def test_every_local_file_of_model_data_and_rewards_is_needed(tmp_path):
     data, reward = tmp_path / "rows.jsonl", tmp_path / "mine.py"
     data.write_text('{"question": "?"}\n')
     reward.write_text("def score(prompts, completions): return [0.0]\n")
-    config = load_config([f"data.source={data}", "data.eval_source=gsm8k", f"reward.functions=[{{name: '{reward}:score'}}]"])
+    config = load_config(
+        [f"data.source={data}", "data.eval_source=gsm8k", f"reward.functions=[{{name: '{reward}:score'}}]"]
+    )
     needed = needed_files(config)
     assert ("data.source", str(data), 18) in needed and ("reward.functions", str(reward), 46) in needed
     policy = {Path(name).name for setting, name, _ in needed if setting == "model.path"}
     assert policy >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert {setting for setting, _, _ in needed} == {"model.path", "data.source", "reward.functions"}, "gsm8k is a hub name"
+    assert {setting for setting, _, _ in needed} == {"model.path", "data.source", "reward.functions"}, (
+        "gsm8k is a hub name"
+    )

@@ -1,4 +1,5 @@
-"""Streams of rollout workers: what their items are taken for, and who is asked for work. Handles and references are plain objects."""
+"""Streams of rollout workers: what their items are taken for, and who is asked for work. Handles and references are
+plain objects."""
 
 from __future__ import annotations
 
@@ -50,12 +51,20 @@ class Crew:
 def header(samples, num_waiting):
     lengths, ends = [4] * len(samples), ["stop"] * len(samples)
     return MicroGroupHeader(
-        prompt_index=0, sample_indices=samples, lengths=lengths, finish_reasons=ends, policy_version=0, finished_at=1.0, num_waiting=num_waiting
+        prompt_index=0,
+        sample_indices=samples,
+        lengths=lengths,
+        finish_reasons=ends,
+        policy_version=0,
+        finished_at=1.0,
+        num_waiting=num_waiting,
     )
 
 
 def end(worker, steps=7.0):
-    return StreamEnd(worker=worker, stats={"running_steps": steps}, phases=WorkerPhases("rollout", worker, "here", [], 2.0))
+    return StreamEnd(
+        worker=worker, stats={"running_steps": steps}, phases=WorkerPhases("rollout", worker, "here", [], 2.0)
+    )
 
 
 def whole(worker):
@@ -69,14 +78,18 @@ def started(*items):
     streams = RolloutStreams(load_config([]), Crew(handles), print, lambda index: None)
     streams.begin_version(set(range(len(handles))))
     samples = [list(range(4 * index, 4 * index + 4)) for index in range(len(items))]
-    work = [RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=indices) for indices in samples]
+    work = [
+        RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=indices) for indices in samples
+    ]
     streams.start([[item] for item in work], step=0, evaluation=False)
     return streams, handles
 
 
 def take(streams, index, items=1):
     """What comes of the next items of a worker's stream."""
-    (generator,) = [ref for ref in streams.waited() if streams._streams.get(ref) and streams._streams[ref].index == index]
+    (generator,) = [
+        ref for ref in streams.waited() if streams._streams.get(ref) and streams._streams[ref].index == index
+    ]
     found = []
     for _ in range(items):
         opened = {ref: ref.value for ref in streams.advance([generator])}
@@ -87,10 +100,16 @@ def take(streams, index, items=1):
 def test_a_micro_group_comes_with_its_header_and_the_end_with_figures_and_phases():
     streams, _ = started([header([0, 1], 2), ["tokens of 0 and 1"], header([2, 3], 0), ["tokens of 2 and 3"], end(0)])
     (first,) = take(streams, 0, items=2)
-    assert (first.header.sample_indices, first.payload.value, first.work.sample_indices) == ([0, 1], ["tokens of 0 and 1"], [0, 1])
+    assert (first.header.sample_indices, first.payload.value, first.work.sample_indices) == (
+        [0, 1],
+        ["tokens of 0 and 1"],
+        [0, 1],
+    )
     assert streams.num_owed == 2 and not streams.is_done
     (second,) = take(streams, 0, items=2)
-    assert second.work.sample_indices == [2, 3] and streams.num_owed == 0 and not streams.is_done, "its end is still to come"
+    assert second.work.sample_indices == [2, 3] and streams.num_owed == 0 and not streams.is_done, (
+        "its end is still to come"
+    )
     assert take(streams, 0, items=2) == [] and streams.is_done
     assert streams.ends == [end(0)] and streams.take_phases() == [end(0).phases] and streams.take_phases() == []
     streams.start([[]], step=1, evaluation=False)
@@ -124,12 +143,16 @@ def test_a_small_micro_group_is_one_item_with_its_header_and_a_large_one_is_two(
     items = list(seal_micro_groups(iter([header([0, 1], 2), small, header([2, 3], 0), large])))
     assert [type(item) for item in items] == [bytes, MicroGroupHeader, list]
     assert unseal(items[0]) == header([0, 1], 2)
-    many_short = [completion(index, 15) for index in range(512)]  # 61,440 bytes of arrays, 140,000 with what pickle adds
+    # 61,440 bytes of arrays, 140,000 with what pickle adds
+    many_short = [completion(index, 15) for index in range(512)]
     assert [type(item) for item in seal_micro_groups(iter([header([0], 0), many_short]))] == [MicroGroupHeader, list]
     streams, _ = started([*items, end(0)])
     (first,) = take(streams, 0)
     assert (first.header.sample_indices, first.work.sample_indices, streams.num_owed) == ([0, 1], [0, 1], 2)
-    assert [(one.sample_index, one.token_ids.tolist()) for one in open_micro_group(first.payload.value)] == [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
+    assert [(one.sample_index, one.token_ids.tolist()) for one in open_micro_group(first.payload.value)] == [
+        (0, [0, 1, 2, 3]),
+        (1, [0, 1, 2, 3]),
+    ]
     assert take(streams, 0) == []
     (second,) = take(streams, 0)
     assert second.header.sample_indices == [2, 3] and open_micro_group(second.payload.value) is large
@@ -152,7 +175,10 @@ def values(monkeypatch):
 def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
     streams, handles = started([*seal_micro_groups([header([0, 1], 2), []]), "gone"])
     replaced = []
-    streams._crew.is_current, streams._crew.replace = lambda role, index, handle: True, lambda lost: replaced.append(lost.index) or "a new one"
+    streams._crew.is_current, streams._crew.replace = (
+        lambda role, index, handle: True,
+        lambda lost: replaced.append(lost.index) or "a new one",
+    )
     streams._bring_back = lambda index: ([], Ref(None))
     take(streams, 0, items=2)
     assert replaced == [0] and streams.num_owed == 2 and not streams.streams
@@ -161,7 +187,9 @@ def test_a_stream_whose_worker_is_gone_deals_what_it_owes_again():
 
 @pytest.mark.parametrize(("num_waiting", "asked"), [(0, 0), (1, 0), (2, 1)])
 def test_a_worker_is_asked_for_work_only_where_its_last_header_says_that_it_has_some(num_waiting, asked):
-    streams, handles = started(whole(0), [header([4, 5], num_waiting), ["tokens"], header([6, 7], 0), ["tokens"], end(1)])
+    streams, handles = started(
+        whole(0), [header([4, 5], num_waiting), ["tokens"], header([6, 7], 0), ["tokens"], end(1)]
+    )
     take(streams, 1, items=2)
     take(streams, 0, items=4)  # worker 0 is idle now
     assert handles[1].give_back.calls == asked
@@ -182,15 +210,21 @@ def dealt(streams):
 def replaceable(streams):
     """References of the calls in which workers in place of lost ones load the weights, and the indices of the lost."""
     loading, lost_ones = {}, []
-    streams._crew.is_current, streams._crew.replace = lambda *arguments: True, lambda lost: lost_ones.append(lost.index) or "a new one"
+    streams._crew.is_current, streams._crew.replace = (
+        lambda *arguments: True,
+        lambda lost: lost_ones.append(lost.index) or "a new one",
+    )
     streams._bring_back = lambda index: ([], loading.setdefault(index, Ref(None)))
     return loading, lost_ones
 
 
 @pytest.fixture
 def lost_one():
-    """Worker 0 has died owing samples 2 and 3, and another is loading the weights in its place; worker 1 owes 6 and 7."""
-    streams, handles = started([header([0, 1], 2), ["t"], "gone"], [header([4, 5], 2), ["t"], header([6, 7], 0), ["t"], end(1)])
+    """Worker 0 has died owing samples 2 and 3, and another is loading the weights in its place; worker 1 owes 6 and
+    7."""
+    streams, handles = started(
+        [header([0, 1], 2), ["t"], "gone"], [header([4, 5], 2), ["t"], header([6, 7], 0), ["t"], end(1)]
+    )
     loading, lost_ones = replaceable(streams)
     take(streams, 0, items=3)
     return streams, handles, loading[0], lost_ones
@@ -211,7 +245,10 @@ def test_a_new_worker_that_holds_the_version_before_is_not_ready(lost_one):
 
 def test_samples_that_were_lost_are_dealt_once_to_a_worker_that_is_idle(lost_one):
     streams, _, _, _ = lost_one
-    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "a node is gone")  # they had arrived
+    # they had arrived
+    streams.draw_again(
+        RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "a node is gone"
+    )
     take(streams, 1, items=5)
     for _ in range(2):
         streams.deal_backlog()
@@ -229,7 +266,11 @@ def test_a_silent_worker_is_replaced_and_no_other_whether_it_decodes_or_is_on_it
     streams, _, _, lost_ones = lost_one
     streams._bring_back = lambda index: ([], Ref(index))
     streams.give_up(WorkerLost("rollout", 0, "it has not moved for 601 s"))
-    assert lost_ones == [0, 0] and [back.index for back in streams.returns] == [0] and [stream.index for stream in streams.streams] == [1]
+    assert (
+        lost_ones == [0, 0]
+        and [back.index for back in streams.returns] == [0]
+        and [stream.index for stream in streams.streams] == [1]
+    )
     streams.give_up(WorkerLost("rollout", 1, "it has not moved for 601 s"))
     assert lost_ones == [0, 0, 1] and [back.index for back in streams.returns] == [0, 1] and not streams.streams
     assert sorted(index for work in streams._backlog for index in work.sample_indices) == [2, 3, 4, 5, 6, 7]
@@ -283,7 +324,11 @@ def test_samples_that_are_given_back_are_owed_no_more_and_counted():
     streams, _, ref = asked({0: [6, 7]})
     streams.take(ref, {})
     (stream,) = streams.streams
-    assert [work.sample_indices for work in streams._backlog] == [[6, 7]] and stream.owed[0].sample_indices == [5] and streams.num_moved == 2
+    assert (
+        [work.sample_indices for work in streams._backlog] == [[6, 7]]
+        and stream.owed[0].sample_indices == [5]
+        and streams.num_moved == 2
+    )
 
 
 def test_all_that_is_given_back_leaves_nothing_owed():
@@ -338,7 +383,9 @@ def test_dynamic_slot_loses_the_step_with_samples_that_had_arrived(monkeypatch):
     streams, _ = started(whole(0))
     monkeypatch.setattr(streams._config.rollout, "schedule", "dynamic_slot")
     with pytest.raises(StepLost, match="a node is gone; with rollout.schedule=dynamic_slot"):
-        streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[1]), "a node is gone")
+        streams.draw_again(
+            RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[1]), "a node is gone"
+        )
 
 
 def test_a_worker_replaced_before_the_next_version_is_not_brought_to_this_one(lost_one):
@@ -381,11 +428,15 @@ def test_who_has_not_answered_whether_it_gives_work_back_is_dealt_none():
     take(streams, 0, items=3)
     assert handles[1].give_back.calls == 1
     take(streams, 1, items=3)  # it ends, the question still open
-    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "its node is gone")
+    streams.draw_again(
+        RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[0, 1]), "its node is gone"
+    )
     streams.deal_backlog()
     assert [stream.index for stream in streams._streams.values()] == [0]
     (question,) = streams._asked_back
     streams.take(question, {question: question.value})
-    streams.draw_again(RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[2]), "its node is gone")
+    streams.draw_again(
+        RolloutWork(prompt_index=0, prompt_ids=np.zeros(1, np.int32), sample_indices=[2]), "its node is gone"
+    )
     streams.deal_backlog()
     assert sorted(stream.index for stream in streams._streams.values()) == [0, 1]

@@ -73,10 +73,15 @@ def workers_in(seen: dict[str, list[tuple[dict[str, str], float]]]) -> set[str]:
 def wait_for(
     address: str, names: set[str], phases: set[str], timeout_s: float, workers: frozenset[str] = frozenset()
 ) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Samples seen until every name and phase was, and `workers` of kv_pages at once: workers export one after another."""
+    """Samples seen until every name and phase was, and `workers` of kv_pages at once: workers export one after
+    another."""
     seen: dict[str, list[tuple[dict[str, str], float]]] = {}
     end = time.monotonic() + timeout_s
-    while missing := (names - seen.keys()) | (phases - phases_in(seen)) | {f"kv_pages of {worker}" for worker in workers - workers_in(seen)}:
+    while (
+        missing := (names - seen.keys())
+        | (phases - phases_in(seen))
+        | {f"kv_pages of {worker}" for worker in workers - workers_in(seen)}
+    ):
         assert time.monotonic() < end, f"missing: {sorted(missing)}"
         try:
             seen |= scrape(address)
@@ -89,10 +94,24 @@ def wait_for(
 @pytest.mark.slow
 def test_what_a_process_exports_is_scraped_with_its_labels():
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_metrics_report_interval_ms": "1000"}
-    process = subprocess.Popen([sys.executable, "-c", EXPORTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", EXPORTS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
     try:
         address = process.stdout.readline().strip()
-        names = {"kv_pages", "kv_pages_used", "calls_in_flight", "sampled_tokens_total", "restarts_total", "phase_seconds_total"}
+        names = {
+            "kv_pages",
+            "kv_pages_used",
+            "calls_in_flight",
+            "sampled_tokens_total",
+            "restarts_total",
+            "phase_seconds_total",
+        }
         names |= {"step_seconds_bucket"}
         found = wait_for(address, names, {"decode"}, 120)
         process.communicate("\n", timeout=60)
@@ -109,7 +128,9 @@ def test_what_a_process_exports_is_scraped_with_its_labels():
 
 
 def test_every_metric_is_in_the_docs_with_its_kind():
-    rows = re.findall(r"^\| `(\w+)` \| (gauge|counter|histogram) \|", (ROOT / "docs" / "observability.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (gauge|counter|histogram) \|", (ROOT / "docs" / "observability.md").read_text(), re.MULTILINE
+    )
     assert dict(rows) == {name: kind for name, (kind, _, _) in METRICS.items()}
 
 
@@ -139,7 +160,9 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
     ]
     environment = os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_metrics_report_interval_ms": "1000"}
     command = [sys.executable, "-m", "infsample_rl.main", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT
+    )
     lines: list[str] = []
     try:
         for line in process.stdout:
@@ -149,8 +172,21 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
         assert lines and lines[-1].startswith("metrics: http://"), "".join(lines[-20:])
         reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
         reader.start()
-        names = {"kv_pages", "rows", "sampled_tokens_total", "micro_groups_yielded_total", "micro_groups_arrived_total", "learner_rows_total"}
-        names |= {"calls_in_flight", "driver_busy_seconds_total", "step_seconds_count", "object_store_bytes_total", "phase_seconds_total"}
+        names = {
+            "kv_pages",
+            "rows",
+            "sampled_tokens_total",
+            "micro_groups_yielded_total",
+            "micro_groups_arrived_total",
+            "learner_rows_total",
+        }
+        names |= {
+            "calls_in_flight",
+            "driver_busy_seconds_total",
+            "step_seconds_count",
+            "object_store_bytes_total",
+            "phase_seconds_total",
+        }
         phases = {"decode", "reward", "reference", "forward", "backward"}
         found = wait_for(lines[-1].split()[1].rstrip(","), names, phases, 300, frozenset({"0", "1"}))
         assert process.wait(timeout=300) == 0, "".join(lines[-20:])
@@ -158,12 +194,36 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
         process.kill()
     assert {labels["worker"] for labels, _ in found["kv_pages"]} == {"0", "1"}
     events = json.loads((folder / "trace.json").read_text())
-    processes = {event["pid"]: event["args"]["name"].split(" on ")[0] for event in events if event["name"] == "process_name"}
-    assert set(processes.values()) == {"driver", "rollout 0", "rollout 1", "reward 0", "reference 0", "learner 0", "learner 1"}
+    processes = {
+        event["pid"]: event["args"]["name"].split(" on ")[0] for event in events if event["name"] == "process_name"
+    }
+    assert set(processes.values()) == {
+        "driver",
+        "rollout 0",
+        "rollout 1",
+        "reward 0",
+        "reference 0",
+        "learner 0",
+        "learner 1",
+    }
     shown = {(processes[event["pid"]].split()[0], event["name"]) for event in events if event["ph"] == "X"}
-    assert shown >= {("rollout", "decode"), ("rollout", "prefill"), ("rollout", "sync"), ("rollout", "idle"), ("reward", "reward")}
-    assert shown >= {("reference", "reference"), ("learner", "forward"), ("learner", "backward"), ("learner", "optimizer"), ("driver", "sample")}
-    assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == 20, "the last logging.trace_steps steps"
+    assert shown >= {
+        ("rollout", "decode"),
+        ("rollout", "prefill"),
+        ("rollout", "sync"),
+        ("rollout", "idle"),
+        ("reward", "reward"),
+    }
+    assert shown >= {
+        ("reference", "reference"),
+        ("learner", "forward"),
+        ("learner", "backward"),
+        ("learner", "optimizer"),
+        ("driver", "sample"),
+    }
+    assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == 20, (
+        "the last logging.trace_steps steps"
+    )
     paths = re.findall(r"step \d+: critical path, .*", (folder / "run.log").read_text())
     assert len(paths) == 40 and all("decode" in path for path in paths)
     wandb = next((folder / "wandb").glob("offline-run-*/*.wandb")).read_bytes()

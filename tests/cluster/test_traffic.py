@@ -1,4 +1,5 @@
-"""What is sent during a step, what is made of what comes back, and what is sent again. Workers answer at once; references are what they hold."""
+"""What is sent during a step, what is made of what comes back, and what is sent again. Workers answer at once;
+references are what they hold."""
 
 from __future__ import annotations
 
@@ -17,9 +18,22 @@ from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.messages import open_micro_group, seal, seal_micro_groups, unseal
 from infsample_rl.cluster.traffic import MOST_ASKED_AT_ONCE, MOST_ROWS_AT_ONCE, Traffic
 from infsample_rl.config.loading import load_config
-from infsample_rl.types import Completion, MicroGroupHeader, Prompt, ReferenceReport, RewardResult, RolloutWork, RowWork, StreamEnd, WorkerPhases
+from infsample_rl.types import (
+    Completion,
+    MicroGroupHeader,
+    Prompt,
+    ReferenceReport,
+    RewardResult,
+    RolloutWork,
+    RowWork,
+    StreamEnd,
+    WorkerPhases,
+)
 
-PROMPTS = [Prompt(prompt_index=index, row=index, messages=[], text=f"{index}", token_ids=np.array([index], np.int32)) for index in range(2)]
+PROMPTS = [
+    Prompt(prompt_index=index, row=index, messages=[], text=f"{index}", token_ids=np.array([index], np.int32))
+    for index in range(2)
+]
 
 
 class Ref:
@@ -105,7 +119,10 @@ def decode():
     def stream(sealed):
         samples = [(item.prompt_index, sample) for item in unseal(sealed).work for sample in item.sample_indices]
         items = [item for index, sample in samples for item in (header(index, [sample]), [completion(index, sample)])]
-        return [*seal_micro_groups(items), StreamEnd(worker=0, stats={}, phases=WorkerPhases("rollout", 0, "here", [], 2.0))]
+        return [
+            *seal_micro_groups(items),
+            StreamEnd(worker=0, stats={}, phases=WorkerPhases("rollout", 0, "here", [], 2.0)),
+        ]
 
     return Method(stream)
 
@@ -114,8 +131,12 @@ def earn(prompts, *payloads):
     """A reward worker's answer: a sample earns its index."""
     opened = [open_micro_group(payload.value) for payload in payloads]
     rewards = [[float(sample.sample_index) for sample in micro_group] for micro_group in opened]
-    assert [unseal(prompt).prompt_index for prompt in prompts] == [micro_group[0].prompt_index for micro_group in opened]
-    return seal([RewardResult(rewards=one, components={}, failures=[], started_at=0.0, finished_at=1.0) for one in rewards])
+    assert [unseal(prompt).prompt_index for prompt in prompts] == [
+        micro_group[0].prompt_index for micro_group in opened
+    ]
+    return seal(
+        [RewardResult(rewards=one, components={}, failures=[], started_at=0.0, finished_at=1.0) for one in rewards]
+    )
 
 
 def report(sealed, *payloads):
@@ -132,7 +153,9 @@ def no_ray(monkeypatch):
     def get(ref, timeout):
         return value_of(ref, "rollout", 0)
 
-    monkeypatch.setattr(ray_calls.Waiting, "wait", lambda self, refs, num_returns, **options: (list(refs)[:num_returns], []))
+    monkeypatch.setattr(
+        ray_calls.Waiting, "wait", lambda self, refs, num_returns, **options: (list(refs)[:num_returns], [])
+    )
     monkeypatch.setattr(traffic.ray, "get", get)
     monkeypatch.setattr(traffic, "open_at_once", lambda refs: {})
     for module in (traffic, ray_calls):
@@ -147,7 +170,10 @@ def make(crew, samples=4, settings=()):
     sent = Traffic(load_config(list(settings)), crew, notes.append, Interruption(), lambda index: None)
     sent.notes = notes
     sent.rollout.begin_version({0})
-    work = [RolloutWork(prompt_index=prompt.prompt_index, prompt_ids=prompt.token_ids, sample_indices=list(range(samples))) for prompt in PROMPTS]
+    work = [
+        RolloutWork(prompt_index=prompt.prompt_index, prompt_ids=prompt.token_ids, sample_indices=list(range(samples)))
+        for prompt in PROMPTS
+    ]
     sent.rollout.start([work], step=0, evaluation=False)
     return sent
 
@@ -181,8 +207,17 @@ EVERY_SAMPLE_ONCE = [(prompt, sample, float(sample)) for prompt in range(2) for 
 
 def test_micro_groups_go_to_reward_and_reference_workers_by_turns_and_every_answer_comes_back_under_its_key():
     rewards = [Method(earn), Method(earn)]
-    kl = Method(lambda prompts, *payloads: [seal([ReferenceReport([0.5], 7) for _ in payloads]), *["log-probabilities"] * len(payloads)])
-    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=method) for method in rewards], reference=[Handle(logprobs=kl)])
+    kl = Method(
+        lambda prompts, *payloads: [
+            seal([ReferenceReport([0.5], 7) for _ in payloads]),
+            *["log-probabilities"] * len(payloads),
+        ]
+    )
+    crew = Crew(
+        rollout=[Handle(stream=decode())],
+        reward=[Handle(score=method) for method in rewards],
+        reference=[Handle(logprobs=kl)],
+    )
     sent = make(crew)
     found, by_key = drive(sent, reference=True)
     assert earned(found, by_key) == EVERY_SAMPLE_ONCE
@@ -198,21 +233,30 @@ def test_micro_groups_go_to_reward_and_reference_workers_by_turns_and_every_answ
     assert [one.token_ids.tolist() for one in sent.completions(0)] == [[0, 0, 0]]
     assert {key: ref.value for key, ref in sent._references.items()} == dict.fromkeys(range(8), "log-probabilities")
     sent.forget(list(range(8)))
-    assert sent.completions(0) is None and not sent._references and sent.statistics()["micro_groups_held"] == 0 and sent.num_arrived == 8
+    assert (
+        sent.completions(0) is None
+        and not sent._references
+        and sent.statistics()["micro_groups_held"] == 0
+        and sent.num_arrived == 8
+    )
 
 
 def test_a_call_has_no_more_micro_groups_than_its_bound():
     most = MOST_ASKED_AT_ONCE
     reward, kl = Method(earn), Method(lambda prompts, *payloads: [seal([]), *payloads])
     sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=reward)], reference=[Handle(logprobs=kl)]))
-    sent._micro_groups = {key: Ref(seal(header(0, [0])) + seal([completion(0, 0)])) for key in range(most["reward"] + 1)}
+    sent._micro_groups = {
+        key: Ref(seal(header(0, [0])) + seal([completion(0, 0)])) for key in range(most["reward"] + 1)
+    }
     for key in [*sent._micro_groups, 99]:  # 99: lost since
         sent.score(key, PROMPTS[0])
         sent.reference_logprobs(key, PROMPTS[0])
     assert sent._is_busy()
     sent._send_unasked()
     assert [len(prompts) for prompts, *_ in reward.calls] == [most["reward"], 1]
-    assert [len(prompts) for prompts, *_ in kl.calls] == [most["reference"]] * (most["reward"] // most["reference"]) + [1]
+    assert [len(prompts) for prompts, *_ in kl.calls] == [most["reference"]] * (most["reward"] // most["reference"]) + [
+        1
+    ]
     assert sent.num_in_flight() == {"reward": 2, "reference": 5, "learner": 0}
     sent._send_unasked()
     assert len(reward.calls) == 2, "once"
@@ -228,11 +272,17 @@ def test_a_reward_worker_that_is_lost_is_replaced_and_asked_again_one_by_one():
         sent.score(key, PROMPTS[0])
     found = [(arrival.key, arrival.result.rewards) for arrival in sent.arrivals() if isinstance(arrival, RewardArrival)]
     assert found == [(3, [3.0]), (7, [7.0])] and crew.replaced == [("reward", 0)]
-    assert [len(prompts) for prompts, *_ in lost.score.calls] == [2] and [len(prompts) for prompts, *_ in again.calls] == [1, 1]
+    assert [len(prompts) for prompts, *_ in lost.score.calls] == [2] and [
+        len(prompts) for prompts, *_ in again.calls
+    ] == [1, 1]
 
 
 @pytest.mark.parametrize(
-    "failure", [PayloadLost("reward worker 0: the node is gone"), WorkerLost("reward", 0, "the process that was to send it died; this one lives")]
+    "failure",
+    [
+        PayloadLost("reward worker 0: the node is gone"),
+        WorkerLost("reward", 0, "the process that was to send it died; this one lives"),
+    ],
 )
 def test_a_micro_group_that_is_gone_is_drawn_again_alone(failure):
     gone = count()
@@ -261,7 +311,10 @@ def test_of_several_in_a_call_only_the_one_that_is_gone_is_lost():
         return PayloadLost("reward worker 0: the node is gone") if gone else earn(prompts, *payloads)
 
     reward, reference = Method(score), Method(lambda *_: None)
-    sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=reward)], reference=[Handle(logprobs=reference)]), samples=0)
+    sent = make(
+        Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=reward)], reference=[Handle(logprobs=reference)]),
+        samples=0,
+    )
     sent._micro_groups = {key: Ref(seal(header(0, [key])) + seal([completion(0, key)])) for key in (3, 7)}
     for key in (3, 7):
         sent._work[key] = RolloutWork(prompt_index=0, prompt_ids=PROMPTS[0].token_ids, sample_indices=[key])
@@ -271,7 +324,11 @@ def test_of_several_in_a_call_only_the_one_that_is_gone_is_lost():
         found.append((type(arrival), arrival.key))
         if isinstance(arrival, MicroGroupLost):
             break
-    assert found == [(RewardArrival, 3), (MicroGroupLost, 7)] and [len(prompts) for prompts, *_ in reward.calls] == [2, 1, 1]
+    assert found == [(RewardArrival, 3), (MicroGroupLost, 7)] and [len(prompts) for prompts, *_ in reward.calls] == [
+        2,
+        1,
+        1,
+    ]
     assert sent.rollout.num_owed == 1 and sent.completions(7) is None
     sent.reference_logprobs(7, PROMPTS[0])
     sent._send_unasked()
@@ -289,9 +346,16 @@ def test_an_answer_on_a_micro_group_that_is_gone_by_then_is_dropped():
 
 
 def test_rows_go_to_a_rank_in_one_call_with_their_micro_groups_once_and_no_more_than_its_bound(monkeypatch):
-    monkeypatch.setattr(ray_calls.Waiting, "wait", lambda self, refs, **options: ([ref for ref in refs if isinstance(ref, Ref)], []))  # no stream
+    # no stream
+    monkeypatch.setattr(
+        ray_calls.Waiting, "wait", lambda self, refs, **options: ([ref for ref in refs if isinstance(ref, Ref)], [])
+    )
     learner = Method(report)
-    sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn))], learner=[Handle(learn_rows=learner)]))
+    sent = make(
+        Crew(
+            rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn))], learner=[Handle(learn_rows=learner)]
+        )
+    )
     sent._micro_groups, sent._references = {4: Ref("four"), 5: Ref("five")}, {5: Ref("reference of five")}
     row = RowWork(row=None, prompt_ids={}, totals=None, row_id=None)
     for _ in range(MOST_ROWS_AT_ONCE + 1):
@@ -303,9 +367,15 @@ def test_rows_go_to_a_rank_in_one_call_with_their_micro_groups_once_and_no_more_
     assert not sent.rollout.is_done
 
 
-@pytest.mark.parametrize("failure", [WorkerLost("learner", 0, "its process died"), PayloadLost("learner rank 0: the node is gone")])
+@pytest.mark.parametrize(
+    "failure", [WorkerLost("learner", 0, "its process died"), PayloadLost("learner rank 0: the node is gone")]
+)
 def test_a_learner_rank_that_is_lost_or_misses_what_it_needs_ends_the_step(failure):
-    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn))], learner=[Handle(learn_rows=Method(failure))])
+    crew = Crew(
+        rollout=[Handle(stream=decode())],
+        reward=[Handle(score=Method(earn))],
+        learner=[Handle(learn_rows=Method(failure))],
+    )
     sent = make(crew)
     sent.learn(0, RowWork(row=None, prompt_ids={}, totals=None, row_id=None), [])
     with pytest.raises(StepLost, match="learner rank 0"):
@@ -314,7 +384,8 @@ def test_a_learner_rank_that_is_lost_or_misses_what_it_needs_ends_the_step(failu
 
 
 class Silence:
-    """In place of the watchdog: says once of these workers that they have not moved, when nothing else arrives any more."""
+    """In place of the watchdog: says once of these workers that they have not moved, when nothing else arrives any
+    more."""
 
     def __init__(self, *workers):
         self._workers, self.moves = {worker: "it has not moved for 601 s" for worker in workers}, []
@@ -352,12 +423,18 @@ def test_what_a_silent_worker_was_asked_is_asked_of_another_and_no_other_call_is
     crew.spare = Handle(score=again)
     found, by_key = drive(make(crew))
     assert earned(found, by_key) == EVERY_SAMPLE_ONCE and crew.replaced == [("reward", 1)]
-    assert sum(len(prompts) for prompts, *_ in again.calls) == 4 == sum(len(prompts) for prompts, *_ in rewards[0].calls)
+    assert (
+        sum(len(prompts) for prompts, *_ in again.calls) == 4 == sum(len(prompts) for prompts, *_ in rewards[0].calls)
+    )
 
 
 def test_a_silent_learner_rank_ends_the_step(monkeypatch):
     silent(monkeypatch, ("learner", 0))
-    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn))], learner=[Handle(learn_rows=Method(lambda *_: Hangs()))])
+    crew = Crew(
+        rollout=[Handle(stream=decode())],
+        reward=[Handle(score=Method(earn))],
+        learner=[Handle(learn_rows=Method(lambda *_: Hangs()))],
+    )
     sent = make(crew)
     sent.learn(0, RowWork(row=None, prompt_ids={}, totals=None, row_id=None), [])
     with pytest.raises(StepLost, match="learner rank 0: it has not moved for 601 s"):
@@ -368,14 +445,31 @@ def test_a_silent_learner_rank_ends_the_step(monkeypatch):
 def test_everything_that_arrives_is_a_move_of_the_worker_it_comes_from(monkeypatch):
     moves = []
     monkeypatch.setattr(traffic.Watchdog, "moved", lambda self, role, index: moves.append((role, index)))
-    kl = Method(lambda prompts, *payloads: [seal([ReferenceReport([0.5], 7) for _ in payloads]), *["log-probabilities"] * len(payloads)])
-    crew = Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(earn)), Handle(score=Method(earn))], reference=[Handle(logprobs=kl)])
+    kl = Method(
+        lambda prompts, *payloads: [
+            seal([ReferenceReport([0.5], 7) for _ in payloads]),
+            *["log-probabilities"] * len(payloads),
+        ]
+    )
+    crew = Crew(
+        rollout=[Handle(stream=decode())],
+        reward=[Handle(score=Method(earn)), Handle(score=Method(earn))],
+        reference=[Handle(logprobs=kl)],
+    )
     drive(make(crew), reference=True)
-    assert set(moves) == {("rollout", 0), ("reward", 0), ("reward", 1), ("reference", 0)} and moves.count(("rollout", 0)) == 9
+    assert (
+        set(moves) == {("rollout", 0), ("reward", 0), ("reward", 1), ("reference", 0)}
+        and moves.count(("rollout", 0)) == 9
+    )
 
 
 def test_what_a_worker_raises_ends_the_run():
-    sent = make(Crew(rollout=[Handle(stream=decode())], reward=[Handle(score=Method(RuntimeError("reward worker 0: no such column")))]))
+    sent = make(
+        Crew(
+            rollout=[Handle(stream=decode())],
+            reward=[Handle(score=Method(RuntimeError("reward worker 0: no such column")))],
+        )
+    )
     with pytest.raises(RuntimeError, match="no such column"):
         drive(sent)
 
@@ -389,5 +483,9 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(rollout_streams, "drain", drained.append)
     sent.abandon()
     assert halt.calls == [(0,)] and len(drained) == 1
-    assert sent.num_in_flight() == {"reward": 0, "reference": 0, "learner": 0} and sent.rollout.is_done and not sent._is_busy()
+    assert (
+        sent.num_in_flight() == {"reward": 0, "reference": 0, "learner": 0}
+        and sent.rollout.is_done
+        and not sent._is_busy()
+    )
     assert list(arrivals) == []

@@ -25,7 +25,10 @@ class Worker:
 
     def __init__(self, steps=0, hangs=False):
         self.steps, self.hangs, self.asked = steps, hangs, 0
-        self.progress, self.status = SimpleNamespace(remote=self._progress), SimpleNamespace(remote=lambda: Ref(self, "in phase decode"))
+        self.progress, self.status = (
+            SimpleNamespace(remote=self._progress),
+            SimpleNamespace(remote=lambda: Ref(self, "in phase decode")),
+        )
 
     def _progress(self):
         self.asked += 1
@@ -40,7 +43,14 @@ class Watch:
         self.dog, self.settings, self._numbers, self.starting = None, settings, count(), set()
 
     def begin(self):
-        config = load_config(["cluster.progress_timeout_s=60", "cluster.start_timeout_s=200", "rollout.micro_group_size=2", *self.settings])
+        config = load_config(
+            [
+                "cluster.progress_timeout_s=60",
+                "cluster.start_timeout_s=200",
+                "rollout.micro_group_size=2",
+                *self.settings,
+            ]
+        )
         self.dog = Watchdog(config, self.notes.append, lambda *worker: worker not in self.starting)
 
     def stream(self, index, worker):
@@ -87,9 +97,15 @@ def test_one_that_hangs_is_given_up_in_its_time_while_others_go_on(watch):
     watch.call("reward", 0)
     assert watch.after(55, arrived=[("reward", 0)], working=[decoding]) == {}
     ((worker, said),) = watch.after(30, arrived=[("reward", 0)], working=[decoding]).items()
-    assert worker == ("rollout", 1) and said == "it has not moved for 80 s (cluster.progress_timeout_s=60)" and hanging.asked == 1
+    assert (
+        worker == ("rollout", 1)
+        and said == "it has not moved for 80 s (cluster.progress_timeout_s=60)"
+        and hanging.asked == 1
+    )
     assert watch.notes[-1] == f"rollout worker 1: {said}; it does not answer"
-    assert watch.notes[0] == "waiting: rollout worker 1 has not moved for 40 s" and not any("worker 0" in note for note in watch.notes)
+    assert watch.notes[0] == "waiting: rollout worker 1 has not moved for 40 s" and not any(
+        "worker 0" in note for note in watch.notes
+    )
 
 
 def test_everybody_is_named_when_nothing_moves(watch):
@@ -168,7 +184,9 @@ def test_a_new_worker_in_the_place_of_a_lost_one_has_a_time_of_its_own(watch):
     assert watch.after(300, working=[decoding]) == {}
 
 
-@pytest.mark.parametrize("watch", [["cluster.colocate=true", "cluster.rollout_workers=1", "cluster.learner_ranks=1"]], indirect=True)
+@pytest.mark.parametrize(
+    "watch", [["cluster.colocate=true", "cluster.rollout_workers=1", "cluster.learner_ranks=1"]], indirect=True
+)
 def test_a_process_that_samples_and_learns_by_turns_is_one(watch):
     both = watch.stream(0, Worker())
     watch.call("learner", 0, both)

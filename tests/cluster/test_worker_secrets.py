@@ -6,10 +6,21 @@ import os
 
 import pytest
 
-from infsample_rl.cluster.worker_secrets import check_reward_environment, is_secret_name, take_secrets, without_secrets, worker_secrets
+from infsample_rl.cluster.worker_secrets import (
+    check_reward_environment,
+    is_secret_name,
+    take_secrets,
+    without_secrets,
+    worker_secrets,
+)
 from infsample_rl.config.loading import load_config
 
-KEYS = {"WANDB_API_KEY": "w-planted", "HF_TOKEN": "h-planted", "JUDGE_API_KEY": "j-planted", "AWS_SECRET_ACCESS_KEY": "a-planted"}
+KEYS = {
+    "WANDB_API_KEY": "w-planted",
+    "HF_TOKEN": "h-planted",
+    "JUDGE_API_KEY": "j-planted",
+    "AWS_SECRET_ACCESS_KEY": "a-planted",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +30,28 @@ def keys(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "OPENAI_APIKEY", "DB_PASSWORD", "my_token"])
+@pytest.mark.parametrize(
+    "name",
+    ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "OPENAI_APIKEY", "DB_PASSWORD", "my_token"],
+)
 def test_names_of_keys(name):
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", ["PATH", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "KEYBOARD", "HOME", "MONKEY"])
+@pytest.mark.parametrize(
+    "name", ["PATH", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "KEYBOARD", "HOME", "MONKEY"]
+)
 def test_names_of_no_keys(name):
     assert not is_secret_name(name)
 
 
 def test_local_models_need_no_key_and_nobody_gets_wandbs():
-    assert worker_secrets(load_config(["objective=default"])) == {"rollout": {}, "reward": {}, "learner": {}, "reference": {}}
+    assert worker_secrets(load_config(["objective=default"])) == {
+        "rollout": {},
+        "reward": {},
+        "learner": {},
+        "reference": {},
+    }
 
 
 def test_the_hubs_token_goes_where_a_model_comes_from_the_hub():
@@ -46,7 +67,10 @@ def test_named_keys_go_to_reward_workers_alone():
     assert given == {"rollout": {}, "reward": {"JUDGE_API_KEY": "j-planted"}, "learner": {}}
 
 
-@pytest.mark.parametrize(("name", "message"), [("WANDB_API_KEY", "must not hold WANDB_API_KEY"), ("NO_SUCH_KEY", "NO_SUCH_KEY, which is not set")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("WANDB_API_KEY", "must not hold WANDB_API_KEY"), ("NO_SUCH_KEY", "NO_SUCH_KEY, which is not set")],
+)
 def test_a_name_that_cannot_be_given_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         check_reward_environment(load_config([f"reward.environment=[{name}]"]))
@@ -81,4 +105,6 @@ def test_what_is_started_inside_inherits_no_key():
 )
 def test_the_hubs_token_goes_only_to_who_loads_the_model(settings, who):
     given = worker_secrets(load_config(["objective=default", *settings]))
-    assert {role: keys for role, keys in given.items() if keys} == {who: {"HF_TOKEN": "h-planted", "HUGGING_FACE_HUB_TOKEN": None}}
+    assert {role: keys for role, keys in given.items() if keys} == {
+        who: {"HF_TOKEN": "h-planted", "HUGGING_FACE_HUB_TOKEN": None}
+    }

@@ -12,7 +12,10 @@ from infsample_rl.commands import chat, evaluate
 from infsample_rl.commands.chat import Chat, ChatOptions, chat_config, talk
 from infsample_rl.types import Completion, Prompt
 
-REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': float(len(solution_str) % 2), 'acc': 1.0}\n"
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {'score': "
+    "float(len(solution_str) % 2), 'acc': 1.0}\n"
+)
 
 
 @pytest.fixture
@@ -21,7 +24,12 @@ def arguments(tiny_qwen3, tmp_path):
     data, reward = tmp_path / "problems.jsonl", tmp_path / "reward.py"
     data.write_text("".join(json.dumps({"question": f"{n} + 1 = ?", "answer": str(n + 1)}) + "\n" for n in range(5)))
     reward.write_text(REWARD)
-    return [str(tiny_qwen3), f"data.source={data}", f"reward.functions=[{{name: '{reward}:compute_score'}}]", "rollout.max_new_tokens=12"]
+    return [
+        str(tiny_qwen3),
+        f"data.source={data}",
+        f"reward.functions=[{{name: '{reward}:compute_score'}}]",
+        "rollout.max_new_tokens=12",
+    ]
 
 
 def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsys):
@@ -46,7 +54,12 @@ def test_a_failed_reward_never_passes():
     prompt = Prompt(prompt_index=0, row=1, messages=[], text="", token_ids=np.zeros(1, np.int32))
     ended = {
         index: Completion(
-            **{"prompt_index": 0, "sample_index": index, "token_ids": np.zeros(2, np.int32), "logprobs": np.zeros(2, np.float32)},
+            **{
+                "prompt_index": 0,
+                "sample_index": index,
+                "token_ids": np.zeros(2, np.int32),
+                "logprobs": np.zeros(2, np.float32),
+            },
             **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
         )
         for index in range(2)
@@ -66,7 +79,10 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         ([f"out={tmp_path}"], "is a folder; give a file"),
         ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),
         (["threshold=nan"], "threshold must be a finite reward, got nan"),
-        (["samples=4", "rollout.group_size=2"], "rollout.group_size must be samples = 4 here, got 2; give samples=2 instead"),
+        (
+            ["samples=4", "rollout.group_size=2"],
+            "rollout.group_size must be samples = 4 here, got 2; give samples=2 instead",
+        ),
         (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
@@ -81,14 +97,27 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     data, run = tmp_path / "problems.jsonl", tmp_path / "run"
     data.write_text(json.dumps({"question": "1 + 1 = ?", "answer": "2"}) + "\n")
     (run / "checkpoints" / "step_000001").mkdir(parents=True)
-    settings = {"model": {"path": str(tiny_qwen3)}, "run": {"eval_prompts": 0}, "data": {"source": "gsm8k", "eval_source": str(data)}}
+    settings = {
+        "model": {"path": str(tiny_qwen3)},
+        "run": {"eval_prompts": 0},
+        "data": {"source": "gsm8k", "eval_source": str(data)},
+    }
     (run / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "gsm8k"}]}}))
     checkpoint = str(run / "checkpoints" / "step_000001")
-    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), []).run.eval_prompts == evaluate.ALL_PROBLEMS
-    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
-    assert evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["++data.source=math"]).data.eval_source == "math"
+    assert (
+        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), []).run.eval_prompts == evaluate.ALL_PROBLEMS
+    )
+    assert (
+        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
+    )
+    assert (
+        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["++data.source=math"]).data.eval_source
+        == "math"
+    )
     (tmp_path / "latest").symlink_to(checkpoint)
-    assert evaluate.evaluation_config(str(tmp_path / "latest"), evaluate.EvaluateOptions(), []).data.eval_source == str(data)
+    assert evaluate.evaluation_config(str(tmp_path / "latest"), evaluate.EvaluateOptions(), []).data.eval_source == str(
+        data
+    )
     (run / "checkpoints" / "step_000001" / "driver_state.json").write_text("{}")
     with pytest.raises(ValueError, match=f"CHECKPOINT={run} is a run folder; give a checkpoint of it: {checkpoint}"):
         evaluate.evaluation_config(str(run), evaluate.EvaluateOptions(), [])
@@ -97,13 +126,22 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
 def test_of_generated_problems_there_are_as_many_as_a_run_would_take(tiny_qwen3):
     generated = ["data.source=reasoning_gym:leg_counting", "reward.functions=[{name: reasoning_gym}]"]
     assert evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), generated).run.eval_prompts == 100
-    assert evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, "run.eval_prompts=7"]).run.eval_prompts == 7
+    assert (
+        evaluate.evaluation_config(
+            str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, "run.eval_prompts=7"]
+        ).run.eval_prompts
+        == 7
+    )
 
 
 def test_a_talk_does_not_need_the_runs_memory(tiny_qwen3, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    settings = {"model": {"path": str(tiny_qwen3)}, "rollout": {"kv_budget_tokens": 512}, "data": {"source": "none.jsonl", "max_prompt_tokens": 64}}
+    settings = {
+        "model": {"path": str(tiny_qwen3)},
+        "rollout": {"kv_budget_tokens": 512},
+        "data": {"source": "none.jsonl", "max_prompt_tokens": 64},
+    }
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "math"}]}}))
     config = chat_config(str(checkpoint), ChatOptions(max_new_tokens=512), [])
     assert (config.rollout.max_new_tokens, config.rollout.kv_budget_tokens) == (512, None)
@@ -123,7 +161,10 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
     assert one.obey("/temperature 0.3") == "temperature 0.3" and one.temperature == 0.3
     for wrong in ("hot", "0.0005", "nan"):
-        assert one.obey(f"/temperature {wrong}") == f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
+        assert (
+            one.obey(f"/temperature {wrong}")
+            == f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
+        )
     with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001, got nan"):
         chat_config(str(tiny_qwen3), ChatOptions(temperature=float("nan")), [])
     assert one.obey("/help") == chat.HELP
@@ -133,7 +174,8 @@ def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_q
     options = ChatOptions(temperature=0.0, max_new_tokens=6)
     out = io.StringIO()
     one = Chat(chat_config(str(tiny_qwen3), options, []), options, "cpu")
-    talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\udce9\n"), out)  # the last: a byte that is no UTF-8, as Python reads it
+    # the last: a byte that is no UTF-8, as Python reads it
+    talk(one, io.StringIO("hi\n\n/reset\n" + "x" * 5000 + "\nhi\udce9\n"), out)
     lines = out.getvalue().split("\n")
     assert "forgotten" in lines
     assert any(line.startswith("error: prompt 0 of") and "/reset forgets" in line for line in lines)

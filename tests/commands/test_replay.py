@@ -30,16 +30,35 @@ from infsample_rl.types import MicroGroupHeader, RewardResult
 def arguments(tiny_qwen3, sums_file, tmp_path):
     """Settings of a small run in tmp_path/run."""
     return [
-        *(f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.eval_source=null", "data.max_prompt_tokens=64", "data.prompts_per_step=3"),
-        *("rollout.group_size=4", "rollout.slots=2", "rollout.max_new_tokens=24", "learner.max_tokens_per_micro_batch=96", "learner.lr=1e-3"),
-        *("objective.kl=k3", "objective.kl_coef=0.01", "run.steps=2", f"run.dir={tmp_path / 'run'}", "cluster.learner_ranks=1"),
+        *(
+            f"model.path={tiny_qwen3}",
+            f"data.source={sums_file}",
+            "data.eval_source=null",
+            "data.max_prompt_tokens=64",
+            "data.prompts_per_step=3",
+        ),
+        *(
+            "rollout.group_size=4",
+            "rollout.slots=2",
+            "rollout.max_new_tokens=24",
+            "learner.max_tokens_per_micro_batch=96",
+            "learner.lr=1e-3",
+        ),
+        *(
+            "objective.kl=k3",
+            "objective.kl_coef=0.01",
+            "run.steps=2",
+            f"run.dir={tmp_path / 'run'}",
+            "cluster.learner_ranks=1",
+        ),
         *("cluster.rollout_workers=1", "logging.wandb=disabled", "logging.record_every=1", "run.checkpoint_every=1"),
     ]
 
 
 @pytest.fixture
 def recorded_run(arguments, tmp_path):
-    """A first step made by engine and learner, without Ray: every sample a row of its own, under provisional denominators."""
+    """A first step made by engine and learner, without Ray: every sample a row of its own, under provisional
+    denominators."""
     config = load_config(arguments)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -51,12 +70,19 @@ def recorded_run(arguments, tmp_path):
     for completions in engine.stream([prompt.token_ids.tolist() for prompt in prompts], seed=0):
         key, lengths = len(micro_groups), [len(completion.token_ids) for completion in completions]
         micro_groups.append(completions)
-        indices, reasons = [completion.sample_index for completion in completions], [completion.finish_reason for completion in completions]
+        indices, reasons = (
+            [completion.sample_index for completion in completions],
+            [completion.finish_reason for completion in completions],
+        )
         known = {"prompt_index": completions[0].prompt_index, "policy_version": 0, "finished_at": 0.0}
-        groups.add_micro_group(key, MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known))
+        groups.add_micro_group(
+            key, MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known)
+        )
         sums = [int(completion.token_ids.sum()) for completion in completions]
         rewards = [None if value % 5 == 0 else float(value % 11) for value in sums]
-        groups.add_rewards(key, RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0))
+        groups.add_rewards(
+            key, RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0)
+        )
     trained = groups.take_complete()
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
     learner_config = load_config([*arguments, "reference.placement=learner"])
@@ -67,7 +93,9 @@ def recorded_run(arguments, tmp_path):
         learner.accumulate(assemble(row, by_prompt, micro_groups, []), provisional_totals(config))
     metrics = learner.step(loss_totals(trained, config))
     assert write_recording(run_dir, groups, lambda key: micro_groups[key], metrics, step=1, total_steps=2)
-    return SimpleNamespace(folder=run_dir, config=config, groups=groups, metrics=metrics, fetch=lambda key: micro_groups[key])
+    return SimpleNamespace(
+        folder=run_dir, config=config, groups=groups, metrics=metrics, fetch=lambda key: micro_groups[key]
+    )
 
 
 def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys):
@@ -76,7 +104,8 @@ def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys
     assert found["run"]["learner/grad_norm"] > 0
     for name in ("learner/grad_norm", "learner/entropy", "learner/lr"):
         assert found["replay"][name] == pytest.approx(found["run"][name], rel=1e-5, abs=0), name
-    for name in ("learner/loss", "learner/kl"):  # zero but for rounding: on policy advantages cancel, and the reference is the policy
+    # zero but for rounding: on policy advantages cancel, and the reference is the policy
+    for name in ("learner/loss", "learner/kl"):
         assert found["replay"][name] == pytest.approx(found["run"][name], abs=1e-6), name
     assert found["replay"]["learner/logprob_diff_max"] < 1e-4
     assert replay.main([str(recorded_run.folder), "step=1", "objective.loss=dapo"]) == 0
@@ -95,7 +124,9 @@ def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, 
     recorded = read_recording(recorded_run.folder, 1)
 
     def kl(*changes: str) -> float:
-        return replay.replay(replay.replay_config(recorded_run.folder, [*adapters, *changes]), recorded, None)["learner/kl"]
+        return replay.replay(replay.replay_config(recorded_run.folder, [*adapters, *changes]), recorded, None)[
+            "learner/kl"
+        ]
 
     own = kl(f"reference.path={tmp_path / 'other'}")
     assert own > 1e-4 and kl() < 1e-6
@@ -113,7 +144,11 @@ def test_a_recording_holds_every_sample_as_it_was(recorded_run):
 
 
 def test_what_was_not_kept_is_said_in_one_line(recorded_run, capsys):
-    for wrong, message in ((["step=2"], "was not recorded; recorded steps: 1"), ([], "give the step"), (["step=x"], "must be a whole number")):
+    for wrong, message in (
+        (["step=2"], "was not recorded; recorded steps: 1"),
+        ([], "give the step"),
+        (["step=x"], "must be a whole number"),
+    ):
         assert replay.main([str(recorded_run.folder), *wrong]) == 2
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="began from checkpoint 3, which .* has not kept"):
@@ -139,9 +174,9 @@ def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(
     try:
         shown = recorder.keep(recorded_run.groups, recorded_run.fetch, recorded_run.metrics, step=1)
         assert len(shown) == config.logging.completions_per_step == 4
-        assert [record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())] == [
-            [sample.length for sample in group.samples] for group in recorded_run.groups.groups
-        ]
+        assert [
+            record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())
+        ] == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
         assert len(read_recording(folder, 1).completions) == 12
         recorder.keep(recorded_run.groups, lambda key: None, recorded_run.metrics, step=2)  # their worker is gone
         assert not (folder / "recordings" / "step_000002").exists()
@@ -154,9 +189,20 @@ def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(
 @pytest.mark.slow
 def test_a_real_run_replays(arguments, tmp_path):
     reward = tmp_path / "reward.py"
-    reward.write_text("def vowels(prompts, completions, **columns):\n    return [sum(c in 'aeiou' for c in text) / 9 for text in completions]\n")
-    run = [*arguments, f"reward.functions=[{{name: '{reward}:vowels'}}]", "objective.mini_batches=2", "objective.epochs=2", "run.keep_checkpoints=9"]
-    done = subprocess.run([sys.executable, "-m", "infsample_rl.main", *run], capture_output=True, text=True, timeout=500)
+    reward.write_text(
+        "def vowels(prompts, completions, **columns):\n    return [sum(c in 'aeiou' for c in text) / 9 for text in "
+        "completions]\n"
+    )
+    run = [
+        *arguments,
+        f"reward.functions=[{{name: '{reward}:vowels'}}]",
+        "objective.mini_batches=2",
+        "objective.epochs=2",
+        "run.keep_checkpoints=9",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "infsample_rl.main", *run], capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     command = [sys.executable, "-m", "infsample_rl", "replay", str(tmp_path / "run"), "step=2", "json=true"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)

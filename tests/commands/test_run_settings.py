@@ -33,8 +33,14 @@ def test_a_folder_is_taken_and_what_may_be_a_hub_name(run, monkeypatch):
 @pytest.mark.parametrize(
     ("checkpoint", "said"),
     [
-        ("{run}/checkpoints/step_000099", "there is no such folder; the run has kept: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004"),
-        ("{run}", "is a run folder; give a checkpoint of it: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004"),
+        (
+            "{run}/checkpoints/step_000099",
+            "there is no such folder; the run has kept: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004",
+        ),
+        (
+            "{run}",
+            "is a run folder; give a checkpoint of it: {run}/checkpoints/step_000002, {run}/checkpoints/step_000004",
+        ),
         ("{run}/config.yaml", "is a file; give the folder it is in"),
         ("{run}/../mine", "there is no such folder, and a hub name is owner/name"),
         ("~/no/such/model", "there is no such folder"),
@@ -56,10 +62,14 @@ def test_every_command_says_which_checkpoints_there_are(command, run, tmp_path, 
 
 def test_replay_says_what_is_wrong_with_a_run(run, refused):
     assert f"RUN={run}/zzz is no folder" in refused(replay.main, f"{run}/zzz", "step=1")
-    assert f"RUN={run}/checkpoints is no run folder: it has no config.yaml" in refused(replay.main, f"{run}/checkpoints", "step=1")
+    assert f"RUN={run}/checkpoints is no run folder: it has no config.yaml" in refused(
+        replay.main, f"{run}/checkpoints", "step=1"
+    )
 
 
-@pytest.mark.parametrize("text", ["a ${y} b", "it's", "a\\b", "\\${y}", "x\\\\", "a\\", "\\'", "a=b,c [1] {2: 3}", "", "a\nb", "\\\\${a}'\\"])
+@pytest.mark.parametrize(
+    "text", ["a ${y} b", "it's", "a\\b", "\\${y}", "x\\\\", "a\\", "\\'", "a=b,c [1] {2: 3}", "", "a\nb", "\\\\${a}'\\"]
+)
 def test_a_quoted_text_reaches_a_setting_as_it_is(text):
     assert load_config([f"data.system_prompt={quoted(text)}"]).data.system_prompt == text
 

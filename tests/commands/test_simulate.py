@@ -23,7 +23,10 @@ TWO = [("long prompt", 60, [4] * 4), ("short prompt", 2, [40] * 12)]
 def lengths_file(tmp_path):
     """Two prompts of which the first is the worked example of tests/rollout/schedule/test_simulator.py."""
     path = tmp_path / "lengths.jsonl"
-    lines = [{"dataset": "d", "model": "m", "prompt_id": str(index), "lengths": each} for index, each in enumerate([[6, 1, 4, 2, 5, 3], [2] * 6])]
+    lines = [
+        {"dataset": "d", "model": "m", "prompt_id": str(index), "lengths": each}
+        for index, each in enumerate([[6, 1, 4, 2, 5, 3], [2] * 6])
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -36,11 +39,18 @@ def records(capsys, monkeypatch, *arguments):
 
 
 def test_a_record_by_hand(lengths_file, capsys, monkeypatch):
-    found, said = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=2", "schedules=[arrival,lpt]", "c0=0.1", "c1=0.01")
+    found, said = records(
+        capsys, monkeypatch, f"lengths={lengths_file}", "slots=2", "schedules=[arrival,lpt]", "c0=0.1", "c1=0.01"
+    )
     assert said == "" and list(found) == ["arrival", "lpt, true lengths"]
     arrival = found["arrival"]
     # 11 and 6 steps, 21 and 12 tokens; each sample of the second prompt ends at 2, 4 or 6
-    assert (arrival["running_steps"], arrival["steps_per_prompt"], arrival["prompts"], arrival["group_size"]) == (17, 8.5, 2, 6)
+    assert (arrival["running_steps"], arrival["steps_per_prompt"], arrival["prompts"], arrival["group_size"]) == (
+        17,
+        8.5,
+        2,
+        6,
+    )
     assert arrival["seconds_per_prompt"] == pytest.approx((17 * 0.1 + 33 * 0.01) / 2)
     assert (arrival["slot_bound"], arrival["of_bound"]) == ((10.5 + 6) / 2, pytest.approx(17 / 16.5))
     assert arrival["token_bound"] == (6 + 2) / 2  # 56 / 12 and 18 / 12 are below the longest
@@ -52,10 +62,19 @@ def test_a_record_by_hand(lengths_file, capsys, monkeypatch):
 
 def test_designs_figures_on_recorded_lengths(capsys, monkeypatch):
     schedules = "schedules=[naive,fixed_slot,sjf,arrival,lpt]"
-    found, _ = records(capsys, monkeypatch, f"lengths={AIME}", "slots=4", "group_size=32", schedules, "optimum=true", "cap=2048")
+    found, _ = records(
+        capsys, monkeypatch, f"lengths={AIME}", "slots=4", "group_size=32", schedules, "optimum=true", "cap=2048"
+    )
     steps = {name.removesuffix(", true lengths"): round(record["steps_per_prompt"]) for name, record in found.items()}
     memory = steps.pop("optimum, memory")
-    assert steps == {"naive": 9234, "fixed_slot": 6488, "sjf": 5928, "arrival": 5824, "lpt": 5339, "optimum, slots": 5253}
+    assert steps == {
+        "naive": 9234,
+        "fixed_slot": 6488,
+        "sjf": 5928,
+        "arrival": 5824,
+        "lpt": 5339,
+        "optimum, slots": 5253,
+    }
     assert 1886 <= memory <= 1.08 * 1886
     assert round(found["lpt, true lengths"]["slot_bound"]) == 5253 and found["optimum, slots"]["proven_share"] == 1
 
@@ -63,7 +82,10 @@ def test_designs_figures_on_recorded_lengths(capsys, monkeypatch):
 def test_no_schedule_beats_the_optimum_that_is_shown(tmp_path, capsys, monkeypatch):
     """Two prompts of which the larger ends early: its room then takes more responses than the budget beside both."""
     path = tmp_path / "two.jsonl"
-    lines = [{"dataset": "d", "model": "m", "prompt_id": name, "prompt_tokens": prompt, "lengths": lengths} for name, prompt, lengths in TWO]
+    lines = [
+        {"dataset": "d", "model": "m", "prompt_id": name, "prompt_tokens": prompt, "lengths": lengths}
+        for name, prompt, lengths in TWO
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["schedules=[token_budget]", "prompts_at_once=2", "prompt_tokens=null", "slots=2", "optimum=true"]
     found, _ = records(capsys, monkeypatch, f"lengths={path}", *options)
@@ -99,7 +121,10 @@ def test_a_table_names_the_bounds_and_figures_are_written(lengths_file, tmp_path
     assert main() == 0
     said = capsys.readouterr().out
     assert "lengths: 2 prompts, G = 6, g = 2, cap 6, one prompt at a time" in said
-    assert "8 steps: lower bound of the slots; 4 steps: memory bound sum l(l+1)/2 / budget (counts the newest token as held; our" in said
+    assert (
+        "8 steps: lower bound of the slots; 4 steps: memory bound sum l(l+1)/2 / budget (counts the newest token as "
+        "held; our" in said
+    )
     assert all(f"\n{name}" in said for name in ("naive", "infinite, true lengths", "token_budget"))
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["schedule.png", "slots.png"]
 
@@ -108,17 +133,32 @@ def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path,
     other = tmp_path / "b" / lengths_file.name
     other.parent.mkdir()
     other.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [9]}) + "\n")
-    monkeypatch.setattr(sys, "argv", ["simulate", f"lengths={lengths_file},{other},{other}", "slots=2", "schedules=[arrival]"])
+    monkeypatch.setattr(
+        sys, "argv", ["simulate", f"lengths={lengths_file},{other},{other}", "slots=2", "schedules=[arrival]"]
+    )
     assert main() == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.startswith(f"{lengths_file}: 2 prompts") and first.count("\narrival ") == 1
-    assert second.startswith(f"{other}: 1 prompts") and second.count("\narrival ") == 1 and second.split("\n")[-1].split()[1] == "9"
+    assert (
+        second.startswith(f"{other}: 1 prompts")
+        and second.count("\narrival ") == 1
+        and second.split("\n")[-1].split()[1] == "9"
+    )
 
 
 def test_the_best_within_the_memory_pays_for_what_it_parks(tmp_path, capsys, monkeypatch):
     path = tmp_path / "eights.jsonl"
     path.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [8, 8, 8]}) + "\n")
-    settings = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true", "c0=1", "c1=0.01", "c2=0.001"]
+    settings = [
+        "slots=1",
+        "page_size=2",
+        "kv_budget_tokens=8",
+        "schedules=[arrival]",
+        "optimum=true",
+        "c0=1",
+        "c1=0.01",
+        "c2=0.001",
+    ]
     found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
     best, lost, parked = token_optimum([8, 8, 8], 8, page_size=2)
     assert lost == 0 < parked and found["optimum, memory"]["parked_share"] == parked / 24
@@ -127,8 +167,14 @@ def test_the_best_within_the_memory_pays_for_what_it_parks(tmp_path, capsys, mon
 
 
 def test_prompts_of_unequal_size_keep_their_own_in_one_call(lengths_file, capsys, monkeypatch):
-    lengths_file.write_text(lengths_file.read_text() + json.dumps({"dataset": "d", "model": "m", "prompt_id": "2", "lengths": [3, 1]}) + "\n")
-    found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3")
+    lengths_file.write_text(
+        lengths_file.read_text()
+        + json.dumps({"dataset": "d", "model": "m", "prompt_id": "2", "lengths": [3, 1]})
+        + "\n"
+    )
+    found, _ = records(
+        capsys, monkeypatch, f"lengths={lengths_file}", "slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3"
+    )
     assert found["dynamic_slot"]["mean_length"] == (21 + 12 + 4) / 14  # all of 6, 6 and 2 samples
 
 
@@ -147,7 +193,10 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
     again, _ = records(capsys, monkeypatch, f"lengths={path}", *both)
     parked, computed = again["token_budget"], again["token_budget, computed again"]
     assert parked == found["token_budget"] and parked["running_steps"] <= computed["running_steps"]
-    assert parked["recomputed_share"] == 0 == computed["parked_share"] and min(parked["parked_share"], computed["recomputed_share"]) > 0
+    assert (
+        parked["recomputed_share"] == 0 == computed["parked_share"]
+        and min(parked["parked_share"], computed["recomputed_share"]) > 0
+    )
     assert len(found) == 11  # ten schedules, token_budget also with true lengths
 
 
@@ -160,7 +209,10 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
         (["lengths={good}", "schedules=[lpt,fastest]"], "schedules=[lpt,fastest]: must be of token_budget"),
         (["lengths={good}", "noise=[0,-0.5]"], "noise=[0,-0.5]: must be >= 0"),
         (["lengths={good}", "noise=[nan]"], "noise must be >= 0 and <= 10"),
-        (["lengths={good}", "kv_budget_tokens=5"], "kv_budget_tokens must be >= 6 to hold one prompt and one full response of 6 tokens, got 5"),
+        (
+            ["lengths={good}", "kv_budget_tokens=5"],
+            "kv_budget_tokens must be >= 6 to hold one prompt and one full response of 6 tokens, got 5",
+        ),
         (["lengths={good}", "cap=4"], "the nearest that works is cap=6"),
         (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
         (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),
@@ -174,7 +226,9 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
 def test_bad_input_is_one_line_and_status_2(arguments, said, lengths_file, tmp_path, capsys, monkeypatch):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(lengths_file.read_text().splitlines()[0] + '\n{"dataset": \n')
-    monkeypatch.setattr(sys, "argv", ["simulate", *(argument.format(good=lengths_file, bad=bad) for argument in arguments)])
+    monkeypatch.setattr(
+        sys, "argv", ["simulate", *(argument.format(good=lengths_file, bad=bad) for argument in arguments)]
+    )
     assert main() == 2
     captured = capsys.readouterr()
     assert said in captured.err
@@ -191,5 +245,8 @@ def test_a_reader_that_has_seen_enough_is_no_failure(lengths_file):
 
 
 def test_no_model_code_is_imported():
-    code = "import sys, infsample_rl.commands.simulate; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'ray', 'matplotlib')))"
+    code = (
+        "import sys, infsample_rl.commands.simulate; sys.exit(any(name in sys.modules for name in ('torch', "
+        "'transformers', 'ray', 'matplotlib')))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -45,12 +45,18 @@ def test_a_bad_argument_is_refused_in_one_line_with_the_keys(argument, said):
 
 
 def test_settings_of_a_run_are_left_for_hydra():
-    assert parse_with_settings(["count=3", "run.steps=4", "+experiment=mine"], Few) == (Few(count=3), ["run.steps=4", "+experiment=mine"])
+    assert parse_with_settings(["count=3", "run.steps=4", "+experiment=mine"], Few) == (
+        Few(count=3),
+        ["run.steps=4", "+experiment=mine"],
+    )
     with pytest.raises(ValueError, match="'coutn' is not key=value"):
         parse_with_settings(["coutn", "run.steps=4"], Few)
 
 
-@pytest.mark.parametrize(("error", "status"), [(ValueError, 2), (UnicodeError, 2), (RuntimeError, 1), (FileNotFoundError, 1), (MemoryError, 1)])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError, 2), (UnicodeError, 2), (RuntimeError, 1), (FileNotFoundError, 1), (MemoryError, 1)],
+)
 def test_a_failure_is_one_line_and_its_exit_code(error, status, capsys):
     def fail(arguments: list[str]) -> int:
         raise error("what went\n  wrong")

@@ -11,14 +11,28 @@ from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config.loading import SECTIONS, ConfigError, compose, experiments, load_config
-from infsample_rl.controller.startup import context_warnings, derived_table, kv_bytes_per_token, sampling_warnings, setting_warnings
+from infsample_rl.controller.startup import (
+    context_warnings,
+    derived_table,
+    kv_bytes_per_token,
+    sampling_warnings,
+    setting_warnings,
+)
 from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
 from infsample_rl.model.loading import context_of, load_tokenizer
 
 SETTINGS = ("config.py", "config_cluster.py", "config_learner.py", "config_reward.py", "config_rollout.py")
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = ["arithmetic_smollm2", "gsm8k_qwen3_1.7b", "gsm8k_qwen3_8b", "gsm8k_smollm2", "kk_qwen3_1.7b", "kk_qwen3_8b", "kk_tiny"]
+NAMED = [
+    "arithmetic_smollm2",
+    "gsm8k_qwen3_1.7b",
+    "gsm8k_qwen3_8b",
+    "gsm8k_smollm2",
+    "kk_qwen3_1.7b",
+    "kk_qwen3_8b",
+    "kk_tiny",
+]
 
 
 def test_experiments_are_the_promised_ones():
@@ -36,13 +50,30 @@ def test_bare_command_is_kk_tiny():
 
 def test_paper_setting():
     rollout = load_config(["+experiment=math_qwen3_8b"]).rollout
-    assert (rollout.schedule, rollout.predictor, rollout.prefix_tokens, rollout.epsilon) == ("infinite", "bert", 16, 0.1)
-    assert (rollout.group_size, rollout.slots, rollout.temperature, rollout.max_new_tokens, rollout.prompts_at_once) == (32, 4, 0.8, 1024, 1)
+    assert (rollout.schedule, rollout.predictor, rollout.prefix_tokens, rollout.epsilon) == (
+        "infinite",
+        "bert",
+        16,
+        0.1,
+    )
+    assert (
+        rollout.group_size,
+        rollout.slots,
+        rollout.temperature,
+        rollout.max_new_tokens,
+        rollout.prompts_at_once,
+    ) == (32, 4, 0.8, 1024, 1)
 
 
 def test_group_choice_overrides_the_experiment():
-    config = load_config(["+experiment=math_qwen3_8b", "rollout=default", "objective=paper_section_3_4", "rollout.slots=2"])
-    assert (config.rollout.schedule, config.rollout.slots, config.objective.advantage) == ("token_budget", 2, "mean_only")
+    config = load_config(
+        ["+experiment=math_qwen3_8b", "rollout=default", "objective=paper_section_3_4", "rollout.slots=2"]
+    )
+    assert (config.rollout.schedule, config.rollout.slots, config.objective.advantage) == (
+        "token_budget",
+        2,
+        "mean_only",
+    )
 
 
 def test_choices_and_bounds_raise_value_error_in_python():
@@ -75,13 +106,33 @@ WRONG = [
     (["data.instruction=a = b"], "needs two pairs of quotes: 'data.instruction=\"a = b\"'"),
     (["~rollout.slots"], "settings cannot be deleted"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
-    (["rollout.park_folder=/tmp", "rollout.preemption=recompute"], "rollout.park_folder=/tmp is not read by rollout.preemption=recompute"),
-    (["rollout.predictor=bert"], "rollout.predictor=bert is not read by rollout.schedule=token_budget: take predictor=probe or schedule=infinite"),
+    (
+        ["rollout.park_folder=/tmp", "rollout.preemption=recompute"],
+        "rollout.park_folder=/tmp is not read by rollout.preemption=recompute",
+    ),
+    (
+        ["rollout.predictor=bert"],
+        "rollout.predictor=bert is not read by rollout.schedule=token_budget: take predictor=probe or "
+        "schedule=infinite",
+    ),
     (["rollout.predictor=berd"], "rollout.predictor must be one of none, bert, probe, got 'berd'; did you mean bert?"),
-    (["rollout.prefix_tokens=16"], "rollout.prefix_tokens must be 0 with schedule=token_budget, which waits for no prediction, got 16; leave it out"),
-    (["rollout.schedule=lpt", "rollout.prefix_tokens=1"], "rollout.prefix_tokens must be >= 2 with predictor=probe and schedule=lpt, got 1"),
-    (["rollout.schedule=lpt", "rollout.prefix_tokens=320"], "rollout.prefix_tokens must be < max_new_tokens = 320, got 320"),
-    (["rollout.schedule=lpt", "rollout.predictor=none", "rollout.prefix_tokens=4"], "rollout.prefix_tokens must be 0 with predictor=none, got 4"),
+    (
+        ["rollout.prefix_tokens=16"],
+        "rollout.prefix_tokens must be 0 with schedule=token_budget, which waits for no prediction, got 16; leave it "
+        "out",
+    ),
+    (
+        ["rollout.schedule=lpt", "rollout.prefix_tokens=1"],
+        "rollout.prefix_tokens must be >= 2 with predictor=probe and schedule=lpt, got 1",
+    ),
+    (
+        ["rollout.schedule=lpt", "rollout.prefix_tokens=320"],
+        "rollout.prefix_tokens must be < max_new_tokens = 320, got 320",
+    ),
+    (
+        ["rollout.schedule=lpt", "rollout.predictor=none", "rollout.prefix_tokens=4"],
+        "rollout.prefix_tokens must be 0 with predictor=none, got 4",
+    ),
     (
         ["rollout.schedule=lpt", "rollout.predictor=bert", "run.deterministic=true"],
         "rollout.predictor must be none or probe (not used then) with run.deterministic=true, got bert",
@@ -89,13 +140,19 @@ WRONG = [
     (["rollout.predict_every=0"], "rollout.predict_every must be >= 1, got 0; the nearest that works is 1"),
     (["rollout.group_size=1"], "rollout.group_size must be >= 2 with objective.advantage=std, got 1"),
     (["rollout.temperature=0"], "rollout.temperature must be > 0 for training"),
-    (["learner.max_tokens_per_micro_batch=100"], "learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens"),
+    (
+        ["learner.max_tokens_per_micro_batch=100"],
+        "learner.max_tokens_per_micro_batch must be >= data.max_prompt_tokens + rollout.max_new_tokens",
+    ),
     (["objective.kl_in_reward=true"], "objective.kl_reward_coef must be > 0 with kl_in_reward=true"),
     (["rollout.micro_group_size=64"], "rollout.micro_group_size must be <= rollout.group_size = 32, got 64"),
     (["run.deterministic=true", "model.dtype=bfloat16"], "model.dtype must be float32 with run.deterministic=true"),
     (["learner.warmup_steps=9", "run.steps=3"], "learner.warmup_steps must be <= 3, the updates of 3 steps, got 9"),
     (["reward.functions=[]"], "reward.functions is empty"),
-    (["reward.isolation=sandbx"], "reward.isolation must be one of none, limits, sandbox, got 'sandbx'; did you mean sandbox?"),
+    (
+        ["reward.isolation=sandbx"],
+        "reward.isolation must be one of none, limits, sandbox, got 'sandbx'; did you mean sandbox?",
+    ),
     (["reward.memory_limit=64MB"], "reward.memory_limit must be >= 256MiB, got 64MB; the nearest that works is 256MiB"),
     (["reward.memory_limit=much"], "reward.memory_limit must be a size as 24GB or 512MiB, got 'much'"),
     (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
@@ -105,25 +162,45 @@ WRONG = [
     (["reward.functions=[{name: gsm9k}]"], "gsm8k"),
     (["reward.functions=[{name: kk, weight: x}]"], "reward.functions: an entry's weight must be a number, got 'x'"),
     (
-        ["learner.backend=deepspeed", "learner.zero_stage=3", "learner.activation_checkpointing=1", "learner.recompute_granularity=selective"],
+        [
+            "learner.backend=deepspeed",
+            "learner.zero_stage=3",
+            "learner.activation_checkpointing=1",
+            "learner.recompute_granularity=selective",
+        ],
         "learner.recompute_granularity must be full with learner.zero_stage=3",
     ),
     (["data.source=/no/such/file.jsonl"], "/no/such/file.jsonl"),
     (["cluster.learner_gpus=1", "cluster.learner_ranks=64"], "64 GPUs, but there are"),
     (["run.resume=/no/checkpoints/step_000001"], "run.resume=/no/checkpoints/step_000001 is not a checkpoint"),
-    (["rollout.kv_budget_tokens=10"], "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160"),
+    (
+        ["rollout.kv_budget_tokens=10"],
+        "rollout.kv_budget_tokens must be >= 480 to hold a prompt of data.max_prompt_tokens = 160",
+    ),
     (["learner.beta1=1"], "learner.beta1 must be <= 0.999999, got 1"),
     (["reward.functions=[{name: kk, weight: nan}]"], "reward.functions[0].weight must be finite, got nan"),
-    (["cluster.learner_gpus=0.5", "cluster.learner_ranks=2"], "cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got 0.5"),
+    (
+        ["cluster.learner_gpus=0.5", "cluster.learner_ranks=2"],
+        "cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got 0.5",
+    ),
     (["rollout.stop_token_ids=[96]"], "rollout.stop_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
     (["rollout.bad_token_ids=[3,96]"], "rollout.bad_token_ids must be ids of the tokenizer, 0 to 95, got [96]"),
     (["rollout.bad_token_ids=[-1]"], "rollout.bad_token_ids must be >= 0, got [-1]"),
     (["rollout.bad_token_ids=[a]"], "rollout.bad_token_ids[0] must be a whole number, got 'a'"),
-    (["rollout.bad_token_ids=" + str(list(range(96))).replace(" ", "")], "rollout.bad_token_ids must leave an id to sample, got all 96"),
+    (
+        ["rollout.bad_token_ids=" + str(list(range(96))).replace(" ", "")],
+        "rollout.bad_token_ids must leave an id to sample, got all 96",
+    ),
     (['rollout.stop_strings=["a",""]'], "rollout.stop_strings must not hold an empty string, got ['a', '']"),
     (['rollout.stop_strings=["a\ufffd"]'], "rollout.stop_strings must not hold U+FFFD"),
-    (['rollout.stop_strings=["<|im_end|>"]'], "rollout.stop_strings must not hold special tokens, which texts leave out, got '<|im_end|>'"),
-    (["rollout=paper", "rollout.predictor_path=/no", "learner.max_tokens_per_micro_batch=4096"], "rollout.predictor_path=/no is not a folder"),
+    (
+        ['rollout.stop_strings=["<|im_end|>"]'],
+        "rollout.stop_strings must not hold special tokens, which texts leave out, got '<|im_end|>'",
+    ),
+    (
+        ["rollout=paper", "rollout.predictor_path=/no", "learner.max_tokens_per_micro_batch=4096"],
+        "rollout.predictor_path=/no is not a folder",
+    ),
     (["run.dir=/dev/null/run"], "run.dir=/dev/null/run cannot be written"),
     (["rollout.kv_dtype=int4"], "rollout.kv_dtype must be one of auto, fp8, int8, got 'int4'; did you mean int8?"),
     (["rollout.kv_dtype=int8"], "rollout.kv_dtype must be auto with objective.importance=auto, got int8"),
@@ -133,18 +210,45 @@ WRONG = [
     ),
     (["objective.mini_batches=99"], "objective.mini_batches must be <= data.prompts_per_step"),
     (["objective.overlong_buffer_tokens=9999"], "objective.overlong_buffer_tokens must be <= rollout.max_new_tokens"),
-    (["run.max_staleness=1", "objective.importance=none"], "objective.importance must not be none with run.max_staleness=1"),
-    (["run.max_staleness=1", "objective.dynamic_sampling=true"], "objective.dynamic_sampling must be false with run.max_staleness=1"),
+    (
+        ["run.max_staleness=1", "objective.importance=none"],
+        "objective.importance must not be none with run.max_staleness=1",
+    ),
+    (
+        ["run.max_staleness=1", "objective.dynamic_sampling=true"],
+        "objective.dynamic_sampling must be false with run.max_staleness=1",
+    ),
     (["run.max_staleness=1", "cluster.colocate=true"], "cluster.colocate must be false with run.max_staleness=1"),
-    (["cluster.colocate=true", "cluster.rollout_workers=3"], "cluster.rollout_workers must equal cluster.learner_ranks = 2 with cluster.colocate"),
+    (
+        ["cluster.colocate=true", "cluster.rollout_workers=3"],
+        "cluster.rollout_workers must equal cluster.learner_ranks = 2 with cluster.colocate",
+    ),
     (["cluster.weight_sync=cuda_ipc"], "cluster.learner_gpus must be > 0 with cluster.weight_sync=cuda_ipc, got 0"),
-    (["learner.shard_ranks=3"], "learner.shard_ranks must divide cluster.learner_ranks = 2, with learner.backend=fsdp, got 3"),
-    (["learner.backend=deepspeed", "model.dtype=float16"], "model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16"),
-    (["learner.backend=deepspeed", "learner.grad_sync=last_row"], "learner.grad_sync must be every_row with learner.backend=deepspeed"),
-    (["learner.backend=deepspeed", "learner.optimizer=adamw_8bit"], "learner.optimizer must be adamw with learner.backend=deepspeed"),
-    (["objective.kl_in_reward=true", "objective.kl_reward_coef=0.1", "reference.placement=learner"], "reference.placement must be workers with"),
+    (
+        ["learner.shard_ranks=3"],
+        "learner.shard_ranks must divide cluster.learner_ranks = 2, with learner.backend=fsdp, got 3",
+    ),
+    (
+        ["learner.backend=deepspeed", "model.dtype=float16"],
+        "model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16",
+    ),
+    (
+        ["learner.backend=deepspeed", "learner.grad_sync=last_row"],
+        "learner.grad_sync must be every_row with learner.backend=deepspeed",
+    ),
+    (
+        ["learner.backend=deepspeed", "learner.optimizer=adamw_8bit"],
+        "learner.optimizer must be adamw with learner.backend=deepspeed",
+    ),
+    (
+        ["objective.kl_in_reward=true", "objective.kl_reward_coef=0.1", "reference.placement=learner"],
+        "reference.placement must be workers with",
+    ),
     (["reference.offload=true"], "reference.offload=true needs reference.placement=learner"),
-    (["cluster.address=ray://head:10001"], "cluster.address must be auto or host:port, got 'ray://head:10001': Ray Client (ray://) cannot stream"),
+    (
+        ["cluster.address=ray://head:10001"],
+        "cluster.address must be auto or host:port, got 'ray://head:10001': Ray Client (ray://) cannot stream",
+    ),
     (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
     (["cluster.wait_for_nodes_s=-1"], "cluster.wait_for_nodes_s must be >= 0, got -1"),
     (["--bogus"], "unrecognized arguments: --bogus"),
@@ -174,7 +278,9 @@ def test_values_that_say_the_same_are_taken():
 def test_cfg_job_prints_what_a_run_would_refuse_and_says_so(capsys):
     assert main(["--cfg", "job", "rollout.predictor=foo"]) == 2
     printed = capsys.readouterr()
-    assert "predictor: foo" in printed.out and printed.err.startswith("error: rollout.predictor must be one of none, bert, probe, got 'foo'")
+    assert "predictor: foo" in printed.out and printed.err.startswith(
+        "error: rollout.predictor must be one of none, bert, probe, got 'foo'"
+    )
 
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG, ids=[" ".join(overrides) for overrides, _ in WRONG])
@@ -185,12 +291,22 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(overrides, message, tmp_pat
 
 
 def test_stop_strings_may_hold_anything_else():
-    assert load_config(['rollout.stop_strings=["\\n\\n", "</a>", "a, b = c"]']).rollout.stop_strings == ["\\n\\n", "</a>", "a, b = c"]
+    assert load_config(['rollout.stop_strings=["\\n\\n", "</a>", "a, b = c"]']).rollout.stop_strings == [
+        "\\n\\n",
+        "</a>",
+        "a, b = c",
+    ]
     assert load_config(["rollout.stop_strings=['\n\n']"]).rollout.stop_strings == ["\n\n"]
 
 
 def test_a_context_shorter_than_the_models_positions_is_told():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 4096}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+        "original_max_position_embeddings": 4096,
+    }
     long = Qwen3Config(head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
     assert context_of(long) == 4096
     (warning,) = context_warnings(long, context_of(long))
@@ -208,10 +324,19 @@ def test_what_is_told_of_sampling_before_a_run():
         "rollout.bad_token_ids forbids the stop ids [3]: no stop id is left",
     ]
     config.rollout.stop_token_ids = [7]
-    assert sampling_warnings(config, tokenizer, GenerationConfig()) == ["rollout.bad_token_ids forbids the stop ids [3]: samples end at [7]"]
+    assert sampling_warnings(config, tokenizer, GenerationConfig()) == [
+        "rollout.bad_token_ids forbids the stop ids [3]: samples end at [7]"
+    ]
     assert sampling_warnings(load_config([]), tokenizer, generation) == []
-    assert setting_warnings(load_config(["model.lm_head_fp32=true"])) == ["set, but nothing reads it here: model.lm_head_fp32"]
-    unused = ["learner.zero_stage=3", "learner.lora_alpha=8", "objective.dynamic_sampling_rounds=2", "cluster.decode_steps_per_turn=2"]
+    assert setting_warnings(load_config(["model.lm_head_fp32=true"])) == [
+        "set, but nothing reads it here: model.lm_head_fp32"
+    ]
+    unused = [
+        "learner.zero_stage=3",
+        "learner.lora_alpha=8",
+        "objective.dynamic_sampling_rounds=2",
+        "cluster.decode_steps_per_turn=2",
+    ]
     names = "objective.dynamic_sampling_rounds, learner.zero_stage, learner.lora_alpha, cluster.decode_steps_per_turn"
     assert setting_warnings(load_config(unused)) == [f"set, but nothing reads it here: {names}"]
     assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
@@ -226,7 +351,10 @@ def test_what_is_told_of_sampling_before_a_run():
         (["run.epochs=3", "run.steps=4"], "nothing reads it here: run.epochs"),
         (["run.eval_prompts=0", "run.eval_temperature=0"], "run.eval_temperature"),
         (["learner.offload_optimizer=true"], "nothing reads it here: learner.offload_optimizer"),
-        (["cluster.reference_workers=2", "cluster.reference_cpus=1"], "cluster.reference_workers, cluster.reference_cpus"),
+        (
+            ["cluster.reference_workers=2", "cluster.reference_cpus=1"],
+            "cluster.reference_workers, cluster.reference_cpus",
+        ),
         (["objective=cispo", "objective.clip_low=0.1"], "objective.clip_low"),
     ],
 )
@@ -250,9 +378,15 @@ def test_what_a_preset_sets_is_read(objective):
 
 
 def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
-    config = load_config(["rollout.kv_dtype=fp8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"])
+    config = load_config(
+        ["rollout.kv_dtype=fp8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"]
+    )
     (line,) = setting_warnings(config)
-    assert line.startswith("rollout.kv_dtype=fp8: ") and "learner/logprob_diff_*" in line and "objective.mismatch_stop=0.05" in line
+    assert (
+        line.startswith("rollout.kv_dtype=fp8: ")
+        and "learner/logprob_diff_*" in line
+        and "objective.mismatch_stop=0.05" in line
+    )
     qwen = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
     assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 57_456  # 112 of them scales
@@ -280,9 +414,15 @@ def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings
     ("overrides", "text"),
     [
         ([], "probe, then every 32 running steps; learns from every finished sample"),
-        (["rollout.schedule=sjf"], "probe, after 16 tokens, then every 32 running steps; learns from every finished sample"),
+        (
+            ["rollout.schedule=sjf"],
+            "probe, after 16 tokens, then every 32 running steps; learns from every finished sample",
+        ),
         (["rollout.schedule=arrival"], "none: probe is not read by rollout.schedule=arrival"),
-        (["run.deterministic=true"], "none: with run.deterministic=true the probe is off, and all lengths count as equal"),
+        (
+            ["run.deterministic=true"],
+            "none: with run.deterministic=true the probe is off, and all lengths count as equal",
+        ),
         (["rollout.predictor=none"], "none"),
         (["rollout.schedule=lpt", "rollout.predictor=bert"], "bert, after 16 tokens, frozen"),
     ],
@@ -299,12 +439,16 @@ def test_value_with_equals_sign_works_when_quoted():
 
 
 def test_dictionary_settings_take_new_keys_without_a_plus():
-    assert load_config(["data.chat_template_kwargs.enable_thinking=false"]).data.chat_template_kwargs == {"enable_thinking": False}
+    assert load_config(["data.chat_template_kwargs.enable_thinking=false"]).data.chat_template_kwargs == {
+        "enable_thinking": False
+    }
 
 
 def test_a_users_own_folder_adds_choices(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun: {name: mine}\ndata: {source: gsm8k}\nmodel: {path: x}\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nrun: {name: mine}\ndata: {source: gsm8k}\nmodel: {path: x}\n"
+    )
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "wide.yaml").write_text("slots: 16\n")
     config = load_config(["+experiment=mine", "rollout=wide", "reward=gsm8k"], str(tmp_path))
@@ -314,10 +458,18 @@ def test_a_users_own_folder_adds_choices(tmp_path):
 def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model").mkdir()
-    overrides = ["run.dir=out", "data.source=rows.jsonl", "model.path=my_model", "reward.functions=[{name: rewards.py:score}]"]
+    overrides = [
+        "run.dir=out",
+        "data.source=rows.jsonl",
+        "model.path=my_model",
+        "reward.functions=[{name: rewards.py:score}]",
+    ]
     config = load_config(overrides)
     assert config.run.dir == str(tmp_path / "out") and config.data.source == str(tmp_path / "rows.jsonl")
-    assert config.model.path == str(tmp_path / "my_model") and config.reward.functions[0].name == f"{tmp_path}/rewards.py:score"
+    assert (
+        config.model.path == str(tmp_path / "my_model")
+        and config.reward.functions[0].name == f"{tmp_path}/rewards.py:score"
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "my_model"], "composing writes nothing"
 
 
@@ -330,7 +482,11 @@ def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, m
 
 
 def test_every_setting_is_read_somewhere():
-    sources = [path.read_text() for path in (ROOT / "infsample_rl").rglob("*.py") if path.name not in (*SETTINGS, "config_loading.py")]
+    sources = [
+        path.read_text()
+        for path in (ROOT / "infsample_rl").rglob("*.py")
+        if path.name not in (*SETTINGS, "config_loading.py")
+    ]
     own = "".join((ROOT / "infsample_rl" / name).read_text().split("def __post_init__", 1)[1] for name in SETTINGS)
     text = "\n".join(sources)
     unread = [

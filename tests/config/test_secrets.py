@@ -36,13 +36,31 @@ def judge(completions, **columns):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("reward.functions=[{name: kk, kwargs: {api_key: abc}}]", "reward.functions[0].kwargs.api_key is a key by its name"),
-        ("reward.functions=[{name: kk, kwargs: {x: sk-planted-000111222333}}]", "reward.functions[0].kwargs.x holds the value of OPENAI_API_KEY"),
+        (
+            "reward.functions=[{name: kk, kwargs: {api_key: abc}}]",
+            "reward.functions[0].kwargs.api_key is a key by its name",
+        ),
+        (
+            "reward.functions=[{name: kk, kwargs: {x: sk-planted-000111222333}}]",
+            "reward.functions[0].kwargs.x holds the value of OPENAI_API_KEY",
+        ),
         ("data.chat_template_kwargs.hf_token=abc", "data.chat_template_kwargs.hf_token is a key by its name"),
-        ("reward.functions=[{name: kk, kwargs: {headers: {x-api-key: abc}}}]", "reward.functions[0].kwargs.headers.x-api-key is a key by its name"),
-        ("reward.functions=[{name: kk, kwargs: {j_token: a1b2c3d4e5f6g7h8}}]", "reward.functions[0].kwargs.j_token holds what looks like a key"),
-        ("reward.functions=[{name: kk, kwargs: {auth: 'Bearer abcdefgh'}}]", "reward.functions[0].kwargs.auth holds what looks like a key"),
-        ("reward.functions=[{name: kk, kwargs: {judge: sk-proj-abcdefghijkl}}]", "reward.functions[0].kwargs.judge holds what looks like a key"),
+        (
+            "reward.functions=[{name: kk, kwargs: {headers: {x-api-key: abc}}}]",
+            "reward.functions[0].kwargs.headers.x-api-key is a key by its name",
+        ),
+        (
+            "reward.functions=[{name: kk, kwargs: {j_token: a1b2c3d4e5f6g7h8}}]",
+            "reward.functions[0].kwargs.j_token holds what looks like a key",
+        ),
+        (
+            "reward.functions=[{name: kk, kwargs: {auth: 'Bearer abcdefgh'}}]",
+            "reward.functions[0].kwargs.auth holds what looks like a key",
+        ),
+        (
+            "reward.functions=[{name: kk, kwargs: {judge: sk-proj-abcdefghijkl}}]",
+            "reward.functions[0].kwargs.judge holds what looks like a key",
+        ),
         ("run.name=sk-planted-000111222333", "run.name holds the value of OPENAI_API_KEY"),
         ("data.source='https://me:secret@example.org/rows.jsonl'", "data.source holds a URL with a password"),
     ],
@@ -51,7 +69,9 @@ def test_a_key_in_the_settings_is_refused_without_repeating_it(monkeypatch, over
     monkeypatch.setenv("OPENAI_API_KEY", KEYS["OPENAI_API_KEY"])
     with pytest.raises(ConfigError) as refused:
         load_config([override])
-    assert str(refused.value).startswith(said) and not any(secret in str(refused.value) for secret in ("abc", "sk-planted", "secret@"))
+    assert str(refused.value).startswith(said) and not any(
+        secret in str(refused.value) for secret in ("abc", "sk-planted", "secret@")
+    )
 
 
 def test_what_only_looks_like_a_key_is_taken():
@@ -71,7 +91,13 @@ def test_planted_keys_are_in_nothing_that_a_run_writes_or_says(tiny_qwen3, sums_
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
     remote = f"https://me:{KEYS['HF_TOKEN']}@example.org/project.git"
     subprocess.run(["git", "remote", "add", "origin", remote], cwd=tmp_path, check=True)
-    places = {"HOME": str(tmp_path / "home"), "TMPDIR": str(short), "RAY_TMPDIR": str(short), "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    places = {
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(short),
+        "RAY_TMPDIR": str(short),
+        "PYTHONPATH": str(ROOT),
+        "WANDB_MODE": "offline",
+    }
     arguments = [
         f"model.path={tiny_qwen3}",
         f"data.source={sums_file}",
@@ -94,13 +120,26 @@ def test_planted_keys_are_in_nothing_that_a_run_writes_or_says(tiny_qwen3, sums_
         command = [sys.executable, "-m", "infsample_rl.main", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=os.environ | KEYS | places, capture_output=True, timeout=500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        assert b"401 Unauthorized: <JUDGE_API_KEY>" in done.stdout + done.stderr  # what a function says is shown, less its keys
-        files = [path for folder in (tmp_path, short) for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        # what a function says is shown, less its keys
+        assert b"401 Unauthorized: <JUDGE_API_KEY>" in done.stdout + done.stderr
+        files = [
+            path
+            for folder in (tmp_path, short)
+            for path in folder.rglob("*")
+            if path.is_file() and not path.is_symlink()
+        ]
         files = [path for path in files if path.name != ".netrc" and ".git" not in path.parts]
         written = {str(path): path.read_bytes() for path in files} | {"stdout": done.stdout, "stderr": done.stderr}
-        assert any("offline-run" in name for name in written) and any(name.endswith("model.safetensors") for name in written)
+        assert any("offline-run" in name for name in written) and any(
+            name.endswith("model.safetensors") for name in written
+        )
         assert any("session_" in name for name in written), "Ray's logs are looked at too"
-        found = [(name, variable) for name, content in written.items() for variable, key in KEYS.items() if key.encode() in content]
+        found = [
+            (name, variable)
+            for name, content in written.items()
+            for variable, key in KEYS.items()
+            if key.encode() in content
+        ]
         assert found == []
     finally:
         shutil.rmtree(short, ignore_errors=True)

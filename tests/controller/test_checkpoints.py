@@ -109,7 +109,10 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written
     assert write(tmp_path, 2, keep=1).is_dir(), "pruning by name no longer drops it in favour of step 3"
     assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
     assert (tmp_path / "checkpoints" / "step_000003_merged").is_dir()
-    assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == ["step_000002", "step_000003"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == [
+        "step_000002",
+        "step_000003",
+    ]
     assert not (tmp_path / "checkpoints" / ".partial_step_000004").exists()
 
 
@@ -148,7 +151,11 @@ def test_a_damaged_checkpoint_is_found_out_and_the_one_before_is_used(tmp_path, 
 
 def test_a_checkpoint_set_aside_again_replaces_the_one_set_aside_before(tmp_path):
     for text in ("first", "second"):
-        write_checkpoint(tmp_path, {"step": 2, "data": {}}, lambda folder, text=text: Path(folder, "model.safetensors").write_text(text))
+        write_checkpoint(
+            tmp_path,
+            {"step": 2, "data": {}},
+            lambda folder, text=text: Path(folder, "model.safetensors").write_text(text),
+        )
         set_aside_after(tmp_path, 1)
     assert (tmp_path / "checkpoints/superseded/step_000002/model.safetensors").read_text() == "second"
 

@@ -30,7 +30,13 @@ def test_files_of_inner_folders_are_checked(tmp_path):
 
 @pytest.mark.parametrize(
     ("listed", "said"),
-    [("[]", "lists no file"), ("{}", "lists no file"), ('{"a": 3}', "cannot be read"), ('[["a"]]', "cannot be read"), ("3", "cannot be read")],
+    [
+        ("[]", "lists no file"),
+        ("{}", "lists no file"),
+        ('{"a": 3}', "cannot be read"),
+        ('[["a"]]', "cannot be read"),
+        ("3", "cannot be read"),
+    ],
 )
 def test_a_list_of_another_shape_is_damage(tmp_path, listed, said):
     (tmp_path / "a").write_text("1")

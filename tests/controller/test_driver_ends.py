@@ -23,10 +23,18 @@ def made(tmp_path, monkeypatch):
     driver, said = Driver.__new__(Driver), []
     driver.config = load_config(["run.eval_prompts=0", "run.checkpoint_every=0", "cluster.max_restarts=3"])
     driver.run_dir, driver.total_steps, driver.step, driver.checkpoint, driver.probe = tmp_path, 10, 0, None, None
-    driver._furthest, driver._unsavable, driver._save_seconds, driver.eval_prompts, driver.timeline = 0, "", 0.0, [], None
+    driver._furthest, driver._unsavable, driver._save_seconds, driver.eval_prompts, driver.timeline = (
+        0,
+        "",
+        0.0,
+        [],
+        None,
+    )
     driver._saved_step = None
     driver.interruption = Interruption()
-    driver.log = SimpleNamespace(note=said.append, warn=said.append, log_step=lambda *_: None, write_report=lambda: None)
+    driver.log = SimpleNamespace(
+        note=said.append, warn=said.append, log_step=lambda *_: None, write_report=lambda: None
+    )
     restarts = Restarts(3, said.append, lambda seconds: None)
     driver.cluster = SimpleNamespace(resize=lambda: None, counts=lambda: None, restarts=restarts)
     driver.cluster.abandon_step, driver.cluster.save = lambda **_: None, lambda folder: None
@@ -80,7 +88,9 @@ def test_an_evaluation_that_sigterm_ended_is_done_when_the_run_goes_on(made):
     assert not driver._owes_evaluation()
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), StepLost("learner rank 0: its process died")])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), StepLost("learner rank 0: its process died")]
+)
 def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(made, failure):
     driver, said = made
 
@@ -90,7 +100,9 @@ def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(made, failure):
     driver.cluster.save, driver.step = save, 7
     driver._finished_state = driver._state()
     driver._keep_what_is_finished()
-    assert "steps 1 to 7 are lost; no checkpoint is kept" in said[-1] and not any("nothing but the unfinished" in line for line in said)
+    assert "steps 1 to 7 are lost; no checkpoint is kept" in said[-1] and not any(
+        "nothing but the unfinished" in line for line in said
+    )
 
 
 def test_sigterm_during_a_save_lets_it_end(made):
@@ -152,11 +164,19 @@ def test_a_run_whose_ray_is_gone_saves_what_is_finished_and_fails(made):
     driver._finished_state = {"step": 7, "data": {}, "expected_lengths": None}
 
     def start(checkpoint):
-        driver.interruption.end_when(lambda: "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s")
+        driver.interruption.end_when(
+            lambda: "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s"
+        )
         driver.interruption.check()
 
-    driver.cluster.start, driver.cluster.save = start, lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
-    with pytest.raises(RuntimeError, match=r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on"):
+    driver.cluster.start, driver.cluster.save = (
+        start,
+        lambda folder: (Path(folder) / "model.safetensors").write_bytes(b""),
+    )
+    with pytest.raises(
+        RuntimeError,
+        match=r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on",
+    ):
         driver.run()
     assert driver._saved_step == 7 and closed == [True]
     assert said[-1].endswith("for 20 s: stopped after step 7; nothing but the unfinished step is lost")
@@ -174,7 +194,8 @@ class Updates:
 
 
 def with_updates(driver, sigterm_after):
-    """SIGTERM comes behind optimizer step `sigterm_after`; every wait looks for it. The optimizer steps that were done."""
+    """SIGTERM comes behind optimizer step `sigterm_after`; every wait looks for it. The optimizer steps that were
+    done."""
     done = []
 
     def arrivals(**options):
@@ -209,7 +230,11 @@ def test_sigterm_between_two_updates_of_a_step_waits_for_the_others_while_a_save
 @pytest.mark.parametrize(("since_s", "ends"), [(5.0, False), (25.0, True)])
 def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_time(made, since_s, ends):
     driver, said = made
-    driver.config.run.grace_s, driver._save_seconds, driver._unsavable = 30.0, 10.0, "the learner has begun the next update"
+    driver.config.run.grace_s, driver._save_seconds, driver._unsavable = (
+        30.0,
+        10.0,
+        "the learner has begun the next update",
+    )
     driver.step = driver._finished_state["step"] = 3
     driver.checkpoint, driver._saved_step = driver.run_dir / "checkpoints" / "step_000002", 2
 
@@ -226,7 +251,10 @@ def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_tim
         driver._end_step(None, [], None, started=0.0)
     if ends:
         driver._keep_what_is_finished()
-        assert "the learner has begun the next update: steps 3 to 3 are lost" in said[-1] and "step_000002 is kept" in said[-1]
+        assert (
+            "the learner has begun the next update: steps 3 to 3 are lost" in said[-1]
+            and "step_000002 is kept" in said[-1]
+        )
 
 
 def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is_whole(made, monkeypatch):
@@ -269,5 +297,7 @@ def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_br
 def test_a_return_to_a_checkpoint_that_has_been_dropped_is_one_line(made, tmp_path):
     driver, _ = made
     driver._origin = (tmp_path / "checkpoints" / "step_000010", {"step": 10})
-    with pytest.raises(RuntimeError, match="rank 0 is gone; and no checkpoint of run.dir=.* is whole: .*step_000010, where it"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 is gone; and no checkpoint of run.dir=.* is whole: .*step_000010, where it"
+    ):
         driver._return_to_checkpoint("rank 0 is gone")

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from infsample_rl.cluster.dealing import deal
-from infsample_rl.config import Config, DataConfig, ModelConfig, ObjectiveConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.controller.groups import StepGroups, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.step_metrics import sample_metrics
 from infsample_rl.types import LossTotals, MicroGroupHeader, Prompt, ReferenceReport, RewardResult
@@ -24,7 +33,9 @@ def config(deterministic: bool = False, **objective) -> Config:
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.array([7, i], np.int32)) for i in range(count)]
+    return [
+        Prompt(prompt_index=i, row=i, messages=[], text="", token_ids=np.array([7, i], np.int32)) for i in range(count)
+    ]
 
 
 def header(prompt_index: int, samples: list[int], at: float = 1.0) -> MicroGroupHeader:
@@ -39,7 +50,9 @@ def header(prompt_index: int, samples: list[int], at: float = 1.0) -> MicroGroup
 
 
 def rewards(*values) -> RewardResult:
-    return RewardResult(rewards=list(values), components={"kk": list(values)}, failures=[], started_at=0.5, finished_at=0.6)
+    return RewardResult(
+        rewards=list(values), components={"kk": list(values)}, failures=[], started_at=0.5, finished_at=0.6
+    )
 
 
 def dealt_samples(parts):
@@ -51,7 +64,9 @@ def test_one_prompt_is_split_over_workers():
 
 
 def test_one_prompt_keeps_four_workers_busy():
-    assert dealt_samples(deal(prompts(1), 32, 4, whole_prompts=False)) == [[(0, list(range(start, start + 8)))] for start in (0, 8, 16, 24)]
+    assert dealt_samples(deal(prompts(1), 32, 4, whole_prompts=False)) == [
+        [(0, list(range(start, start + 8)))] for start in (0, 8, 16, 24)
+    ]
 
 
 def test_uneven_work_is_dealt_near_equally_and_completely():

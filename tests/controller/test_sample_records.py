@@ -13,38 +13,61 @@ from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
 
 CONFIG = load_config([])
-STAYS = [[RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 15, 102.0, 102.5, 3)], [RowStay(1, 4, 8, 100.5, 101.5, 4)]]
+STAYS = [
+    [RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 15, 102.0, 102.5, 3)],
+    [RowStay(1, 4, 8, 100.5, 101.5, 4)],
+]
 
 
 def book() -> StepGroups:
     """Two prompts of two samples; of the second no stays were wanted."""
-    prompts = [Prompt(prompt_index=i, row=7 + i, messages=[], text="who is what?", token_ids=np.zeros(3, np.int32)) for i in range(2)]
+    prompts = [
+        Prompt(prompt_index=i, row=7 + i, messages=[], text="who is what?", token_ids=np.zeros(3, np.int32))
+        for i in range(2)
+    ]
     groups = StepGroups(prompts, CONFIG, group_size=2, step=0, with_reference=False)
     for key in range(2):
         header = MicroGroupHeader(
-            prompt_index=key, sample_indices=[1, 0], lengths=[13, 4], finish_reasons=["stop", "length"], policy_version=0, finished_at=103.0,
+            prompt_index=key, sample_indices=[1, 0], lengths=[13, 4], finish_reasons=["stop", "length"],
+            policy_version=0, finished_at=103.0,
             worker=5, forecasts=[Forecast(8, 11.26), None], stays=[] if key else STAYS,
         )  # fmt: skip
         groups.add_micro_group(key, header)
-        groups.add_rewards(key, RewardResult(rewards=[1.0, None], components={}, failures=[], started_at=9.0, finished_at=9.5))
+        groups.add_rewards(
+            key, RewardResult(rewards=[1.0, None], components={}, failures=[], started_at=9.0, finished_at=9.5)
+        )
     return groups
 
 
 def test_a_record_says_who_decoded_when_and_what_came_of_it():
     tokenizer = load_tokenizer(CONFIG.model)
     ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
-    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    figures = {
+        "logprobs": np.zeros(len(ids), np.float32),
+        "sampling_logprobs": None,
+        "finish_reason": "stop",
+        "policy_version": 0,
+    }
     fetched = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in (1, 0)]
     (record,) = sample_records(book(), lambda key: fetched, tokenizer, CONFIG, step=3)
     first = {
-        "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None, "text": " knight. knave.",
+        "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None,
+        "text": " knight. knave.",
         "stays": [[1, 4, 8, 0.5, 1.5, 4]],
     }  # fmt: skip
     second = {
-        "sample_index": 1, "length": 13, "finish_reason": "stop", "reward": 1.0, "worker": 5, "forecast": [8, 11.3], "text": " knight. knave.",
+        "sample_index": 1, "length": 13, "finish_reason": "stop", "reward": 1.0, "worker": 5, "forecast": [8, 11.3],
+        "text": " knight. knave.",
         "stays": [[2, 0, 10, 0.0, 1.0, 10], [0, 12, 15, 2.0, 2.5, 3]],
     }  # fmt: skip
-    assert record == {"step": 3, "prompt_index": 0, "row": 7, "started": 100.0, "prompt": "who is what?", "samples": [first, second]}
+    assert record == {
+        "step": 3,
+        "prompt_index": 0,
+        "row": 7,
+        "started": 100.0,
+        "prompt": "who is what?",
+        "samples": [first, second],
+    }
     assert json.loads(json.dumps(record)) == record
 
 

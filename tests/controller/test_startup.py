@@ -35,7 +35,9 @@ def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
 
     checkpoint = write_checkpoint(tmp_path, {"step": 3, "data": start.prompts.state()}, save)
     again = begin(tmp_path)
-    assert again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
+    assert (
+        again.step == 3 and again.probe.statistics.xx.tobytes() == seen.xx.tobytes() and again.probe.published().is_used
+    )
     assert not any("length probe" in warning for warning in again.warnings)
     (checkpoint / FILE).unlink()
     write_checksums(checkpoint)
@@ -70,7 +72,9 @@ def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_pa
 def test_a_finished_run_says_that_nothing_is_left_to_train(tmp_path):
     data = begin(tmp_path).prompts.state()
     write_checkpoint(tmp_path, {"step": 3, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
-    said = f"run.dir={tmp_path} has all of its 3 steps: nothing is left to train; raise run.steps or run.epochs to go on"
+    said = (
+        f"run.dir={tmp_path} has all of its 3 steps: nothing is left to train; raise run.steps or run.epochs to go on"
+    )
     assert said in begin(tmp_path, "run.steps=3").warnings and said not in begin(tmp_path, "run.steps=4").warnings
 
 
@@ -79,7 +83,9 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
     first = load_config([f"run.dir={tmp_path}", "learner.lr=1e-3"])
     take_over(first, tmp_path, 0)
     for step in (1, 2):
-        write_checkpoint(tmp_path, {"step": step, "data": data}, lambda folder: Path(folder, "model.safetensors").touch())
+        write_checkpoint(
+            tmp_path, {"step": step, "data": data}, lambda folder: Path(folder, "model.safetensors").touch()
+        )
 
     def folder() -> dict[str, bytes]:
         kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("plan.json", ".lock")]
@@ -91,5 +97,8 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
     assert any("learner.lr: 0.001 -> 0.0001" in warning for warning in start.warnings)
     assert any("step_000002 is of a step that is done again" in warning for warning in start.warnings)
     take_over(load_config([f"run.dir={tmp_path}", "learner.lr=1e-4"]), tmp_path, start.step)
-    assert not (tmp_path / "checkpoints" / "step_000002").exists() and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()
+    assert (
+        not (tmp_path / "checkpoints" / "step_000002").exists()
+        and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()
+    )
     assert not any("learner.lr" in warning for warning in begin(tmp_path, "learner.lr=1e-4").warnings)

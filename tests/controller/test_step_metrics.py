@@ -34,10 +34,17 @@ def book() -> StepGroups:
     for key, (lengths, rewards) in enumerate((([2, 4], [1.0, 0.0]), ([6, 8], [None, 1.0]))):
         reasons = ["stop" if length < 8 else "length" for length in lengths]
         header = MicroGroupHeader(
-            prompt_index=key, sample_indices=[0, 1], lengths=lengths, finish_reasons=reasons, policy_version=0, finished_at=10.0 + key
+            prompt_index=key,
+            sample_indices=[0, 1],
+            lengths=lengths,
+            finish_reasons=reasons,
+            policy_version=0,
+            finished_at=10.0 + key,
         )
         groups.add_micro_group(key, header)
-        groups.add_rewards(key, RewardResult(rewards=rewards, components={"kk": rewards}, failures=[], started_at=9.0, finished_at=9.5))
+        groups.add_rewards(
+            key, RewardResult(rewards=rewards, components={"kk": rewards}, failures=[], started_at=9.0, finished_at=9.5)
+        )
     groups.take_complete()
     return groups
 
@@ -58,13 +65,23 @@ def test_evaluation_counts_a_failed_reward_as_wrong():
 def test_records_show_the_text_rewards_saw():
     tokenizer = load_tokenizer(load_config([]).model)
     ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
-    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    figures = {
+        "logprobs": np.zeros(len(ids), np.float32),
+        "sampling_logprobs": None,
+        "finish_reason": "stop",
+        "policy_version": 0,
+    }
     completions = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in range(2)]
     shown = []
     for strings in ([], [" knave", "."]):
         config = load_config([])
         config.rollout.stop_strings = strings
-        shown.append([record["response"] for record in completion_records(book(), lambda key: completions, tokenizer, config, step=1)])
+        shown.append(
+            [
+                record["response"]
+                for record in completion_records(book(), lambda key: completions, tokenizer, config, step=1)
+            ]
+        )
     assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
 
 
@@ -73,41 +90,90 @@ def end(worker, **stats):
 
 
 def test_rollout_figures_of_workers_side_by_side():
-    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
+    zero = {
+        "recomputed_tokens": 1.0,
+        "preemptions": 0.0,
+        "parked_tokens": 0.0,
+        "kv_pool_bytes": 64.0,
+        "predict_seconds": 0.25,
+    }
     ends = [
         end(0, running_steps=10.0, row_utilisation=1.0, peak_kv_bytes=32.0, **zero),
         end(1, running_steps=30.0, row_utilisation=0.5, peak_kv_bytes=48.0, **zero),
     ]
     metrics = rollout_metrics([ends])
-    assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (30, 48, 0.625)
-    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["predictor/seconds"] == 0.25  # side by side: the longest
+    assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (
+        30,
+        48,
+        0.625,
+    )
+    # side by side: the longest
+    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["predictor/seconds"] == 0.25
 
 
 def test_streams_of_one_worker_come_one_after_the_other():
-    zero = {"row_utilisation": 1.0, "recomputed_tokens": 0.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "peak_kv_bytes": 8.0}
-    ends = [end(worker, running_steps=steps, predict_seconds=steps / 10, **zero) for worker, steps in ((0, 10.0), (1, 30.0), (0, 25.0))]
+    zero = {
+        "row_utilisation": 1.0,
+        "recomputed_tokens": 0.0,
+        "preemptions": 0.0,
+        "parked_tokens": 0.0,
+        "kv_pool_bytes": 64.0,
+        "peak_kv_bytes": 8.0,
+    }
+    ends = [
+        end(worker, running_steps=steps, predict_seconds=steps / 10, **zero)
+        for worker, steps in ((0, 10.0), (1, 30.0), (0, 25.0))
+    ]
     metrics = rollout_metrics([ends])
     assert (metrics["rollout/running_steps"], metrics["predictor/seconds"]) == (35, 3.5)
 
 
 def test_rounds_of_sampling_come_one_after_the_other():
-    zero = {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0, "predict_seconds": 0.25}
-    first = [end(index, running_steps=steps, row_utilisation=1.0, peak_kv_bytes=32.0, **zero) for index, steps in enumerate((10.0, 30.0))]
+    zero = {
+        "recomputed_tokens": 1.0,
+        "preemptions": 0.0,
+        "parked_tokens": 0.0,
+        "kv_pool_bytes": 64.0,
+        "predict_seconds": 0.25,
+    }
+    first = [
+        end(index, running_steps=steps, row_utilisation=1.0, peak_kv_bytes=32.0, **zero)
+        for index, steps in enumerate((10.0, 30.0))
+    ]
     second = [end(0, running_steps=20.0, row_utilisation=0.25, peak_kv_bytes=48.0, **zero)]
     metrics = rollout_metrics([first, second])
-    assert (metrics["rollout/running_steps"], metrics["rollout/rounds"], metrics["rollout/peak_kv_bytes"]) == (50, 2, 48)
+    assert (metrics["rollout/running_steps"], metrics["rollout/rounds"], metrics["rollout/peak_kv_bytes"]) == (
+        50,
+        2,
+        48,
+    )
     assert metrics["rollout/row_utilisation"] == 0.75 and metrics["rollout/recomputed_tokens"] == 3
 
 
 def test_a_steps_updates_are_averaged_and_skipped_ones_counted():
-    updates = [{"learner/loss": loss, "learner/lr": lr, "learner/skipped_updates": 1.0} for loss, lr in ((1.0, 0.1), (2.0, 0.2))]
-    assert update_metrics(updates) == {"learner/loss": 1.5, "learner/lr": 0.2, "learner/skipped_updates": 2.0, "learner/updates": 2}
+    updates = [
+        {"learner/loss": loss, "learner/lr": lr, "learner/skipped_updates": 1.0}
+        for loss, lr in ((1.0, 0.1), (2.0, 0.2))
+    ]
+    assert update_metrics(updates) == {
+        "learner/loss": 1.5,
+        "learner/lr": 0.2,
+        "learner/skipped_updates": 2.0,
+        "learner/updates": 2,
+    }
 
 
 def test_maxima_are_the_steps_and_a_skipped_update_has_no_norm():
-    updates = [{"learner/logprob_diff_max": d, "learner/grad_norm": n, "learner/skipped_updates": s, "learner/lr": 0.1} for d, n, s in UPDATES]
+    updates = [
+        {"learner/logprob_diff_max": d, "learner/grad_norm": n, "learner/skipped_updates": s, "learner/lr": 0.1}
+        for d, n, s in UPDATES
+    ]
     found = update_metrics(updates)
-    assert (found["learner/logprob_diff_max"], found["learner/grad_norm"], found["learner/skipped_updates"]) == (0.9, 2.0, 1.0)
+    assert (found["learner/logprob_diff_max"], found["learner/grad_norm"], found["learner/skipped_updates"]) == (
+        0.9,
+        2.0,
+        1.0,
+    )
     assert update_metrics(updates[1:2])["learner/grad_norm"] == 0.0
 
 
@@ -124,7 +190,11 @@ def test_timing_of_overlap_and_leads():
     groups.started_at = 5.0
     groups.row_times = [(0, 10.4, 10.6), (1, 10.4, 10.9), (0, 10.8, 11.5), (1, 11.0, 11.5)]
     metrics = timing_metrics(groups, groups, started=5.0, backward_done=12.0, updated=12.5)
-    assert metrics["timing/rollout"] == 6.0 and metrics["timing/backward_after_rollout"] == 1.0 and metrics["timing/update"] == 0.5
+    assert (
+        metrics["timing/rollout"] == 6.0
+        and metrics["timing/backward_after_rollout"] == 1.0
+        and metrics["timing/update"] == 0.5
+    )
     assert metrics["timing/overlap"] == pytest.approx((0.2 + 0.5 + 0.2) / 2)  # of two ranks
     assert metrics["timing/backward_lead"] == pytest.approx(0.6) and metrics["timing/reward_lead"] == 2.0
     assert metrics["timing/tokens_per_s"] == pytest.approx(20 / 6)
@@ -136,8 +206,13 @@ def test_timing_of_a_step_whose_samples_were_drawn_before():
     for group in following.groups:
         group.last_sample_at += 1.5  # the last at 12.5
     metrics = timing_metrics(groups, following, started=11.5, backward_done=13.0, updated=14.0)
-    assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (6.0, 0.5, 0.5)
-    last = timing_metrics(groups, groups, started=11.5, backward_done=13.0, updated=14.0)  # nothing was sampled beside it
+    assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (
+        6.0,
+        0.5,
+        0.5,
+    )
+    # nothing was sampled beside it
+    last = timing_metrics(groups, groups, started=11.5, backward_done=13.0, updated=14.0)
     assert last["timing/backward_after_rollout"] == 1.5 and last["timing/overlap"] == 0.0
 
 
@@ -147,7 +222,8 @@ def test_forecasts_are_compared_with_the_lengths_that_came():
     for group, predicted in zip(groups.groups, ([4.0, 2.0], [6.0, 9.0]), strict=True):
         for sample, tokens in zip(group.samples, predicted, strict=True):
             sample.forecast = Forecast(1, tokens)
-    metrics = forecast_metrics(groups)  # lengths 2, 4 in the wrong order; 6, 8 in the right one, 8 was cut at the maximum
+    # lengths 2, 4 in the wrong order; 6, 8 in the right one, 8 was cut at the maximum
+    metrics = forecast_metrics(groups)
     assert metrics["predictor/tau"] == 0.0 and metrics["predictor/token_error"] == pytest.approx((2 + 2 + 0) / 3)
     assert metrics["predictor/log_error"] == pytest.approx(2 * math.log(2) / 3)
 

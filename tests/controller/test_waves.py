@@ -1,4 +1,5 @@
-"""Learner rows on their way out: which rank gets which row, when, with which denominators. The cluster is a list of what it was sent."""
+"""Learner rows on their way out: which rank gets which row, when, with which denominators. The cluster is a list of
+what it was sent."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from infsample_rl.controller.groups import Group, SampleRecord
 from infsample_rl.controller.waves import Waves
 from infsample_rl.types import LossTotals, Prompt, RowWork
 
-PROVISIONAL = LossTotals(num_sequences=8, num_tokens=8 * 8, length_normalizer=8)  # 4 prompts of 2 samples, as if all were of full length
+# 4 prompts of 2 samples, as if all were of full length
+PROVISIONAL = LossTotals(num_sequences=8, num_tokens=8 * 8, length_normalizer=8)
 
 
 class Sent(NamedTuple):
@@ -93,7 +95,9 @@ def group(index: int, lengths: tuple[int, int] = (4, 5), *, signal: float = 1.0)
         (2, {}, [(0, [0]), (1, [1]), (0, [2]), (1, [3])]),
     ],
 )
-def test_a_group_above_one_pass_is_a_long_row_for_each_rank_that_runs_free_and_else_rows_of_one_pass(overlap, ranks, settings, rows):
+def test_a_group_above_one_pass_is_a_long_row_for_each_rank_that_runs_free_and_else_rows_of_one_pass(
+    overlap, ranks, settings, rows
+):
     waves, cluster = make(ranks, overlap=overlap, **settings)
     waves.add(group(0, (8, 8, 8, 8)))
     assert list(waves.updates())
@@ -110,7 +114,10 @@ def test_with_a_reduction_every_row_ranks_get_their_rows_together_and_the_last_h
     sent = cluster.take()
     assert [(one.rank, one.samples) for one in sent] == [(0, [(0, 0), (0, 1)]), (1, [(1, 0), (1, 1)])]
     assert [one.keys for one in sent] == [[0, 1], [10, 11]]
-    assert [{index: ids.tolist() for index, ids in one.work.prompt_ids.items()} for one in sent] == [{0: [7, 0]}, {1: [7, 1]}]
+    assert [{index: ids.tolist() for index, ids in one.work.prompt_ids.items()} for one in sent] == [
+        {0: [7, 0]},
+        {1: [7, 1]},
+    ]
     assert all(one.work.totals == PROVISIONAL and one.work.row_id is None for one in sent)
     waves.finish()
     waves.finish()
@@ -120,7 +127,9 @@ def test_with_a_reduction_every_row_ranks_get_their_rows_together_and_the_last_h
         (1, None, [], False),
     ]
     ((totals, is_last),) = waves.updates()
-    assert is_last and totals == LossTotals(num_sequences=6, num_tokens=27, length_normalizer=8) and cluster.take() == []
+    assert (
+        is_last and totals == LossTotals(num_sequences=6, num_tokens=27, length_normalizer=8) and cluster.take() == []
+    )
 
 
 def test_with_one_reduction_an_update_a_row_goes_at_once_to_the_rank_that_has_had_the_fewest_tokens():
@@ -145,7 +154,9 @@ def test_without_overlap_nothing_goes_out_before_the_denominators_are_known():
     assert is_last and totals == LossTotals(num_sequences=6, num_tokens=27, length_normalizer=8)
     assert [(one.rank, one.samples and one.samples[0][0]) for one in sent] == [(0, 0), (1, 1), (0, 2), (1, None)]
     assert all(one.work.totals == totals and one.work.row_id is None for one in sent)
-    assert sorted(sample for one in sent for sample in one.samples or []) == [(index, place) for index in range(3) for place in range(2)]
+    assert sorted(sample for one in sent for sample in one.samples or []) == [
+        (index, place) for index in range(3) for place in range(2)
+    ]
     assert next(updates, None) is None
 
 
@@ -157,7 +168,9 @@ def test_several_updates_remember_the_log_probabilities_of_rows_before_the_first
     seen = []
     for totals, is_last in waves.updates():
         assert totals == LossTotals(num_sequences=4, num_tokens=18, length_normalizer=8)
-        seen.append(([(one.samples[0][0], one.work.totals is None, one.work.row_id) for one in cluster.take()], is_last))
+        seen.append(
+            ([(one.samples[0][0], one.work.totals is None, one.work.row_id) for one in cluster.take()], is_last)
+        )
     first, second = [(0, False, 0), (1, False, 1)], [(2, False, 2), (3, False, 3)]
     assert seen == [([(2, True, 2), (3, True, 3), *first], False), (second, False), (first, False), (second, True)]
 

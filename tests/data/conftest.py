@@ -1,4 +1,5 @@
-"""Byte-level tokenizers, so that every expected length can be counted by hand: one token a byte, one a special token."""
+"""Byte-level tokenizers, so that every expected length can be counted by hand: one token a byte, one a special
+token."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from transformers import PreTrainedTokenizerFast
 QWEN_TEMPLATE = (
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif "
+    "%}{%- endif %}"
 )
 LLAMA_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') "
+    "}}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
@@ -30,7 +33,9 @@ def byte_tokenizer(special: list[str]) -> Tokenizer:
 @pytest.fixture(scope="session")
 def qwen_tokenizer() -> PreTrainedTokenizerFast:
     """ChatML with enable_thinking, no BOS, as Qwen3's."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(["<|im_start|>", "<|im_end|>"]), eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(["<|im_start|>", "<|im_end|>"]), eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = QWEN_TEMPLATE
     return tokenizer
 
@@ -39,7 +44,9 @@ def qwen_tokenizer() -> PreTrainedTokenizerFast:
 def llama_tokenizer() -> PreTrainedTokenizerFast:
     """Adds BOS by itself, and its template writes BOS too; refuses system messages."""
     raw = byte_tokenizer(["<s>", "</s>"])
-    raw.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)])
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 256), ("</s>", 257)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = LLAMA_TEMPLATE
     return tokenizer

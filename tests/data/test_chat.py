@@ -13,7 +13,9 @@ from infsample_rl.data.fields import Problem
 
 def problem(question: str, row: int = 1) -> Problem:
     """A problem of a file that is not there."""
-    return Problem(row=row, origin="train.jsonl", messages=[{"role": "user", "content": question}], columns={"answer": "2"})
+    return Problem(
+        row=row, origin="train.jsonl", messages=[{"role": "user", "content": question}], columns={"answer": "2"}
+    )
 
 
 def config(**settings) -> DataConfig:
@@ -22,7 +24,9 @@ def config(**settings) -> DataConfig:
 
 
 def test_qwen_template_with_system_prompt_instruction_and_thinking_off(qwen_tokenizer):
-    data = config(system_prompt="Be brief.", instruction="Answer with a number.", chat_template_kwargs={"enable_thinking": False})
+    data = config(
+        system_prompt="Be brief.", instruction="Answer with a number.", chat_template_kwargs={"enable_thinking": False}
+    )
     prompt = render(problem("1 + 1 = ?", row=4), qwen_tokenizer, data)
     assert prompt.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1 + 1 = ?\n\nAnswer with a number.<|im_end|>\n"
@@ -35,13 +39,18 @@ def test_qwen_template_with_system_prompt_instruction_and_thinking_off(qwen_toke
 
 
 def test_thinking_is_on_when_not_said_otherwise(qwen_tokenizer):
-    assert render(problem("1?"), qwen_tokenizer, config()).text == "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        render(problem("1?"), qwen_tokenizer, config()).text
+        == "<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_the_system_prompt_takes_the_place_of_the_rows_own(qwen_tokenizer):
     row = problem("1?")
     row.messages.insert(0, {"role": "system", "content": "Old."})
-    assert render(row, qwen_tokenizer, config(system_prompt="New.")).text.startswith("<|im_start|>system\nNew.<|im_end|>\n<|im_start|>user\n1?")
+    assert render(row, qwen_tokenizer, config(system_prompt="New.")).text.startswith(
+        "<|im_start|>system\nNew.<|im_end|>\n<|im_start|>user\n1?"
+    )
     assert render(row, qwen_tokenizer, config()).text.startswith("<|im_start|>system\nOld.")
 
 
@@ -64,8 +73,14 @@ def test_plain_text_without_a_template_has_bos_once_and_no_eos(llama_tokenizer):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"enable_thinkin": False}, "data.chat_template_kwargs.enable_thinkin: .* knows no such keyword; did you mean enable_thinking?"),
-        ({"add_generation_prompt": False}, "data.chat_template_kwargs.add_generation_prompt is not a keyword of the chat template"),
+        (
+            {"enable_thinkin": False},
+            "data.chat_template_kwargs.enable_thinkin: .* knows no such keyword; did you mean enable_thinking?",
+        ),
+        (
+            {"add_generation_prompt": False},
+            "data.chat_template_kwargs.add_generation_prompt is not a keyword of the chat template",
+        ),
     ],
 )
 def test_a_misspelt_keyword_is_refused(qwen_tokenizer, keywords, message):
@@ -88,7 +103,10 @@ def test_a_row_the_template_refuses_is_a_bad_row(llama_tokenizer, caplog):
     refused = problem("2?", row=2)
     refused.messages.insert(0, {"role": "system", "content": "S"})
     rows = [problem("1?"), refused, problem("3?", row=3)]
-    with pytest.raises(ValueError, match=r"jsonl, row 2 cannot be used: the chat template refuses it \(System role not supported\); 1 of 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"jsonl, row 2 cannot be used: the chat template refuses it \(System role not supported\); 1 of 3",
+    ):
         render_all(rows, llama_tokenizer, config())
     rendered = render_all(rows, llama_tokenizer, config(bad_rows="skip"))
     assert [(prompt.row, prompt.prompt_index) for prompt in rendered.prompts] == [(1, 0), (3, 1)]
@@ -116,7 +134,11 @@ def test_long_prompts_are_dropped_counted_and_said_once(llama_tokenizer, caplog)
     assert [prompt.row for prompt in rendered.prompts] == [1, 2]
     assert (rendered.dropped, rendered.truncated) == (1, 0)
     (record,) = caplog.records
-    assert record.getMessage() == "train.jsonl: dropped, as 1 of 3 prompts are longer than data.max_prompt_tokens = 38 (the longest has 48): row 3"
+    assert (
+        record.getMessage()
+        == "train.jsonl: dropped, as 1 of 3 prompts are longer than data.max_prompt_tokens = 38 (the longest has 48): "
+        "row 3"
+    )
 
 
 def test_dropping_every_prompt_is_an_error(llama_tokenizer):
@@ -140,12 +162,17 @@ def test_truncation_cuts_the_question_from_the_left_and_keeps_everything_else(ll
 
 
 def test_a_prompt_that_cannot_be_truncated_enough_is_an_error(llama_tokenizer):
-    with pytest.raises(ValueError, match="row 1: the prompt cannot be truncated to data.max_prompt_tokens = 10: .* question takes 18 tokens"):
+    with pytest.raises(
+        ValueError,
+        match="row 1: the prompt cannot be truncated to data.max_prompt_tokens = 10: .* question takes 18 tokens",
+    ):
         render_all(LONG, llama_tokenizer, config(max_prompt_tokens=10, long_prompts="truncate"))
 
 
 def test_a_developers_message_is_replaced_and_the_last_turn_instructed():
     turns = (("developer", "D"), ("user", "one"), ("assistant", "two"), ("user", "three"))
-    row = Problem(row=1, origin="train.jsonl", columns={}, messages=[{"role": role, "content": text} for role, text in turns])
+    row = Problem(
+        row=1, origin="train.jsonl", columns={}, messages=[{"role": role, "content": text} for role, text in turns]
+    )
     found = [message["content"] for message in chat_messages(row, config(system_prompt="S", instruction="I"))]
     assert found == ["S", "one", "two", "three\n\nI"]

@@ -102,7 +102,8 @@ def test_careful_reasoning_ends_in_the_solution():
 
 def test_hasty_reasoning_is_right_only_by_chance():
     right = [
-        kk.parse_answer(kk.reasoning_text(puzzle, names, "hasty", rng), names) == list(puzzle.solution) for puzzle, names, rng in some_puzzles(2000)
+        kk.parse_answer(kk.reasoning_text(puzzle, names, "hasty", rng), names) == list(puzzle.solution)
+        for puzzle, names, rng in some_puzzles(2000)
     ]
     chance = kk.SHARE_OF_TWO / 4 + (1 - kk.SHARE_OF_TWO) / 8
     assert sum(right) / len(right) == pytest.approx(chance, abs=0.04)

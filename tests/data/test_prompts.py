@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 
 
@@ -26,7 +34,9 @@ def write(path: Path, rows: int) -> str:
     return str(path)
 
 
-def config(source: str, *, seed: int = 0, eval_prompts: int = 100, max_new_tokens: int = 8, reward: str = "gsm8k", **data: Any) -> Config:
+def config(
+    source: str, *, seed: int = 0, eval_prompts: int = 100, max_new_tokens: int = 8, reward: str = "gsm8k", **data: Any
+) -> Config:
     """Settings of a run over a file."""
     return Config(
         run=RunConfig(seed=seed, eval_prompts=eval_prompts),
@@ -52,9 +62,16 @@ def test_every_epoch_deals_every_row_once_in_a_new_order(seven, qwen_tokenizer):
 
 
 def test_the_order_follows_the_seed_or_the_file(seven, qwen_tokenizer):
-    orders = [sum(rows_of(build_train_prompts(config(seven, **settings), qwen_tokenizer, None), 3), []) for settings in ({}, {}, {"seed": 1})]
+    orders = [
+        sum(rows_of(build_train_prompts(config(seven, **settings), qwen_tokenizer, None), 3), [])
+        for settings in ({}, {}, {"seed": 1})
+    ]
     assert orders[0] == orders[1] != orders[2]
-    assert rows_of(build_train_prompts(config(seven, shuffle=False), qwen_tokenizer, None), 3) == [[1, 2, 3], [4, 5, 6], [7, 1, 2]]
+    assert rows_of(build_train_prompts(config(seven, shuffle=False), qwen_tokenizer, None), 3) == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 1, 2],
+    ]
 
 
 def test_prompts_are_numbered_by_their_place_in_the_batch_and_carry_their_columns(seven, qwen_tokenizer):
@@ -62,13 +79,17 @@ def test_prompts_are_numbered_by_their_place_in_the_batch_and_carry_their_column
     stream.next_batch()
     batch = stream.next_batch()
     assert [prompt.prompt_index for prompt in batch] == [0, 1, 2]
-    assert [prompt.columns for prompt in batch] == [{"answer": str(number), "answer_as_given": number} for number in (3, 4, 5)]
+    assert [prompt.columns for prompt in batch] == [
+        {"answer": str(number), "answer_as_given": number} for number in (3, 4, 5)
+    ]
     assert stream.first_rendered == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert (stream.num_rows, stream.dropped, stream.truncated) == (7, 0, 0)
 
 
 def test_a_file_shorter_than_a_batch_wraps_several_times(tmp_path, qwen_tokenizer):
-    stream = build_train_prompts(config(write(tmp_path / "two.jsonl", 2), prompts_per_step=5, shuffle=False), qwen_tokenizer, None)
+    stream = build_train_prompts(
+        config(write(tmp_path / "two.jsonl", 2), prompts_per_step=5, shuffle=False), qwen_tokenizer, None
+    )
     assert rows_of(stream, 2) == [[1, 2, 1, 2, 1], [2, 1, 2, 1, 2]]
 
 
@@ -92,8 +113,14 @@ def test_restoring_over_other_data_or_another_order_is_refused(seven, tmp_path, 
     changed = Path(seven).read_text().replace('"answer": 3', '"answer": 4')
     (tmp_path / "changed.jsonl").write_text(changed)
     cases = [
-        (config(write(tmp_path / "eight.jsonl", 8)), "the data set has changed: its number of usable rows was 7 and is 8 now"),
-        (config(str(tmp_path / "changed.jsonl")), "the data set, the chat template or the tokenizer has changed: the hash of all"),
+        (
+            config(write(tmp_path / "eight.jsonl", 8)),
+            "the data set has changed: its number of usable rows was 7 and is 8 now",
+        ),
+        (
+            config(str(tmp_path / "changed.jsonl")),
+            "the data set, the chat template or the tokenizer has changed: the hash of all",
+        ),
         (config(seven, instruction="!"), "the data set, the chat template or the tokenizer has changed"),
         (config(seven, seed=3), "run.seed was 0 and is 3 now"),
         (config(seven, shuffle=False), "data.shuffle was True and is False now"),
@@ -120,7 +147,8 @@ def test_prompt_and_response_must_fit_the_context(seven, qwen_tokenizer):
     with pytest.raises(ValueError) as caught:
         build_train_prompts(config(seven, max_new_tokens=13), qwen_tokenizer, 32)
     assert str(caught.value) == (
-        f"rollout.max_new_tokens must be <= 12, got 13: the longest prompt ({seven}, row 1) has 20 tokens and the model's context 32; "
+        f"rollout.max_new_tokens must be <= 12, got 13: the longest prompt ({seven}, row 1) has 20 tokens and the "
+        "model's context 32; "
         "the nearest that works is 12"
     )
     with pytest.raises(ValueError, match="data.max_prompt_tokens must be < the model's context 20, got 1024"):
@@ -144,7 +172,10 @@ def test_evaluation_names_its_own_option(seven, qwen_tokenizer):
 def test_a_reward_that_compares_answers_needs_an_answer(tmp_path, qwen_tokenizer):
     (tmp_path / "a.jsonl").write_text('{"question": "a", "level": 3}\n')
     source = str(tmp_path / "a.jsonl")
-    with pytest.raises(ValueError, match=r"no field is known to be the answer that reward math needs: set data.answer_field \(fields: level\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no field is known to be the answer that reward math needs: set data.answer_field \(fields: level\)",
+    ):
         build_train_prompts(config(source, reward="math"), qwen_tokenizer, None)
     assert build_train_prompts(config(source, reward="model:judge"), qwen_tokenizer, None).num_rows == 1
 
@@ -152,15 +183,28 @@ def test_a_reward_that_compares_answers_needs_an_answer(tmp_path, qwen_tokenizer
 def test_a_tokenizer_without_a_chat_template_is_said_once(seven, llama_tokenizer, caplog):
     llama_tokenizer.chat_template = None
     assert build_train_prompts(config(seven), llama_tokenizer, None).first_rendered == "a"
-    assert len([record for record in caplog.records if "has no chat template: prompts are plain text" in record.getMessage()]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "has no chat template: prompts are plain text" in record.getMessage()
+            ]
+        )
+        == 1
+    )
 
 
 def test_dropped_and_truncated_prompts_are_counted(tmp_path, qwen_tokenizer):
     path = tmp_path / "long.jsonl"
-    path.write_text("".join(json.dumps({"question": question, "answer": 1}) + "\n" for question in ("ab", "abcdefgh", "c")))
+    path.write_text(
+        "".join(json.dumps({"question": question, "answer": 1}) + "\n" for question in ("ab", "abcdefgh", "c"))
+    )
     dropping = build_train_prompts(config(str(path), max_prompt_tokens=22, long_prompts="drop"), qwen_tokenizer, None)
     assert (dropping.num_rows, dropping.dropped, dropping.truncated) == (2, 1, 0)
-    cutting = build_train_prompts(config(str(path), max_prompt_tokens=22, long_prompts="truncate"), qwen_tokenizer, None)
+    cutting = build_train_prompts(
+        config(str(path), max_prompt_tokens=22, long_prompts="truncate"), qwen_tokenizer, None
+    )
     assert (cutting.num_rows, cutting.dropped, cutting.truncated) == (3, 0, 1)
 
 

@@ -29,7 +29,9 @@ GOOD = {"question": "1 + 1 = ?", "answer": "2"}
 
 def jsonl(path: Path, rows: list[Any]) -> str:
     """A JSON Lines file; strings go in as they are."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -111,9 +113,16 @@ def test_blank_lines_count_as_lines_and_the_byte_order_mark_does_not(tmp_path):
 
 def test_json_list_and_json_lines_named_json_and_parquet_give_the_same(tmp_path):
     (tmp_path / "list.json").write_text(json.dumps([GOOD, GOOD]))
-    files = [str(tmp_path / "list.json"), jsonl(tmp_path / "lines.json", [GOOD, GOOD]), parquet(tmp_path / "rows.parquet", [GOOD, GOOD])]
+    files = [
+        str(tmp_path / "list.json"),
+        jsonl(tmp_path / "lines.json", [GOOD, GOOD]),
+        parquet(tmp_path / "rows.parquet", [GOOD, GOOD]),
+    ]
     for source in files:
-        assert [(p.row, p.messages, p.columns) for p in load(source)] == [(1, USER, {"answer": "2"}), (2, USER, {"answer": "2"})]
+        assert [(p.row, p.messages, p.columns) for p in load(source)] == [
+            (1, USER, {"answer": "2"}),
+            (2, USER, {"answer": "2"}),
+        ]
 
 
 def test_named_fields_win_over_found_ones_and_may_descend(tmp_path):
@@ -138,7 +147,11 @@ def test_verl_parquet_is_taken_as_it_is(tmp_path):
 
 
 def test_verl_ground_truth_that_is_an_object_stays_one(tmp_path):
-    row = {"data_source": "countdown", "prompt": USER, "reward_model": {"ground_truth": {"target": 24, "numbers": [4, 6]}}}
+    row = {
+        "data_source": "countdown",
+        "prompt": USER,
+        "reward_model": {"ground_truth": {"target": 24, "numbers": [4, 6]}},
+    }
     (problem,) = load(parquet(tmp_path / "train.parquet", [row]))
     assert problem.columns["ground_truth"] == problem.columns["answer"] == {"target": 24, "numbers": [4, 6]}
     assert problem.columns["extra_info"] is None
@@ -149,7 +162,10 @@ def test_trl_prompt_column_is_a_string_or_messages_with_or_without_an_answer(tmp
         (problem,) = load(jsonl(tmp_path / "a.jsonl", [row]))
         assert (problem.messages, problem.columns) == (USER, columns)
     (problem,) = load(jsonl(tmp_path / "b.jsonl", [{"prompt": USER, "question": "1 + 1", "solution": "2"}]))
-    assert (problem.messages, problem.columns) == (USER, {"prompt": USER, "question": "1 + 1", "solution": "2", "answer": "2"})
+    assert (problem.messages, problem.columns) == (
+        USER,
+        {"prompt": USER, "question": "1 + 1", "solution": "2", "answer": "2"},
+    )
 
 
 def test_content_in_text_parts_is_joined(tmp_path):
@@ -161,11 +177,19 @@ def test_content_in_text_parts_is_joined(tmp_path):
 def test_kk_tiny_is_read_from_the_assets_by_split(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "ASSETS", tmp_path)
     (tmp_path / "kk_tiny").mkdir()
-    row = {"question": "Who?", "answer": "Ava is a knight.", "names": ["Ava"], "solution": [True], "form": "1: 0 says 0+"}
+    row = {
+        "question": "Who?",
+        "answer": "Ava is a knight.",
+        "names": ["Ava"],
+        "solution": [True],
+        "form": "1: 0 says 0+",
+    }
     for split in ("train", "test"):
         jsonl(tmp_path / "kk_tiny" / f"{split}.jsonl", [{**row, "form": split}])
     data = DataConfig(source="kk_tiny", eval_source="kk_tiny")
-    assert load_problems(data, evaluation=False)[0].columns == {k: v for k, v in {**row, "form": "train"}.items() if k != "question"}
+    assert load_problems(data, evaluation=False)[0].columns == {
+        k: v for k, v in {**row, "form": "train"}.items() if k != "question"
+    }
     assert load_problems(data, evaluation=True)[0].columns["form"] == "test"
 
 
@@ -179,7 +203,10 @@ def hub_folder(tmp_path, monkeypatch) -> Path:
         (folder / config).mkdir(parents=True)
         listing += f"- config_name: {config}\n  data_files:\n"
         for size in (2, 3):
-            jsonl(folder / config / f"{size}.jsonl", [{"quiz": f"{config} {size}?", "solution_text_format": "(1) Ava is a knight"}])
+            jsonl(
+                folder / config / f"{size}.jsonl",
+                [{"quiz": f"{config} {size}?", "solution_text_format": "(1) Ava is a knight"}],
+            )
             listing += f"  - split: {size}ppl\n    path: {config}/{size}.jsonl\n"
     (folder / "README.md").write_text(f"---\nconfigs:\n{listing}---\n")
     return folder
@@ -215,9 +242,18 @@ BROKEN_ROWS = [  # the second of three rows, the message about it
     ({"question": "1 + 1 = ?", "answer": r"\boxed{}"}, "its field 'answer' holds no answer"),
     ({"question": [], "answer": "2"}, "its field 'question' is empty"),
     ({"question": [{"role": "user"}], "answer": "2"}, "holds an object where a message {role, content} is needed"),
-    ({"question": [{"role": "human", "content": "hi"}], "answer": "2"}, "a message of role 'human'; the roles are system, developer, user"),
-    ({"question": [{"role": "user", "content": 3}], "answer": "2"}, "a message whose content is a number; text is needed"),
-    ({"question": [*USER, {"role": "assistant", "content": "2"}], "answer": "2"}, "ends with a message of the assistant"),
+    (
+        {"question": [{"role": "human", "content": "hi"}], "answer": "2"},
+        "a message of role 'human'; the roles are system, developer, user",
+    ),
+    (
+        {"question": [{"role": "user", "content": 3}], "answer": "2"},
+        "a message whose content is a number; text is needed",
+    ),
+    (
+        {"question": [*USER, {"role": "assistant", "content": "2"}], "answer": "2"},
+        "ends with a message of the assistant",
+    ),
     ({"question": "\ud800", "answer": "2"}, "not valid Unicode (surrogates not allowed at character 0)"),
 ]
 
@@ -264,7 +300,11 @@ def test_a_file_of_bad_rows_only_is_an_error_even_when_they_are_skipped(tmp_path
         ("object.json", b'{"data": []}', "it holds an object; a list of objects or JSON Lines is needed"),
         ("cut.json", b'[{"question": "a"', "the file cannot be read: Expecting"),
         ("cut.parquet", b"PAR1 not really", "the file cannot be read: "),
-        ("table.csv", b"question,answer\n1,2\n", "a data file must end in one of .jsonl, .ndjson, .json, .parquet, got .csv"),
+        (
+            "table.csv",
+            b"question,answer\n1,2\n",
+            "a data file must end in one of .jsonl, .ndjson, .json, .parquet, got .csv",
+        ),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, message):
@@ -275,17 +315,41 @@ def test_a_broken_file_is_named(tmp_path, name, content, message):
 
 def test_a_missing_file_is_named_with_the_nearest_there_is(tmp_path):
     jsonl(tmp_path / "train.jsonl", [GOOD])
-    assert message_of(f"{tmp_path}/trian.jsonl") == f"data.source={tmp_path}/trian.jsonl: there is no such file; did you mean {tmp_path}/train.jsonl?"
+    assert (
+        message_of(f"{tmp_path}/trian.jsonl")
+        == f"data.source={tmp_path}/trian.jsonl: there is no such file; did you mean {tmp_path}/train.jsonl?"
+    )
 
 
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"a": "x", "b": "y"}, {}, "the fields are a, b; none is known to be the question (question, problem, prompt, quiz): set data.prompt_field"),
-        ({"question": "x", "problem": "y"}, {}, "question and problem could each be the question: set data.prompt_field, e.g. "),
-        ({"question": "x", "solution": "y", "target": "z"}, {}, "solution and target could each be the answer: set data.answer_field"),
-        ({"question": "x"}, {"prompt_field": "qestion"}, "no row has the field data.prompt_field=qestion; the fields are question"),
-        ({"question": "x"}, {"answer_field": "gold"}, "no row has the field data.answer_field=gold; the fields are question"),
+        (
+            {"a": "x", "b": "y"},
+            {},
+            "the fields are a, b; none is known to be the question (question, problem, prompt, quiz): set "
+            "data.prompt_field",
+        ),
+        (
+            {"question": "x", "problem": "y"},
+            {},
+            "question and problem could each be the question: set data.prompt_field, e.g. ",
+        ),
+        (
+            {"question": "x", "solution": "y", "target": "z"},
+            {},
+            "solution and target could each be the answer: set data.answer_field",
+        ),
+        (
+            {"question": "x"},
+            {"prompt_field": "qestion"},
+            "no row has the field data.prompt_field=qestion; the fields are question",
+        ),
+        (
+            {"question": "x"},
+            {"answer_field": "gold"},
+            "no row has the field data.answer_field=gold; the fields are question",
+        ),
     ],
 )
 def test_fields_that_are_missing_or_ambiguous_are_listed_with_the_option_to_set(tmp_path, row, settings, message):
@@ -293,14 +357,22 @@ def test_fields_that_are_missing_or_ambiguous_are_listed_with_the_option_to_set(
 
 
 def test_a_field_setting_that_no_source_reads_is_refused():
-    assert message_of("gsm8k", prompt_field="q") == "data.prompt_field=q has no effect: the fields of gsm8k are known; leave it out"
+    assert (
+        message_of("gsm8k", prompt_field="q")
+        == "data.prompt_field=q has no effect: the fields of gsm8k are known; leave it out"
+    )
 
 
 @pytest.mark.parametrize("source", ["infsample-rl-tests/no-such-set", "gsm9k"])
 def test_a_hub_data_set_that_cannot_be_had_says_how_to_give_a_file(source):
     text = message_of(source)
-    assert text.startswith(f"data.source={source}: the hub data set {source} cannot be loaded: the hub cannot be reached and its local cache")
-    assert text.endswith("to use a file give data.source=FILE.jsonl data.prompt_field=question data.answer_field=answer")
+    assert text.startswith(
+        f"data.source={source}: the hub data set {source} cannot be loaded: the hub cannot be reached and its local "
+        "cache"
+    )
+    assert text.endswith(
+        "to use a file give data.source=FILE.jsonl data.prompt_field=question data.answer_field=answer"
+    )
     assert ("did you mean gsm8k?" in text) == (source == "gsm9k")
 
 
@@ -317,12 +389,17 @@ except ValueError as error:
     print(time.monotonic() - started, error)
 """
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}  # the tests' own setting
+        # the tests' own setting
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
         environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "no_proxy": "127.0.0.1"}
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=Path(sources.__file__).parents[2])
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, cwd=Path(sources.__file__).parents[2]
+        )
     seconds, _, message = done.stdout.partition(" ")
-    assert message.startswith("data.source=gsm8k: the hub data set openai/gsm8k:main cannot be loaded: the hub cannot be reached"), done.stderr
+    assert message.startswith(
+        "data.source=gsm8k: the hub data set openai/gsm8k:main cannot be loaded: the hub cannot be reached"
+    ), done.stderr
     assert 3 <= float(seconds) < 10  # one request's time-out; the datasets package alone retries for half a minute
 
 
@@ -334,7 +411,13 @@ def test_reasoning_gym_training_and_held_out_problems_come_from_disjoint_seeds()
     import reasoning_gym
 
     task = {"min_terms": 6, "max_terms": 6, "min_digits": 4}
-    data = DataConfig(source="reasoning_gym:chain_sum", eval_source="reasoning_gym:chain_sum", size=20, generator_seed=5, generator_kwargs=task)
+    data = DataConfig(
+        source="reasoning_gym:chain_sum",
+        eval_source="reasoning_gym:chain_sum",
+        size=20,
+        generator_seed=5,
+        generator_kwargs=task,
+    )
     train, held_out = load_problems(data, evaluation=False), load_problems(data, evaluation=True, limit=10)
     seeds_5_to_34 = [entry["question"] for entry in reasoning_gym.create_dataset("chain_sum", seed=5, size=30, **task)]
     assert [problem.messages[0]["content"] for problem in [*train, *held_out]] == seeds_5_to_34
@@ -356,6 +439,9 @@ def test_reasoning_gym_mistakes_are_named():
     assert "has no task 'chainsum' (of " in (text := message_of("reasoning_gym:chainsum"))
     assert "the nearest are chain_sum" in text
     text = message_of("reasoning_gym:chain_sum", generator_kwargs={"max_term": 3})
-    assert "unexpected keyword argument 'max_term'; its settings are allow_negation, max_digits, max_terms, min_digits, min_terms" in text
+    assert (
+        "unexpected keyword argument 'max_term'; its settings are allow_negation, max_digits, max_terms, min_digits, "
+        "min_terms" in text
+    )
     text = message_of("reasoning_gym:chain_sum", generator_kwargs={"seed": 3})
     assert text == "data.generator_kwargs.seed is set by data.generator_seed; leave it out"

@@ -1,4 +1,5 @@
-"""Every command of README and docs runs, or says why it is not run; those that are not run still have settings that exist."""
+"""Every command of README and docs runs, or says why it is not run; those that are not run still have settings that
+exist."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from infsample_rl.config.loading import compose, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(
-    r"^(?:[A-Z_]+=\S+ )*(?:python|make|launch/\S+\.sh|\./\S+|infsample_rl|pip|docker|sbatch|kubectl|ray|wandb|head|cat|export|\.|for|tensorboard) "
+    r"^(?:[A-Z_]+=\S+ "
+    r")*(?:python|make|launch/\S+\.sh|\./\S+|infsample_rl|pip|docker|sbatch|kubectl|ray|wandb|head|cat|export|\.|for|tensorboard) "
 )
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
 
@@ -72,9 +74,14 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def training_commands(block: Block) -> list[list[str]]:
-    """Arguments of every `python -m infsample_rl.main` of a block, as the shell would split them; placeholders such as FILE stay."""
+    """Arguments of every `python -m infsample_rl.main` of a block, as the shell would split them; placeholders such as
+    FILE stay."""
     lines = block.text.replace("\\\n", " ").splitlines()
-    found = [line.split("infsample_rl.main", 1)[1] for line in lines if line.lstrip().startswith("python -m infsample_rl.main")]
+    found = [
+        line.split("infsample_rl.main", 1)[1]
+        for line in lines
+        if line.lstrip().startswith("python -m infsample_rl.main")
+    ]
     return [[part for part in shlex.split(line, comments=True) if part != "..."] for line in found]
 
 
@@ -92,25 +99,35 @@ def test_the_pages_have_commands_and_most_of_the_tutorial_is_run():
 def test_settings_in_the_commands_exist(page):
     for block in page.blocks:
         for arguments in training_commands(block):
-            overrides = [argument for argument in arguments if "=" in argument and "$" not in argument]  # a loop's variable
+            # a loop's variable
+            overrides = [argument for argument in arguments if "=" in argument and "$" not in argument]
             if not block.reason:
                 load_config(overrides)  # also what contradicts each other
             elif "--config-dir" not in arguments:
-                compose(overrides)  # raises for a name that is none, and for a value of the wrong type; paths are placeholders
+                # raises for a name that is none, and for a value of the wrong type; paths are placeholders
+                compose(overrides)
 
 
 def test_no_two_pages_train_into_one_folder():
-    """A run goes on where its folder's last one ended, and refuses other data: who follows both pages would meet that."""
+    """A run goes on where its folder's last one ended, and refuses other data: who follows both pages would meet
+    that."""
     pages_of: dict[str, set[str]] = {}
     for page in PAGES:
-        for arguments in (arguments for block in page.blocks if not block.reason for arguments in training_commands(block)):
-            for folder in (argument for argument in arguments if argument.startswith("run.dir=") and "$" not in argument):
+        for arguments in (
+            arguments for block in page.blocks if not block.reason for arguments in training_commands(block)
+        ):
+            for folder in (
+                argument for argument in arguments if argument.startswith("run.dir=") and "$" not in argument
+            ):
                 pages_of.setdefault(folder, set()).add(page.path.name)
     assert len(pages_of) > 5 and {folder: pages for folder, pages in pages_of.items() if len(pages) > 1} == {}
 
 
 def test_what_is_not_run_is_told_with_its_reason(tmp_path):
-    text = "<!-- not run: needs a GPU -->\n```\npython -m infsample_rl.main x=1\n```\n\n```\na diagram\n```\ntext\n\n```\nmake run\n```\n"
+    text = (
+        "<!-- not run: needs a GPU -->\n```\npython -m infsample_rl.main x=1\n```\n\n```\na "
+        "diagram\n```\ntext\n\n```\nmake run\n```\n"
+    )
     (tmp_path / "page.md").write_text(text)
     found = blocks_of(tmp_path / "page.md")
     assert [(block.line, block.reason) for block in found] == [(2, "needs a GPU"), (11, "")]
@@ -130,7 +147,9 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", [page for page in PAGES if any(not block.reason for block in page.blocks)], ids=lambda page: page.path.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(not block.reason for block in page.blocks)], ids=lambda page: page.path.stem
+)
 def test_commands_of_a_page_run(page, checkout):
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -143,7 +162,13 @@ def test_commands_of_a_page_run(page, checkout):
             continue
         command = ["bash", "-euo", "pipefail", "-c", block.text]
         with subprocess.Popen(
-            command, cwd=checkout, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            cwd=checkout,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         ) as process:
             try:
                 output, _ = process.communicate(timeout=LONGEST_S)

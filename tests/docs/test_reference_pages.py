@@ -50,5 +50,7 @@ def test_a_wrong_argument_is_one_line(writer, refused):
 @pytest.mark.slow
 def test_all_pages_are_up_to_date():
     """With the commands' own texts: it imports every benchmark."""
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "write_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "write_reference.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -26,8 +26,12 @@ def test_every_page_has_one_place_in_the_navigation():
 
 
 def test_a_tag_that_loads_from_elsewhere_is_found():
-    assert FROM_ELSEWHERE.search('<script defer src="https://a.example/x.js">') and FROM_ELSEWHERE.search("<link rel=x href=//a.example/x.css>")
-    assert not FROM_ELSEWHERE.search('<a href="https://a.example">') and IN_STYLES.search("a{b:url(https://a.example/x)}")
+    assert FROM_ELSEWHERE.search('<script defer src="https://a.example/x.js">') and FROM_ELSEWHERE.search(
+        "<link rel=x href=//a.example/x.css>"
+    )
+    assert not FROM_ELSEWHERE.search('<a href="https://a.example">') and IN_STYLES.search(
+        "a{b:url(https://a.example/x)}"
+    )
 
 
 @pytest.mark.slow

@@ -46,7 +46,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def end(process: subprocess.Popen, seconds: float = 30) -> None:
-    """SIGTERM to a process and, when it does not end, SIGKILL to it and all below it: never to anything that we did not start."""
+    """SIGTERM to a process and, when it does not end, SIGKILL to it and all below it: never to anything that we did not
+    start."""
     if process.poll() is not None:
         return
     tree = descendants(process.pid)
@@ -115,13 +116,29 @@ def two_nodes(environment, short_folder):
     """Address of the job server of two Ray nodes on this machine, each with a folder of its own."""
     subprocess.run(["bash", "-c", f"source {ROOT}/launch/token.sh; make_token"], env=environment, check=True)
     port, dashboard = _free_ports(2)
-    common = ["--block", "--include-log-monitor=false", "--object-store-memory=100000000", "--num-cpus=4", "--disable-usage-stats"]
-    head = ["--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--temp-dir={short_folder}/a"]
+    common = [
+        "--block",
+        "--include-log-monitor=false",
+        "--object-store-memory=100000000",
+        "--num-cpus=4",
+        "--disable-usage-stats",
+    ]
+    head = [
+        "--head",
+        f"--port={port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard}",
+        f"--temp-dir={short_folder}/a",
+    ]
     second = [f"--address=127.0.0.1:{port}", f"--temp-dir={short_folder}/b", '--resources={"second": 1}']
     nodes = []
     try:
         for index, arguments in enumerate((head, second)):
-            workers = [f"--min-worker-port={30000 + 1000 * index}", f"--max-worker-port={30999 + 1000 * index}", *agent_ports()]
+            workers = [
+                f"--min-worker-port={30000 + 1000 * index}",
+                f"--max-worker-port={30999 + 1000 * index}",
+                *agent_ports(),
+            ]
             with (short_folder / f"node{index}.log").open("w") as log:
                 command = ["ray", "start", *arguments, *common, *workers]
                 nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
@@ -134,7 +151,12 @@ def two_nodes(environment, short_folder):
 
 def agent_ports() -> list[str]:
     """Ports of a node's agents. Without them the raylet waits for what they chose, and on a busy machine gives up."""
-    names = ("metrics-export-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port", "runtime-env-agent-port")
+    names = (
+        "metrics-export-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+    )
     return [f"--{name}={port}" for name, port in zip(names, _free_ports(len(names)), strict=True)]
 
 
@@ -144,7 +166,9 @@ def wait_for_node(node: subprocess.Popen, environment: dict[str, str], port: int
     for _ in range(120):
         if node.poll() is not None:
             break
-        done = subprocess.run(["ray", "status", "--address", f"127.0.0.1:{port}"], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["ray", "status", "--address", f"127.0.0.1:{port}"], env=environment, capture_output=True, text=True
+        )
         if done.returncode == 0 and done.stdout.partition("Pending:")[0].count("1 node_") >= count:
             return
         said = done.stdout + done.stderr

@@ -41,7 +41,9 @@ def test_a_job_is_stopped_with_grace_and_the_same_command_goes_on(submit, settin
     wait_for(run_dir / "checkpoints" / "step_000002", "second checkpoint")
     assert submit("status", "first").stdout == "RUNNING\n"
     stopped = submit("stop", "first")
-    assert stopped.returncode == 0 and re.search(r"first: (STOPPED|SUCCEEDED)", stopped.stdout), stopped.stdout + stopped.stderr
+    assert stopped.returncode == 0 and re.search(r"first: (STOPPED|SUCCEEDED)", stopped.stdout), (
+        stopped.stdout + stopped.stderr
+    )
     kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
     assert kept and not list((run_dir / "checkpoints").glob(".partial_*"))  # the last checkpoint is whole
     last = int(kept[-1].removeprefix("step_"))
@@ -53,18 +55,37 @@ def test_a_job_is_stopped_with_grace_and_the_same_command_goes_on(submit, settin
 
 
 def test_ctrl_c_while_following_stops_the_job(two_nodes, environment, settings, tmp_path, wait_for):
-    command = [ROOT / "launch" / "submit.sh", "--address", two_nodes, "--id", "third", *settings, "run.steps=400", "run.dir=third"]
-    following = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    command = [
+        ROOT / "launch" / "submit.sh",
+        "--address",
+        two_nodes,
+        "--id",
+        "third",
+        *settings,
+        "run.steps=400",
+        "run.dir=third",
+    ]
+    following = subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     wait_for(tmp_path / "third" / "checkpoints" / "step_000001", "checkpoint")
     following.send_signal(signal.SIGINT)
     output, _ = following.communicate(timeout=240)
-    assert following.returncode == 130 and "stopping third" in output and re.search(r"third: (STOPPED|SUCCEEDED)", output), output[-3000:]
-    assert (tmp_path / "third" / "checkpoints" / "step_000001").is_dir() or len(list((tmp_path / "third" / "checkpoints").glob("step_*"))) > 0
+    assert (
+        following.returncode == 130 and "stopping third" in output and re.search(r"third: (STOPPED|SUCCEEDED)", output)
+    ), output[-3000:]
+    assert (tmp_path / "third" / "checkpoints" / "step_000001").is_dir() or len(
+        list((tmp_path / "third" / "checkpoints").glob("step_*"))
+    ) > 0
 
 
 def test_a_job_that_fails_ends_with_1_and_its_reason(submit, settings):
     failed = submit("--id", "fourth", *settings, "run.steps=0")
-    assert failed.returncode == 1 and "run.steps must be >= 1, got 0" in failed.stdout and "fourth: FAILED" in failed.stdout
+    assert (
+        failed.returncode == 1
+        and "run.steps must be >= 1, got 0" in failed.stdout
+        and "fourth: FAILED" in failed.stdout
+    )
     assert submit("follow", "fourth").returncode == 1
 
 
@@ -77,7 +98,11 @@ def test_without_the_token_nobody_gets_in_and_it_is_shown_nowhere(two_nodes, sub
     with_token = urllib.request.Request(f"{two_nodes}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     jobs = urllib.request.urlopen(with_token).read().decode()
     assert "first" in jobs and token not in jobs  # neither in a runtime environment nor in an entry point
-    shown = [path for path in short_folder.rglob("*") if path.is_file() and path != token_file and token.encode() in path.read_bytes()]
+    shown = [
+        path
+        for path in short_folder.rglob("*")
+        if path.is_file() and path != token_file and token.encode() in path.read_bytes()
+    ]
     assert shown == []
     elsewhere = environment | {"RAY_AUTH_TOKEN_PATH": "/no/token"}
     absent = subprocess.run([ROOT / "launch" / "submit.sh", "status", "first"], env=elsewhere, capture_output=True)

@@ -30,7 +30,9 @@ def test_shellcheck_finds_nothing(script):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("path", [*SCRIPTS, *sorted(LAUNCH.rglob("*.yaml")), ROOT / "docker" / "Dockerfile"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*SCRIPTS, *sorted(LAUNCH.rglob("*.yaml")), ROOT / "docker" / "Dockerfile"], ids=lambda path: path.name
+)
 def test_every_file_says_how_far_it_was_checked(path):
     assert re.search(r"^# Checked: ", path.read_text(), re.MULTILINE)
 
@@ -62,7 +64,11 @@ def test_the_ray_job_has_what_the_operator_needs_and_no_root(ray_job):
 
     assert (ray_job["apiVersion"], ray_job["kind"]) == ("ray.io/v1", "RayJob")
     spec, cluster = ray_job["spec"], ray_job["spec"]["rayClusterSpec"]
-    assert cluster["rayVersion"] == ray.__version__ and cluster["authOptions"] == {"mode": "token"} and spec["backoffLimit"] > 0
+    assert (
+        cluster["rayVersion"] == ray.__version__
+        and cluster["authOptions"] == {"mode": "token"}
+        and spec["backoffLimit"] > 0
+    )
     grace = int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"])
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
@@ -73,7 +79,10 @@ def test_the_ray_job_has_what_the_operator_needs_and_no_root(ray_job):
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.skipif("KUBERAY_CRD" not in os.environ, reason="KUBERAY_CRD: KubeRay's ray.io_rayjobs.yaml (helm-chart/kuberay-operator/crds)")
+@pytest.mark.skipif(
+    "KUBERAY_CRD" not in os.environ,
+    reason="KUBERAY_CRD: KubeRay's ray.io_rayjobs.yaml (helm-chart/kuberay-operator/crds)",
+)
 def test_the_ray_job_is_one_by_kuberays_own_schema(ray_job):
     jsonschema = pytest.importorskip("jsonschema")
     versions = yaml.safe_load(Path(os.environ["KUBERAY_CRD"]).read_text())["spec"]["versions"]
@@ -84,7 +93,8 @@ def test_the_ray_job_is_one_by_kuberays_own_schema(ray_job):
 
 
 def as_json_schema(schema):
-    """A Kubernetes schema as JSON Schema that also refuses unknown fields, as the API server does with --validate=strict."""
+    """A Kubernetes schema as JSON Schema that also refuses unknown fields, as the API server does with
+    --validate=strict."""
     if isinstance(schema, list):
         return [as_json_schema(item) for item in schema]
     if not isinstance(schema, dict):
@@ -92,7 +102,11 @@ def as_json_schema(schema):
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     turned = {key: as_json_schema(value) for key, value in schema.items()}
-    closed = schema.get("type") == "object" and isinstance(schema.get("properties"), dict) and "x-kubernetes-preserve-unknown-fields" not in schema
+    closed = (
+        schema.get("type") == "object"
+        and isinstance(schema.get("properties"), dict)
+        and "x-kubernetes-preserve-unknown-fields" not in schema
+    )
     return turned | ({"additionalProperties": False} if closed and "additionalProperties" not in schema else {})
 
 
@@ -103,7 +117,8 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_images_are_staged_pinned_and_not_root():
-    """Both targets are built elsewhere, take the runtime stage's user, and the versions of the Makefile and the lock."""
+    """Both targets are built elsewhere, take the runtime stage's user, and the versions of the Makefile and the
+    lock."""
     found = instructions()
     stages = [arguments.split() for name, arguments in found if name == "FROM"]
     parents = {stage[2]: stage[0] for stage in stages}
@@ -114,16 +129,27 @@ def test_the_images_are_staged_pinned_and_not_root():
     users = [argument for name, argument in found if name == "USER"]
     assert users == ["1000"], "a number, which runAsNonRoot can check"
     runtime = found.index(("FROM", "base AS runtime"))
-    assert found.index(("USER", "1000")) > runtime and not any(name == "RUN" for name, _ in found[found.index(("FROM", "runtime AS cpu")) :])
+    assert found.index(("USER", "1000")) > runtime and not any(
+        name == "RUN" for name, _ in found[found.index(("FROM", "runtime AS cpu")) :]
+    )
     assert ("COPY", "--from=build-cpu /venv /venv") in found and ("COPY", "--from=build-cuda /venv /venv") in found
 
 
 def test_what_the_images_copy_is_there_and_is_all_the_package_needs():
     allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    copied = [word for name, words in instructions() if name == "COPY" and "--from" not in words for word in words.split()[:-1]]
+    copied = [
+        word
+        for name, words in instructions()
+        if name == "COPY" and "--from" not in words
+        for word in words.split()[:-1]
+    ]
     assert set(copied) == set(allowed) and all((ROOT / path).exists() for path in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {project["project"]["readme"], *project["project"]["license-files"], *project["tool"]["setuptools"]["package-dir"].values()}
+    needed = {
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+        *project["tool"]["setuptools"]["package-dir"].values(),
+    }
     assert needed <= set(copied)
 
 

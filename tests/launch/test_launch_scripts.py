@@ -13,7 +13,8 @@ import pytest
 pytestmark = [pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 
-# One machine instead of an allocation: srun runs the command here, after its options; scontrol says the node's name and notes a requeue.
+# One machine instead of an allocation: srun runs the command here, after its options; scontrol says the node's name and
+# notes a requeue.
 SRUN = """#!/usr/bin/env bash
 while [[ ${1:-} == --* ]]; do shift; done
 [ "$1" = ray ] || exec "$@"
@@ -31,7 +32,9 @@ def started():
 
     def start(command: list, environment: dict[str, str], cwd: Path) -> subprocess.Popen:
         output = (cwd / "output").open("w")
-        processes.append(subprocess.Popen(command, env=environment, cwd=cwd, stdout=output, stderr=output, start_new_session=True))
+        processes.append(
+            subprocess.Popen(command, env=environment, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
+        )
         return processes[-1]
 
     yield start
@@ -66,13 +69,17 @@ def test_a_token_is_made_once_with_mode_600_and_printed_nowhere(environment, tmp
 )
 def test_wrong_use_of_submit_is_one_line(environment, arguments, said):
     without_token = environment | {"RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run([ROOT / "launch" / "submit.sh", *arguments], env=without_token, capture_output=True, text=True)
+    done = subprocess.run(
+        [ROOT / "launch" / "submit.sh", *arguments], env=without_token, capture_output=True, text=True
+    )
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_local_trains_passes_a_signal_on_and_ends_its_cluster(environment, settings, free_ports, short_folder, tmp_path, wait_for, started, number):
+def test_local_trains_passes_a_signal_on_and_ends_its_cluster(
+    environment, settings, free_ports, short_folder, tmp_path, wait_for, started, number
+):
     port, dashboard = free_ports(2)
     mine = environment | {"PORT": str(port), "DASHBOARD_PORT": str(dashboard), "RAY_TMPDIR": str(short_folder)}
     run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=400", "run.dir=mine"], mine, tmp_path)
@@ -80,7 +87,9 @@ def test_local_trains_passes_a_signal_on_and_ends_its_cluster(environment, setti
     run.send_signal(number)
     assert run.wait(120) == 0  # with what is finished saved
     assert f"dashboard: http://127.0.0.1:{dashboard}" in (tmp_path / "output").read_text()
-    left = subprocess.run(["ray", "status", "--address", f"127.0.0.1:{port}"], env=mine, capture_output=True, timeout=60)
+    left = subprocess.run(
+        ["ray", "status", "--address", f"127.0.0.1:{port}"], env=mine, capture_output=True, timeout=60
+    )
     assert left.returncode != 0
     run = started([ROOT / "launch" / "local.sh", *settings, "run.steps=4", "run.dir=mine"], mine, tmp_path)
     run.wait(300)
@@ -88,13 +97,24 @@ def test_local_trains_passes_a_signal_on_and_ends_its_cluster(environment, setti
 
 
 @pytest.mark.slow
-def test_slurm_passes_the_signal_on_and_requeues(environment, settings, free_ports, short_folder, tmp_path, wait_for, started):
+def test_slurm_passes_the_signal_on_and_requeues(
+    environment, settings, free_ports, short_folder, tmp_path, wait_for, started
+):
     (port,) = free_ports(1)
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "localhost", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    mine = environment | slurm | {"PATH": f"{tmp_path}:{environment['PATH']}", "SHORT_FOLDER": str(short_folder), "PORT": str(port)}
+    slurm = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "mine",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+    }
+    mine = (
+        environment
+        | slurm
+        | {"PATH": f"{tmp_path}:{environment['PATH']}", "SHORT_FOLDER": str(short_folder), "PORT": str(port)}
+    )
     del mine["RAY_AUTH_TOKEN_PATH"]
     run_dir = tmp_path / "runs" / "chosen"
     job = started([ROOT / "launch" / "slurm.sbatch", *settings, "run.dir=runs/chosen", "run.steps=400"], mine, tmp_path)

@@ -14,7 +14,9 @@ import pytest
 from infsample_rl.observe.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_workspaces = pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is None, reason="pip install infsample_rl[wandb-workspaces]")
+needs_workspaces = pytest.mark.skipif(
+    importlib.util.find_spec("wandb_workspaces") is None, reason="pip install infsample_rl[wandb-workspaces]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,12 @@ def test_an_unknown_argument_is_one_line(dashboard, refused):
 
 
 def test_without_the_package_one_line_says_what_to_install(dashboard, refused, monkeypatch):
-    for name in ("wandb_workspaces", "wandb_workspaces.reports", "wandb_workspaces.reports.v2", "wandb_workspaces.workspaces"):
+    for name in (
+        "wandb_workspaces",
+        "wandb_workspaces.reports",
+        "wandb_workspaces.reports.v2",
+        "wandb_workspaces.workspaces",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     assert refused(dashboard.main, "json=true").endswith("is not installed: pip install infsample_rl[wandb-workspaces]")
 
@@ -43,13 +50,19 @@ def test_without_the_package_one_line_says_what_to_install(dashboard, refused, m
 @needs_workspaces
 def test_every_metric_is_plotted_over_step(tmp_path):
     command = [sys.executable, ROOT / "launch" / "wandb_dashboard.py", "project=kk", "entity=team", "json=true"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     view = json.loads(done.stdout)
     sections = view["spec"]["section"]["panelBankConfig"]["sections"]
     panels = [panel["config"] for section in sections for panel in section["panels"]]
     plotted = {name for panel in panels for name in panel.get("metrics", [])}
     assert plotted == {name for name in METRICS if "<" not in name}
-    assert {panel["xAxis"] for panel in panels if "metrics" in panel} == {section["localPanelSettings"]["xAxis"] for section in sections} == {"step"}
+    assert (
+        {panel["xAxis"] for panel in panels if "metrics" in panel}
+        == {section["localPanelSettings"]["xAxis"] for section in sections}
+        == {"step"}
+    )
     assert [panel["mediaKeys"] for panel in panels if "mediaKeys" in panel] == [["timeline"]]
     assert (view["entity"], view["project"]) == ("team", "kk")

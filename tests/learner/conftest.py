@@ -1,4 +1,5 @@
-"""A tiny policy, samples of it, the plain one-sample-at-a-time GRPO they are compared with, and learner ranks as processes."""
+"""A tiny policy, samples of it, the plain one-sample-at-a-time GRPO they are compared with, and learner ranks as
+processes."""
 
 from __future__ import annotations
 
@@ -56,7 +57,13 @@ def save_tiny_policy(folder: Path, *, tied: bool) -> str:
     """A random 2-layer Qwen3 with a tokenizer of 60 words."""
     torch.manual_seed(3)
     config = Qwen3Config(
-        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
         **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": tied},
         **{"initializer_range": 0.15, "attention_dropout": 0.5, "eos_token_id": 1},
     )
@@ -101,7 +108,9 @@ def make_samples(lm, *, seed=0, prompts=3, group_size=4, with_reference=True):
 
 def totals_of(samples):
     """The exact denominators of these samples."""
-    return LossTotals(num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=16)
+    return LossTotals(
+        num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=16
+    )
 
 
 def plain_gradients(lm, samples, objective):
@@ -113,7 +122,15 @@ def plain_gradients(lm, samples, objective):
         advantages = torch.full_like(logprobs, sample.advantage)
         reference = torch.from_numpy(sample.reference_logprobs)
         ids = torch.zeros(len(logprobs), dtype=torch.long)
-        loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, ids, objective=objective, totals=totals_of(samples), ref_logprobs=reference)
+        loss, _ = policy_loss(
+            logprobs,
+            logprobs.detach(),
+            advantages,
+            ids,
+            objective=objective,
+            totals=totals_of(samples),
+            ref_logprobs=reference,
+        )
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
@@ -145,7 +162,13 @@ def start_ranks(folder: Path, scenarios, world_size: int) -> list[subprocess.Pop
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, rank_main.__file__, str(job)]
     return [
-        subprocess.Popen([*command, str(rank), str(world_size)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(world_size)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(world_size)
     ]
 
@@ -197,7 +220,8 @@ def load_plain(path, dtype=torch.float32):
 
 
 def plain_updates(path, objective, learner, count=10):
-    """Updates of plain AdamW on one process, of a run of ten: [(samples, loss, gradient norm)], parameters after the last."""
+    """Updates of plain AdamW on one process, of a run of ten: [(samples, loss, gradient norm)], parameters after the
+    last."""
     lm = load_plain(path)
     matrices = [parameter for parameter in lm.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in lm.parameters() if parameter.ndim < 2]

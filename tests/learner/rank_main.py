@@ -1,4 +1,5 @@
-"""Runs learner scenarios as one rank of several: `python rank_main.py JOB.pickle RANK WORLD_SIZE`; results go to JOB.RANK."""
+"""Runs learner scenarios as one rank of several: `python rank_main.py JOB.pickle RANK WORLD_SIZE`; results go to
+JOB.RANK."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from infsample_rl.types import WeightManifest
 
 @dataclass
 class Scenario:
-    """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank with None skips it.
+    """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank
+    with None skips it.
 
     Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,);
     die_in_next_backward; failing_save (folder,); slow_save (folder, seconds).
@@ -61,7 +63,9 @@ def parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
 
 def states(worker: LearnerWorker) -> dict[str, dict[str, torch.Tensor]]:
     """The full float32 masters and moments."""
-    return {name: {key: value.clone() for key, value in state.items()} for name, state in worker.backend.training_states()}
+    return {
+        name: {key: value.clone() for key, value in state.items()} for name, state in worker.backend.training_states()
+    }
 
 
 def full_parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
@@ -85,7 +89,9 @@ def wait_for_file(worker: LearnerWorker, path: str, timeout_s: float = 30.0) -> 
 
 def die_in_next_backward(worker: LearnerWorker) -> None:
     """As when the system kills the process for its memory."""
-    worker.policy.lm.model.layers[0].mlp.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    worker.policy.lm.model.layers[0].mlp.register_full_backward_pre_hook(
+        lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
 
 
 def export_weights(worker: LearnerWorker, version: int) -> tuple[WeightManifest, list[np.ndarray]] | None:
@@ -117,7 +123,17 @@ def slow_save(worker: LearnerWorker, folder: str, seconds: float) -> None:
 
 
 CHECKPOINTS = (failing_save, slow_save)
-OWN_FUNCTIONS = (export_weights, gradients, parameters, states, full_parameters, write_file, wait_for_file, die_in_next_backward, *CHECKPOINTS)
+OWN_FUNCTIONS = (
+    export_weights,
+    gradients,
+    parameters,
+    states,
+    full_parameters,
+    write_file,
+    wait_for_file,
+    die_in_next_backward,
+    *CHECKPOINTS,
+)
 OWN_METHODS = {function.__name__: function for function in OWN_FUNCTIONS}
 
 
@@ -142,7 +158,9 @@ def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | N
             elif method in OWN_METHODS:
                 results.append(OWN_METHODS[method](worker, *own))
             else:
-                results.append(getattr(worker, method)(**own) if isinstance(own, dict) else getattr(worker, method)(*own))
+                results.append(
+                    getattr(worker, method)(**own) if isinstance(own, dict) else getattr(worker, method)(*own)
+                )
     finally:
         worker.close()
     return results

@@ -7,7 +7,9 @@ from infsample_rl.learner.advantage import group_advantages
 
 def test_std_advantages_of_one_right_answer_in_four():
     # mean 0.25, sample std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "std") == pytest.approx([0.75 / 0.500001] + [-0.25 / 0.500001] * 3, rel=1e-12)
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], "std") == pytest.approx(
+        [0.75 / 0.500001] + [-0.25 / 0.500001] * 3, rel=1e-12
+    )
 
 
 def test_mean_only_advantages_are_rewards_minus_their_mean():
@@ -20,7 +22,9 @@ def test_rloo_advantages_are_rewards_minus_the_mean_of_the_others():
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
 def test_a_missing_reward_gets_zero_and_is_outside_mean_and_std(missing):
-    assert group_advantages([1.0, missing, 0.0], "std") == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-6), 0.0, -0.5 / (math.sqrt(0.5) + 1e-6)])
+    assert group_advantages([1.0, missing, 0.0], "std") == pytest.approx(
+        [0.5 / (math.sqrt(0.5) + 1e-6), 0.0, -0.5 / (math.sqrt(0.5) + 1e-6)]
+    )
     assert group_advantages([1.0, missing, 0.0], "mean_only") == [0.5, 0.0, -0.5]
     assert group_advantages([1.0, missing, 0.0], "rloo") == [1.0, 0.0, -1.0]
 

@@ -16,7 +16,14 @@ from infsample_rl.learner.checkpoint import SavedState, save_training_state, wri
 pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
-LEARNER = LearnerConfig(lr=2e-3, lr_schedule="cosine", warmup_steps=2, weight_decay=0.1, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+LEARNER = LearnerConfig(
+    lr=2e-3,
+    lr_schedule="cosine",
+    warmup_steps=2,
+    weight_decay=0.1,
+    max_tokens_per_micro_batch=256,
+    logprob_chunk_tokens=7,
+)
 
 
 def update(tools, samples, counts, *, lockstep=True):
@@ -26,27 +33,42 @@ def update(tools, samples, counts, *, lockstep=True):
 
 @pytest.fixture(scope="module")
 def travels(tools, tied_policy, tmp_path_factory):
-    """A policy's journey: two updates on 1 rank, loaded and trained on at 2, at 3 and at 1 again. Results by number of ranks."""
+    """A policy's journey: two updates on 1 rank, loaded and trained on at 2, at 3 and at 1 again. Results by number of
+    ranks."""
     folder = tmp_path_factory.mktemp("checkpoints")
     history, _ = tools.plain_updates(tied_policy, OBJECTIVE, LEARNER, count=5)
     batches = [samples for samples, _, _ in history]
     places = {ranks: str(folder / f"saved_at_{ranks}") for ranks in (1, 2, 3)}
-    one, two, three = (tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, ranks=ranks) for ranks in (1, 2, 3))
+    one, two, three = (
+        tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, ranks=ranks) for ranks in (1, 2, 3)
+    )
     free = tools.make_config(tied_policy, learner=replace(LEARNER, grad_sync="last_row"), objective=OBJECTIVE, ranks=2)
     saved = [("states", ()), ("save", (places[1],))]
     found = {1: tools.run_here(one, [*update(tools, batches[0], (2,)), *update(tools, batches[1], (1,)), *saved])}
     goes_on = [("states", ()), *update(tools, batches[2], (1, 1))]
     scenarios = {
-        "goes on": tools.Scenario(two, [*goes_on, ("save", (places[2],)), ("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]),
+        "goes on": tools.Scenario(
+            two, [*goes_on, ("save", (places[2],)), ("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]
+        ),
         "resumed": tools.Scenario(two, [("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]),
-        "last_row": tools.Scenario(free, [("states", ()), *update(tools, batches[3], (2, 1), lockstep=False), ("states", ())]),
+        "last_row": tools.Scenario(
+            free, [("states", ()), *update(tools, batches[3], (2, 1), lockstep=False), ("states", ())]
+        ),
     }
-    scenarios["goes on"].checkpoint, scenarios["resumed"].checkpoint, scenarios["last_row"].checkpoint = places[1], places[2], places[2]
+    scenarios["goes on"].checkpoint, scenarios["resumed"].checkpoint, scenarios["last_row"].checkpoint = (
+        places[1],
+        places[2],
+        places[2],
+    )
     found[2] = tools.run_ranks(folder, scenarios, 2)[0]
-    scenario = tools.Scenario(three, [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())])
+    scenario = tools.Scenario(
+        three, [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())]
+    )
     scenario.checkpoint = places[2]
     found[3] = tools.run_ranks(folder, {"goes on": scenario}, 3)[0]["goes on"]
-    found["back at 1"] = tools.run_here(one, [("states", ()), *update(tools, batches[4], (1,)), ("states", ())], checkpoint=places[3])
+    found["back at 1"] = tools.run_here(
+        one, [("states", ()), *update(tools, batches[4], (1,)), ("states", ())], checkpoint=places[3]
+    )
     return found, places, history
 
 
@@ -106,7 +128,10 @@ def test_a_save_that_did_not_end_is_refused(saved):
 
 def test_a_missing_file_is_refused(saved):
     (saved / "training_state" / "rank_1_0.safetensors").unlink()
-    assert "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.q_proj.weight, exp_avg_sq of" in refusal(saved)
+    assert (
+        "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.q_proj.weight, exp_avg_sq of"
+        in refusal(saved)
+    )
 
 
 def test_a_file_cut_off_in_the_middle_is_refused(saved):
@@ -126,7 +151,9 @@ def test_a_missing_parameter_is_refused(saved):
 def test_a_state_of_another_model_is_refused(saved):
     state = SavedState(saved)
     assert (state.num_updates, state.optimizer_steps) == (3, 3)
-    with pytest.raises(ValueError, match="has no training state of lm_head.weight: it is of another model or of other LoRA settings"):
+    with pytest.raises(
+        ValueError, match="has no training state of lm_head.weight: it is of another model or of other LoRA settings"
+    ):
         state.read("lm_head.weight")
     with pytest.raises(ValueError, match=r"has model.norm.weight of shape \[32\], the policy of \[64\]"):
         state.read("model.norm.weight", torch.Size([64]))
@@ -135,17 +162,23 @@ def test_a_state_of_another_model_is_refused(saved):
 def test_every_rank_writes_its_share(travels):
     for ranks, place in travels[1].items():
         names = sorted(path.name for path in (Path(place) / "training_state").iterdir())
-        files = [f"random_state_{rank}.pt" for rank in range(ranks)] + [f"rank_{rank}_0.safetensors" for rank in range(ranks)]
+        files = [f"random_state_{rank}.pt" for rank in range(ranks)] + [
+            f"rank_{rank}_0.safetensors" for rank in range(ranks)
+        ]
         assert names == sorted(["progress.json", *files])
 
 
 def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1000)
-    states = [(f"p{number}", {"master": torch.full((100,), float(number)), "exp_avg": torch.zeros(100)}) for number in range(5)]
+    states = [
+        (f"p{number}", {"master": torch.full((100,), float(number)), "exp_avg": torch.zeros(100)})
+        for number in range(5)
+    ]
     kinds = save_training_state(tmp_path, iter(states), rank=0, world_size=1)
     write_progress(tmp_path, kinds, num_updates=4, optimizer_steps=3, world_size=1)
     sizes = {path.name: len(load_file(path)) for path in (tmp_path / "training_state").glob("*.safetensors")}
-    assert sizes == {"rank_0_0.safetensors": 4, "rank_0_1.safetensors": 4, "rank_0_2.safetensors": 2}  # 800 bytes a parameter
+    # 800 bytes a parameter
+    assert sizes == {"rank_0_0.safetensors": 4, "rank_0_1.safetensors": 4, "rank_0_2.safetensors": 2}
     saved = SavedState(tmp_path)
     for name, state in states:
         read = saved.read(name)
@@ -154,14 +187,16 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
     assert progress["parameters"]["p3"] == ["exp_avg", "master"] and progress["ranks"] == 1
 
 
-OCCUPIED = [(0, "model.safetensors"), (1, "training_state/rank_1_0.safetensors"), (0, "training_state/progress.json")]  # by rank
+# by rank
+OCCUPIED = [(0, "model.safetensors"), (1, "training_state/rank_1_0.safetensors"), (0, "training_state/progress.json")]
 
 
 @pytest.mark.parametrize("learner", [{}, {"backend": "deepspeed", "zero_stage": 2}])
 def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, tied_policy, tmp_path, learner):
     if learner:
         pytest.importorskip("deepspeed")
-    objective = replace(OBJECTIVE, mismatch_stop=100.0, mismatch_stop_float32=100.0)  # the second update has the first policy's samples
+    # the second update has the first policy's samples
+    objective = replace(OBJECTIVE, mismatch_stop=100.0, mismatch_stop_float32=100.0)
     config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=objective, ranks=2)
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
     first, second = update(tools, samples, (2, 1)), update(tools, samples, (1, 2))
@@ -189,6 +224,8 @@ def test_a_disk_slower_than_a_collective_may_be_does_not_end_the_ranks(tools, ti
     config = replace(config, cluster=replace(config.cluster, collective_timeout_s=15.0))
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
     saves = ("slow_save", (str(tmp_path / "saved"), 25.0))
-    found = tools.run_ranks(tmp_path, {"slow": tools.Scenario(config, [saves, *update(tools, samples, (2, 1)), ("parameters", ())])}, 2)
+    found = tools.run_ranks(
+        tmp_path, {"slow": tools.Scenario(config, [saves, *update(tools, samples, (2, 1)), ("parameters", ())])}, 2
+    )
     assert all(torch.equal(tensor, found[1]["slow"][-1][name]) for name, tensor in found[0]["slow"][-1].items())
     assert SavedState(tmp_path / "saved").num_updates == 0

@@ -1,6 +1,8 @@
-"""ZeRO 1, 2 and 3 on two ranks do what one plain process does: skipped updates, rows remembered, bfloat16, checkpoints, a killed rank.
+"""ZeRO 1, 2 and 3 on two ranks do what one plain process does: skipped updates, rows remembered, bfloat16, checkpoints,
+a killed rank.
 
-Ten updates of plain AdamW, with tied and untied embeddings, are in test_learner_ranks.py; adapters in test_lora_learner.py.
+Ten updates of plain AdamW, with tied and untied embeddings, are in test_learner_ranks.py; adapters in
+test_lora_learner.py.
 """
 
 import os
@@ -26,7 +28,14 @@ pytest.importorskip("deepspeed")
 
 STAGES = (1, 2, 3)
 LEARNER = LearnerConfig(
-    **{"lr": 2e-3, "warmup_steps": 2, "lr_schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.5, "on_nonfinite": "skip"},
+    **{
+        "lr": 2e-3,
+        "warmup_steps": 2,
+        "lr_schedule": "linear",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "on_nonfinite": "skip",
+    },
     **{"max_tokens_per_micro_batch": 256, "logprob_chunk_tokens": 7},
 )
 # The samples' engine log-probabilities are the first policy's in float32: later ones differ from them.
@@ -44,7 +53,13 @@ def odd_policy(tools, tmp_path_factory):
     tools.save_tiny_policy(folder, tied=False)
     torch.manual_seed(4)
     config = Qwen3Config(
-        **{"vocab_size": 61, "hidden_size": 33, "intermediate_size": 47, "num_hidden_layers": 2, "num_attention_heads": 3},
+        **{
+            "vocab_size": 61,
+            "hidden_size": 33,
+            "intermediate_size": 47,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+        },
         **{"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": False},
         **{"initializer_range": 0.15, "eos_token_id": 1},
     )
@@ -65,16 +80,20 @@ def with_advantage(samples, advantage):
 
 
 def with_infinite_gradient(samples):
-    """The samples and provisional totals with which the loss is finite and its gradient is not: 3.2e38 / TEMPERATURE is beyond float32."""
+    """The samples and provisional totals with which the loss is finite and its gradient is not: 3.2e38 / TEMPERATURE is
+    beyond float32."""
     last = samples[-1]
     arrays = {name: getattr(last, name)[:1] for name in ("response_ids", "engine_logprobs", "reference_logprobs")}
-    return [*samples[:-1], replace(last, advantage=3.2e38, **arrays)], LossTotals(num_sequences=1, num_tokens=1, length_normalizer=16)
+    return [*samples[:-1], replace(last, advantage=3.2e38, **arrays)], LossTotals(
+        num_sequences=1, num_tokens=1, length_normalizer=16
+    )
 
 
 def eventful_run(tools, path, count=7):
     """Calls of two ranks and of one, the first `count` updates of seven.
 
-    Sane ones, but for one without a valid group, one with a NaN loss and one with an infinite gradient: the second, fourth and sixth.
+    Sane ones, but for one without a valid group, one with a NaN loss and one with an infinite gradient: the second,
+    fourth and sixth.
     """
     lm = tools.load_plain(path)
     batches = [tools.make_samples(lm, seed=seed) for seed in range(6)]
@@ -93,14 +112,21 @@ def eventful_run(tools, path, count=7):
 
 
 def remembering_update(tools, path):
-    """(calls of two ranks, of one): an update whose old log-probabilities were computed beforehand, without gradients."""
+    """(calls of two ranks, of one): an update whose old log-probabilities were computed beforehand, without
+    gradients."""
     samples = tools.make_samples(tools.load_plain(path), seed=7)
     totals, rows = tools.totals_of(samples), tools.deal(samples, (2, 1))
     waves = [[(rows[0][0], 0), (rows[1][0], 1)], [(rows[0][1], 2), (None, 3)]]
     two = [("remember", wave) for wave in waves]
-    two += [("accumulate", [(part, PROVISIONAL, row_id) for part, row_id in wave]) for wave in waves] + [("step", (totals,))]
+    two += [("accumulate", [(part, PROVISIONAL, row_id) for part, row_id in wave]) for wave in waves] + [
+        ("step", (totals,))
+    ]
     given = [call for wave in waves for call in wave if call[0]]
-    one = [("remember", call) for call in given] + [("accumulate", (part, PROVISIONAL, row_id)) for part, row_id in given] + [("step", (totals,))]
+    one = (
+        [("remember", call) for call in given]
+        + [("accumulate", (part, PROVISIONAL, row_id)) for part, row_id in given]
+        + [("step", (totals,))]
+    )
     return two, one
 
 
@@ -109,11 +135,16 @@ END = [("parameters", ()), ("full_parameters", ())]
 
 @pytest.fixture(scope="module")
 def runs(tools, odd_policy, tied_policy, tmp_path_factory):
-    """Results of rank 0 and 1 by scenario, and the same calls in this process without DeepSpeed by their name; and the checkpoints' folder."""
+    """Results of rank 0 and 1 by scenario, and the same calls in this process without DeepSpeed by their name; and the
+    checkpoints' folder."""
     folder = tmp_path_factory.mktemp("deepspeed")
 
     def config(path, *, stage=None, dtype="float32", offload=False):
-        learner = LEARNER if stage is None else replace(LEARNER, backend="deepspeed", zero_stage=stage, offload_optimizer=offload)
+        learner = (
+            LEARNER
+            if stage is None
+            else replace(LEARNER, backend="deepspeed", zero_stage=stage, offload_optimizer=offload)
+        )
         return tools.make_config(path, learner=learner, objective=OBJECTIVE, dtype=dtype, ranks=2)
 
     two, one = eventful_run(tools, odd_policy)
@@ -125,27 +156,38 @@ def runs(tools, odd_policy, tied_policy, tmp_path_factory):
     here = {
         "rowless": tools.run_here(config(tied_policy), rowless[1]),
         "eventful": tools.run_here(config(odd_policy), one + END),
-        "bf16": run_with_rounded_head(tools, config(tied_policy, dtype="bfloat16"), first[1] + second[1] + remembered_one + END),
+        "bf16": run_with_rounded_head(
+            tools, config(tied_policy, dtype="bfloat16"), first[1] + second[1] + remembered_one + END
+        ),
     }
     start = str(folder / "fsdp")
     ranks = {
-        "fsdp": tools.Scenario(config(tied_policy), [*first[0], *second[0], ("save", (start,)), *third[0], *fourth[0], *END]),
+        "fsdp": tools.Scenario(
+            config(tied_policy), [*first[0], *second[0], ("save", (start,)), *third[0], *fourth[0], *END]
+        ),
     }
     for stage in STAGES:
         ranks[f"eventful {stage}"] = tools.Scenario(config(odd_policy, stage=stage), two + END)
-        ranks[f"bf16 {stage}"] = tools.Scenario(config(tied_policy, stage=stage, dtype="bfloat16"), first[0] + second[0] + remembered_two + END)
+        ranks[f"bf16 {stage}"] = tools.Scenario(
+            config(tied_policy, stage=stage, dtype="bfloat16"), first[0] + second[0] + remembered_two + END
+        )
         for offload in (False, True):
-            ranks[f"rowless {stage} {offload}"] = tools.Scenario(config(tied_policy, stage=stage, offload=offload), rowless[0])
+            ranks[f"rowless {stage} {offload}"] = tools.Scenario(
+                config(tied_policy, stage=stage, offload=offload), rowless[0]
+            )
         calls = [*third[0], ("save", (str(folder / str(stage)),)), *END]
         ranks[f"resumed {stage}"] = tools.Scenario(config(tied_policy, stage=stage), calls, checkpoint=start)
     results = tools.run_ranks(folder, ranks, 2)
     for stage in STAGES:
-        here[f"resumed {stage}"] = tools.run_here(config(tied_policy), fourth[1] + END, checkpoint=str(folder / str(stage)))
+        here[f"resumed {stage}"] = tools.run_here(
+            config(tied_policy), fourth[1] + END, checkpoint=str(folder / str(stage))
+        )
     return results, here, folder
 
 
 def run_with_rounded_head(tools, config, calls):
-    """One rank without DeepSpeed whose head's gradient goes through autograd, in the model's dtype, as DeepSpeed's does."""
+    """One rank without DeepSpeed whose head's gradient goes through autograd, in the model's dtype, as DeepSpeed's
+    does."""
     with mock.patch.object(PackedPolicy, "head_gradient", property(lambda _: None, lambda *_: None), create=True):
         return tools.run_here(config, calls)
 
@@ -165,7 +207,8 @@ def assert_same_run(found, expected, *, published_exactly=False):
         assert tensors.keys() == plain.keys()
         for name, tensor in tensors.items():
             assert tensor.dtype == plain[name].dtype
-            tolerance = {"rtol": 1e-4, "atol": 2e-6} if tensor.dtype == torch.float32 else {"rtol": 0.01, "atol": 0.0}  # a rounding to the other side
+            # a rounding to the other side
+            tolerance = {"rtol": 1e-4, "atol": 2e-6} if tensor.dtype == torch.float32 else {"rtol": 0.01, "atol": 0.0}
             torch.testing.assert_close(tensor, plain[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -174,7 +217,8 @@ def test_skipped_updates_leave_nothing_behind(runs, stage):
     results, here, _ = runs
     found = results[0][f"eventful {stage}"]
     assert [update["learner/skipped_updates"] for update in updates(found)] == [0, 1, 0, 1, 0, 1, 0]
-    assert all(update["learner/grad_norm"] > LEARNER.max_grad_norm for update in updates(found)[::2])  # those that stepped were clipped
+    # those that stepped were clipped
+    assert all(update["learner/grad_norm"] > LEARNER.max_grad_norm for update in updates(found)[::2])
     assert_same_run(found, here["eventful"])
 
 
@@ -210,7 +254,9 @@ def test_bfloat16_with_remembered_rows_equals_float32_masters_beside_a_bfloat16_
 def test_a_checkpoint_goes_from_two_fsdp_ranks_to_deepspeed_and_to_one_rank(runs, stage):
     results, here, folder = runs
     through = updates(results[0]["fsdp"])
-    assert updates(results[0][f"resumed {stage}"])[0]["learner/grad_norm"] == pytest.approx(through[2]["learner/grad_norm"], rel=1e-5)
+    assert updates(results[0][f"resumed {stage}"])[0]["learner/grad_norm"] == pytest.approx(
+        through[2]["learner/grad_norm"], rel=1e-5
+    )
     saved = SavedState(folder / str(stage))
     assert (saved.num_updates, saved.optimizer_steps) == (3, 3)
     assert saved.read("model.norm.weight").keys() == {"master", "exp_avg", "exp_avg_sq"}
@@ -218,7 +264,9 @@ def test_a_checkpoint_goes_from_two_fsdp_ranks_to_deepspeed_and_to_one_rank(runs
     assert updates(last)[0]["learner/lr"] == through[3]["learner/lr"]
     assert updates(last)[0]["learner/grad_norm"] == pytest.approx(through[3]["learner/grad_norm"], rel=1e-5)
     for name, tensor in results[0]["fsdp"][-2].items():
-        torch.testing.assert_close(last[-2][name], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            last[-2][name], tensor, rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_nan_loss_stops_the_run_and_names_the_update(tools, tied_policy):
@@ -258,7 +306,9 @@ except RuntimeError:
 @pytest.mark.slow
 def test_a_rank_killed_in_its_backward_ends_the_other_with_an_error(tools, tied_policy, tmp_path):
     samples = tools.make_samples(tools.load_plain(tied_policy))
-    config = tools.make_config(tied_policy, learner=replace(LEARNER, backend="deepspeed", zero_stage=3), objective=OBJECTIVE)
+    config = tools.make_config(
+        tied_policy, learner=replace(LEARNER, backend="deepspeed", zero_stage=3), objective=OBJECTIVE
+    )
     job = tmp_path / "job.pickle"
     job.write_bytes(pickle.dumps(tools.Scenario(config, [("accumulate", (samples, tools.totals_of(samples)))])))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
@@ -287,7 +337,9 @@ def test_an_optimizer_in_host_memory_does_the_same(tools, tied_policy, tmp_path)
     runs = {dtype: eventful_run(tools, tied_policy, count) for dtype, count in (("float32", 7), ("bfloat16", 3))}
     scenarios, plain = {}, {}
     for dtype, (two, one) in runs.items():
-        plain[dtype] = run_with_rounded_head(tools, tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, dtype=dtype), one + END)
+        plain[dtype] = run_with_rounded_head(
+            tools, tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, dtype=dtype), one + END
+        )
         for stage in STAGES:
             learner = replace(LEARNER, backend="deepspeed", zero_stage=stage, offload_optimizer=True)
             config = tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE, dtype=dtype)

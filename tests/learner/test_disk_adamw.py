@@ -26,7 +26,12 @@ def twins(folder, **settings):
     for place in (None, str(folder)):
         generator = torch.Generator().manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-        found.append((parameters, build_optimizer(parameters, LearnerConfig(lr=1e-2, weight_decay=0.1, moments_folder=place, **settings))))
+        found.append(
+            (
+                parameters,
+                build_optimizer(parameters, LearnerConfig(lr=1e-2, weight_decay=0.1, moments_folder=place, **settings)),
+            )
+        )
     return found
 
 
@@ -75,11 +80,19 @@ def test_a_learner_updates_alike(tools, tied_policy, disk_folder, dtype):
     found = []
     for folder in (None, str(disk_folder)):
         lm = tools.load_plain(tied_policy)
-        backend = UnshardedBackend(PackedPolicy(lm, valid_vocab=60, chunk_tokens=7), LearnerConfig(lr=1e-3, moments_folder=folder), dtype=dtype)
+        backend = UnshardedBackend(
+            PackedPolicy(lm, valid_vocab=60, chunk_tokens=7), LearnerConfig(lr=1e-3, moments_folder=folder), dtype=dtype
+        )
         for _ in range(3):
-            backend.backward(backend.forward(pack_samples(tools.make_samples(tools.load_plain(tied_policy)), "cpu").row, 0.7)[0].sum())
+            backend.backward(
+                backend.forward(pack_samples(tools.make_samples(tools.load_plain(tied_policy)), "cpu").row, 0.7)[
+                    0
+                ].sum()
+            )
             backend.update(factor=0.1, max_norm=0.5, lr=1e-3)
-        found.append({name: {kind: value.clone() for kind, value in state.items()} for name, state in backend.training_states()})
+        found.append(
+            {name: {kind: value.clone() for kind, value in state.items()} for name, state in backend.training_states()}
+        )
     for name, state in found[0].items():
         assert state.keys() == found[1][name].keys() == {"master", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(value, found[1][name][kind]) for kind, value in state.items()), name
@@ -117,7 +130,10 @@ def test_a_step_holds_the_moments_of_one_parameter_at_a_time(disk_folder):
 
 PLACE = "learner.moments_folder=/tmp"
 REFUSED = [
-    (["learner.moments_folder=/no/where"], "learner.moments_folder must be a folder of its worker's machine, got /no/where, which is none"),
+    (
+        ["learner.moments_folder=/no/where"],
+        "learner.moments_folder must be a folder of its worker's machine, got /no/where, which is none",
+    ),
     ([PLACE, "learner.backend=deepspeed"], f"learner.backend must be fsdp with {PLACE}, got deepspeed"),
     ([PLACE, "learner.optimizer=adamw_8bit"], f"learner.optimizer must be adamw with {PLACE}, got adamw_8bit"),
     ([PLACE, "cluster.learner_gpus=1"], f"learner.offload_optimizer must be true with {PLACE}"),
@@ -133,7 +149,10 @@ def test_what_cannot_be_is_refused_before_the_run(tmp_path, overrides, message):
 def test_a_folder_in_memory_is_refused(tmp_path):
     if file_system(Path("/dev/shm")) not in IN_MEMORY:
         pytest.skip("/dev/shm is no tmpfs here")
-    with pytest.raises(ValueError, match=r"^learner.moments_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"):
+    with pytest.raises(
+        ValueError,
+        match=r"^learner.moments_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory",
+    ):
         prepare(load_config(["learner.moments_folder=/dev/shm", f"run.dir={tmp_path / 'run'}"]))
 
 
@@ -142,7 +161,10 @@ def test_a_disk_without_room_is_named_before_the_first_step(disk_folder, monkeyp
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"^learner.moments_folder=.* has no room for .* GB of AdamW's moments: No space left on device$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^learner.moments_folder=.* has no room for .* GB of AdamW's moments: No space left on device$",
+    ):
         twins(disk_folder)
 
 

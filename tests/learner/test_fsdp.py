@@ -23,12 +23,14 @@ pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
 EVERY_ROW = LearnerConfig(lr=2e-3, max_grad_norm=0.5, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
 LAST_ROW = replace(EVERY_ROW, grad_sync="last_row")
-NOTHING = LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)  # of an update without samples: its gradient is dropped
+# of an update without samples: its gradient is dropped
+NOTHING = LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)
 PROVISIONAL = LossTotals(num_sequences=12, num_tokens=200, length_normalizer=16)
 
 
 def random_cases(tools, samples, count):
-    """(kept samples, rows of two ranks): some groups dropped or cut short by failed rewards, the others cut and dealt at random."""
+    """(kept samples, rows of two ranks): some groups dropped or cut short by failed rewards, the others cut and dealt
+    at random."""
     generator = random.Random(5)
     for _ in range(count):
         dropped = generator.sample(range(3), generator.randint(0, 2))
@@ -65,7 +67,13 @@ def free_ranks(tools, samples, folder):
     totals, (rows, others) = tools.totals_of(samples), tools.deal(samples, (3, 1))
     calls = [("accumulate", [(row, totals), None]) for row in rows]
     calls += [("write_file", [(str(folder / "done"),), None]), ("wait_for_file", [None, (str(folder / "done"),)])]
-    return [*calls, ("accumulate", [None, (others[0], totals)]), ("step", (totals,)), ("parameters", ()), ("full_parameters", ())]
+    return [
+        *calls,
+        ("accumulate", [None, (others[0], totals)]),
+        ("step", (totals,)),
+        ("parameters", ()),
+        ("full_parameters", ()),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +92,39 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
         config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE, ranks=2)
         calls = []
         for _, ranks in random_cases(tools, samples, 6):
-            calls += [*tools.waves(ranks, PROVISIONAL, lockstep=lockstep), ("gradients", ()), ("step", (NOTHING,))] if any(ranks) else []
+            calls += (
+                [*tools.waves(ranks, PROVISIONAL, lockstep=lockstep), ("gradients", ()), ("step", (NOTHING,))]
+                if any(ranks)
+                else []
+            )
         scenarios[f"{name}, random"] = tools.Scenario(config, calls)
         scenarios[f"{name}, two updates"] = tools.Scenario(config, two_updates(tools, samples, lockstep=lockstep))
         config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE, dtype="bfloat16", ranks=2)
-        calls = [*tools.waves(tools.deal(bf16, (3, 0)), totals, lockstep=lockstep), ("step", (totals,)), ("parameters", ()), ("full_parameters", ())]
+        calls = [
+            *tools.waves(tools.deal(bf16, (3, 0)), totals, lockstep=lockstep),
+            ("step", (totals,)),
+            ("parameters", ()),
+            ("full_parameters", ()),
+        ]
         scenarios[f"{name}, bf16"] = tools.Scenario(config, calls)
     config = tools.make_config(untied_policy, learner=LAST_ROW, objective=OBJECTIVE, ranks=2)
     for counts in ((7, 1), (3, 0)):
         calls = [*tools.waves(tools.deal(samples, counts), totals, lockstep=False), ("gradients", ())]
         scenarios[f"{counts}"] = tools.Scenario(config, calls)
     scenarios["free"] = tools.Scenario(config, free_ranks(tools, samples, folder))
-    config = tools.make_config(untied_policy, learner=replace(EVERY_ROW, offload_optimizer=True), objective=OBJECTIVE, ranks=2)
+    config = tools.make_config(
+        untied_policy, learner=replace(EVERY_ROW, offload_optimizer=True), objective=OBJECTIVE, ranks=2
+    )
     calls = [*tools.waves(tools.deal(samples, (3, 1)), totals), ("step", (totals,)), ("parameters", ())]
     scenarios["offload"] = tools.Scenario(config, calls)
     if file_system(folder) not in IN_MEMORY:
         for name, moments_folder in (("moments in memory", None), ("moments on disk", str(folder))):
-            learner, objective = replace(EVERY_ROW, moments_folder=moments_folder), replace(OBJECTIVE, mismatch_stop_float32=100.0)
-            config = tools.make_config(untied_policy, learner=learner, objective=objective, ranks=2)  # the same samples twice
+            learner, objective = (
+                replace(EVERY_ROW, moments_folder=moments_folder),
+                replace(OBJECTIVE, mismatch_stop_float32=100.0),
+            )
+            # the same samples twice
+            config = tools.make_config(untied_policy, learner=learner, objective=objective, ranks=2)
             scenarios[name] = tools.Scenario(config, [*calls[:-1], *calls[:-1], ("states", ())])
     return tools.run_ranks(folder, scenarios, 2)
 
@@ -109,7 +132,9 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
 def assert_equal_gradients(found, expected, factor=1.0):
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient * factor, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient * factor, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("counts", [(7, 1), (3, 0)])
@@ -120,18 +145,23 @@ def test_gradient_reduced_with_the_last_row_is_the_plain_one(tools, two_ranks, s
 
 
 @pytest.mark.parametrize("grad_sync", ["every_row", "last_row"])
-def test_any_deal_of_any_rows_with_dropped_groups_gives_the_plain_gradient(tools, two_ranks, samples, untied_policy, grad_sync):
+def test_any_deal_of_any_rows_with_dropped_groups_gives_the_plain_gradient(
+    tools, two_ranks, samples, untied_policy, grad_sync
+):
     lm = tools.load_plain(untied_policy)
     found = [result for result in two_ranks[1][f"{grad_sync}, random"] if result and "lm_head.weight" in result]
     cases = [kept for kept, ranks in random_cases(tools, samples, 6) if any(ranks)]
     assert len(found) == len(cases) >= 4
     assert any(len(kept) < 12 for kept in cases)
     for kept, gradients in zip(cases, found, strict=True):
-        assert_equal_gradients(gradients, tools.plain_gradients(lm, kept, OBJECTIVE)[1], factor=PROVISIONAL.num_sequences / len(kept))
+        assert_equal_gradients(
+            gradients, tools.plain_gradients(lm, kept, OBJECTIVE)[1], factor=PROVISIONAL.num_sequences / len(kept)
+        )
 
 
 def test_ranks_run_their_rows_without_waiting_for_each_other(two_ranks, tools, samples, untied_policy):
-    parameters, published = two_ranks[0]["free"][-2:]  # that it ended is the point: with every_row rank 0 would wait for rank 1
+    # that it ended is the point: with every_row rank 0 would wait for rank 1
+    parameters, published = two_ranks[0]["free"][-2:]
     totals = tools.totals_of(samples)
     config = tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE)
     expected = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[-1]
@@ -144,7 +174,11 @@ def test_ranks_run_their_rows_without_waiting_for_each_other(two_ranks, tools, s
 def test_two_updates_from_the_same_samples_equal_those_of_one_rank(two_ranks, tools, samples, untied_policy, grad_sync):
     first, second = samples[:8], samples[8:]
     totals = [tools.totals_of(part) for part in (first, second)]
-    calls = [("remember", (second, 1)), ("accumulate", (first, totals[0], 0)), ("step", {"totals": totals[0], "is_last": False})]
+    calls = [
+        ("remember", (second, 1)),
+        ("accumulate", (first, totals[0], 0)),
+        ("step", {"totals": totals[0], "is_last": False}),
+    ]
     calls += [("accumulate", (second, totals[1], 1)), ("step", (totals[1],)), ("parameters", ())]
     expected = tools.run_here(tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE), calls)
     found = two_ranks[0][f"{grad_sync}, two updates"]
@@ -156,7 +190,9 @@ def test_two_updates_from_the_same_samples_equal_those_of_one_rank(two_ranks, to
 
 
 def test_bf16_ranks_that_keep_their_gradients_add_them_in_float32(two_ranks, tools):
-    (*_, step, masters, published), (*_, other_step, other_masters, _) = (two_ranks[0][f"{name}, bf16"] for name in ("last_row", "every_row"))
+    (*_, step, masters, published), (*_, other_step, other_masters, _) = (
+        two_ranks[0][f"{name}, bf16"] for name in ("last_row", "every_row")
+    )
     assert {value.dtype for value in masters.values()} == {torch.float32}
     assert {value.dtype for value in published.values()} == {torch.bfloat16}
     assert tools.figures(step) == pytest.approx(tools.figures(other_step), rel=1e-2, abs=1e-6)
@@ -191,7 +227,9 @@ def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, sa
         scenarios[name] = tools.Scenario(config, [*calls, ("gradients", ()), ("step", (totals,)), ("parameters", ())])
     _, gradients = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
     config = tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE)
-    parameters = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[-1]
+    parameters = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[
+        -1
+    ]
     for rank in tools.run_ranks(tmp_path, scenarios, 4):
         for results in rank.values():
             assert_equal_gradients(results[-3], gradients)
@@ -200,9 +238,18 @@ def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, sa
 
 
 @pytest.mark.parametrize("settings", [EVERY_ROW, pytest.param(LAST_ROW, marks=pytest.mark.slow)])
-def test_a_rank_that_dies_in_its_backward_pass_ends_the_others_with_an_error(tools, samples, untied_policy, tmp_path, settings):
-    config, totals = tools.make_config(untied_policy, learner=settings, objective=OBJECTIVE, ranks=2), tools.totals_of(samples)
-    calls = [("die_in_next_backward", [None, ()]), *tools.waves(tools.deal(samples, (1, 1)), totals), ("step", (totals,))]
+def test_a_rank_that_dies_in_its_backward_pass_ends_the_others_with_an_error(
+    tools, samples, untied_policy, tmp_path, settings
+):
+    config, totals = (
+        tools.make_config(untied_policy, learner=settings, objective=OBJECTIVE, ranks=2),
+        tools.totals_of(samples),
+    )
+    calls = [
+        ("die_in_next_backward", [None, ()]),
+        *tools.waves(tools.deal(samples, (1, 1)), totals),
+        ("step", (totals,)),
+    ]
     ranks = tools.start_ranks(tmp_path, {"dies": tools.Scenario(config, calls)}, 2)
     outputs = tools.end_ranks(ranks)
     assert [rank.returncode for rank in ranks] == [1, -9], "\n".join(outputs)
@@ -232,16 +279,25 @@ def test_8_bit_moments_of_shards_are_saved_as_float32_and_come_back(one_rank_gro
     optimizer.step()
     saved = moments(optimizer, layer.weight)
     gradient = layer.weight.grad.full_tensor()
-    torch.testing.assert_close(saved["exp_avg"].full_tensor(), 0.1 * gradient, rtol=0, atol=0.02 * 0.1 * gradient.abs().max().item())
+    torch.testing.assert_close(
+        saved["exp_avg"].full_tensor(), 0.1 * gradient, rtol=0, atol=0.02 * 0.1 * gradient.abs().max().item()
+    )
     load_moments(later, twin.weight, saved, 1)
     for name, value in moments(later, twin.weight).items():
         assert value.placements == saved[name].placements
-        torch.testing.assert_close(value.full_tensor(), saved[name].full_tensor(), rtol=0, atol=0.01 * saved[name].full_tensor().abs().max().item())
+        torch.testing.assert_close(
+            value.full_tensor(),
+            saved[name].full_tensor(),
+            rtol=0,
+            atol=0.01 * saved[name].full_tensor().abs().max().item(),
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [EVERY_ROW, LAST_ROW])
-def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(tools, one_rank_group, samples, untied_policy, settings):
+def test_on_a_gpu_an_offloaded_optimizer_is_in_host_memory_and_steps_alike(
+    tools, one_rank_group, samples, untied_policy, settings
+):
     device, found = torch.device("cuda"), {}
     for offload in (True, False):
         policy = PackedPolicy(tools.load_plain(untied_policy).to(device), valid_vocab=60, chunk_tokens=7)

@@ -1,4 +1,5 @@
-"""Our losses and gradients against numbers that verl 0.9.1 and TRL 1.16.0 gave (tests/data/learner/golden_losses.jsonl)."""
+"""Our losses and gradients against numbers that verl 0.9.1 and TRL 1.16.0 gave
+(tests/data/learner/golden_losses.jsonl)."""
 
 import json
 from pathlib import Path
@@ -12,25 +13,39 @@ from infsample_rl.types import LossTotals
 
 # First line: the batch; every other line: a peer's version, our settings, and the loss and gradients that peer gave.
 # `python tests/learner/test_peer_losses.py` wrote the file where both peers are installed.
-LINES = [json.loads(line) for line in (Path(__file__).parent.parent / "data" / "learner" / "golden_losses.jsonl").read_text().splitlines()]
+LINES = [
+    json.loads(line)
+    for line in (Path(__file__).parent.parent / "data" / "learner" / "golden_losses.jsonl").read_text().splitlines()
+]
 BATCH, CASES = LINES[0]["batch"], LINES[1:]
 
 
 def name_of(case: dict) -> str:
-    used = {key: value for key, value in case["objective"].items() if key != "loss" and not key.startswith("clip") and value != "none"}
-    return " ".join([case["peer"].split()[0], case["objective"]["loss"], *(f"{key}={value}" for key, value in used.items())])
+    used = {
+        key: value
+        for key, value in case["objective"].items()
+        if key != "loss" and not key.startswith("clip") and value != "none"
+    }
+    return " ".join(
+        [case["peer"].split()[0], case["objective"]["loss"], *(f"{key}={value}" for key, value in used.items())]
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_peers_losses_and_gradients(case):
-    tensors = {name: torch.tensor(BATCH[name], dtype=torch.float64) for name in ("new", "old", "reference", "engine", "entropy")}
+    tensors = {
+        name: torch.tensor(BATCH[name], dtype=torch.float64)
+        for name in ("new", "old", "reference", "engine", "entropy")
+    }
     lengths = torch.tensor(BATCH["lengths"])
     ids = torch.arange(len(lengths)).repeat_interleave(lengths)
     new, entropy = tensors["new"].requires_grad_(), tensors["entropy"].requires_grad_()
     loss, _ = policy_loss(
         *(new, tensors["old"], torch.tensor(BATCH["advantages"], dtype=torch.float64)[ids], ids),
         objective=ObjectiveConfig(**case["objective"]),
-        totals=LossTotals(num_sequences=len(lengths), num_tokens=len(ids), length_normalizer=BATCH["length_normalizer"]),
+        totals=LossTotals(
+            num_sequences=len(lengths), num_tokens=len(ids), length_normalizer=BATCH["length_normalizer"]
+        ),
         ref_logprobs=tensors["reference"],
         engine_logprobs=tensors["engine"],
         entropy=entropy,
@@ -49,4 +64,6 @@ def test_the_batch_reaches_every_clip_and_cap_with_both_signs():
         assert (outside & (sign < 0)).any() and (outside & (sign > 0)).any()
     assert (torch.tensor(BATCH["old"]) - torch.tensor(BATCH["engine"])).exp().max() > 1.5
     pairs = {(case["peer"], case["objective"]["loss"]) for case in CASES}
-    assert pairs == {(peer, loss) for peer in ("verl 0.9.1", "trl 1.16.0") for loss in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")}
+    assert pairs == {
+        (peer, loss) for peer in ("verl 0.9.1", "trl 1.16.0") for loss in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
+    }

@@ -12,7 +12,8 @@ LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_t
 
 
 def masked_samples(tools, path):
-    """Samples without bad ids whose engine log-probabilities are of the policy over the other ids, and its mean entropy."""
+    """Samples without bad ids whose engine log-probabilities are of the policy over the other ids, and its mean
+    entropy."""
     lm = tools.load_plain(path)
     drawn, samples = tools.make_samples(lm), []
     lm.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor(BAD), -1e9))
@@ -21,7 +22,12 @@ def masked_samples(tools, path):
         ids[[token in BAD for token in ids]] = 8
         with torch.no_grad():
             engine, entropy = tools.plain_logprobs(lm, sample.prompt_ids, ids)
-        samples.append((replace(sample, response_ids=ids, engine_logprobs=engine.numpy(), reference_logprobs=engine.numpy()), entropy))
+        samples.append(
+            (
+                replace(sample, response_ids=ids, engine_logprobs=engine.numpy(), reference_logprobs=engine.numpy()),
+                entropy,
+            )
+        )
     return [sample for sample, _ in samples], torch.cat([entropy for _, entropy in samples]).mean().item()
 
 
@@ -43,7 +49,9 @@ def test_bad_ids_have_no_probability_in_the_learner_either(tools, untied_policy)
 
 def test_a_filling_row_gives_no_gradient_when_its_id_is_masked(tools, untied_policy):
     totals = tools.totals_of(masked_samples(tools, untied_policy)[0])
-    _, gradients = tools.run_here(config_with(tools, untied_policy, BAD), [("accumulate", (None, totals)), ("gradients", ())])
+    _, gradients = tools.run_here(
+        config_with(tools, untied_policy, BAD), [("accumulate", (None, totals)), ("gradients", ())]
+    )
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())
 
 
@@ -55,9 +63,14 @@ def test_a_float32_head_trains_sixteen_bit_weights(tools, tied_policy):
         config = tools.make_config(tied_policy, learner=LEARNER, dtype=dtype)
         config = replace(config, model=replace(config.model, lm_head_fp32=head_fp32))
         config = replace(config, objective=replace(config.objective, mismatch_stop=1.0, mismatch_stop_float32=1.0))
-        _, gradients, _ = tools.run_here(config, [("accumulate", (samples, totals)), ("gradients", ()), ("step", (totals,))])
+        _, gradients, _ = tools.run_here(
+            config, [("accumulate", (samples, totals)), ("gradients", ()), ("step", (totals,))]
+        )
         found.append(torch.cat([gradient.flatten() for gradient in gradients.values()]))
     exact, rounded, with_float32_head = found
-    distance = [torch.linalg.vector_norm(other - exact) / torch.linalg.vector_norm(exact) for other in (rounded, with_float32_head)]
+    distance = [
+        torch.linalg.vector_norm(other - exact) / torch.linalg.vector_norm(exact)
+        for other in (rounded, with_float32_head)
+    ]
     assert not torch.equal(rounded, with_float32_head)
     assert distance[1] < 0.05 and distance[1] < 1.1 * distance[0]

@@ -19,7 +19,15 @@ LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_t
 
 
 def bench(tiny_qwen3, *arguments):
-    command = [sys.executable, "-m", "benchmarks.learner_memory", f"model={tiny_qwen3}", "json=true", "threads=1", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.learner_memory",
+        f"model={tiny_qwen3}",
+        "json=true",
+        "threads=1",
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -28,7 +36,12 @@ def bench(tiny_qwen3, *arguments):
 def test_peak_memory_is_flat_in_the_group_size_and_the_rivals_grows(tiny_qwen3):
     row = ("max_tokens_per_micro_batch=512", "max_new_tokens=64", "prompt_tokens=32")
     records = bench(tiny_qwen3, "groups=[16,128]", "max_full_batch_group=128", *row)
-    assert [(record["name"], record["group_size"]) for record in records] == [("ours", 16), ("ours", 128), ("full batch", 16), ("full batch", 128)]
+    assert [(record["name"], record["group_size"]) for record in records] == [
+        ("ours", 16),
+        ("ours", 128),
+        ("full batch", 16),
+        ("full batch", 128),
+    ]
     small, large, rival_small, rival_large = records
     assert (small["passes"], large["passes"], rival_large["passes"]) == (2, 14, 1)
     assert large["tokens"] == rival_large["tokens"] > 7 * small["tokens"]
@@ -36,7 +49,8 @@ def test_peak_memory_is_flat_in_the_group_size_and_the_rivals_grows(tiny_qwen3):
     assert rival_large["rest_bytes"] > 3 * rival_small["rest_bytes"]
     assert rival_large["rest_bytes"] > 3 * large["rest_bytes"]
     weights = small["weight_bytes"]
-    assert 4 * weights <= small["state_bytes"] < 4.01 * weights  # float32: weight, gradient, two moments, and AdamW's step counts
+    # float32: weight, gradient, two moments, and AdamW's step counts
+    assert 4 * weights <= small["state_bytes"] < 4.01 * weights
 
 
 def updates(tools, path, learner, dtype, device="cpu"):
@@ -55,7 +69,8 @@ def updates(tools, path, learner, dtype, device="cpu"):
 def test_an_offloaded_optimizer_steps_alike_and_has_copies_only_where_something_has_to_move(tools, tied_policy, dtype):
     plain, expected = updates(tools, tied_policy, LEARNER, dtype)
     offloaded, found = updates(tools, tied_policy, LearnerConfig(**{**vars(LEARNER), "offload_optimizer": True}), dtype)
-    assert plain.has_copies == offloaded.has_copies == (dtype != torch.float32)  # on the CPU the weights are in host memory
+    # on the CPU the weights are in host memory
+    assert plain.has_copies == offloaded.has_copies == (dtype != torch.float32)
     parameters = dict(offloaded.policy.lm.named_parameters())
     for name, master in found.items():
         assert torch.equal(master, expected[name]), name
@@ -67,7 +82,9 @@ def test_an_offloaded_optimizer_steps_alike_and_has_copies_only_where_something_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_offloaded_masters_and_moments_are_in_host_memory(tools, tied_policy, dtype):
     plain, expected = updates(tools, tied_policy, LEARNER, dtype, "cuda")
-    offloaded, found = updates(tools, tied_policy, LearnerConfig(**{**vars(LEARNER), "offload_optimizer": True}), dtype, "cuda")
+    offloaded, found = updates(
+        tools, tied_policy, LearnerConfig(**{**vars(LEARNER), "offload_optimizer": True}), dtype, "cuda"
+    )
     for _, state in offloaded.training_states():
         assert {tensor.device.type for tensor in state.values()} == {"cpu"}
     assert {parameter.device.type for parameter in offloaded.policy.lm.parameters()} == {"cuda"}
@@ -78,8 +95,21 @@ def test_on_a_gpu_offloaded_masters_and_moments_are_in_host_memory(tools, tied_p
 
 @pytest.mark.gpu
 def test_on_a_gpu_peak_memory_is_flat_in_the_group_size(tiny_qwen3):
-    spec = {"model": str(tiny_qwen3), "shape": None, "dtype": "bfloat16", "device": "cuda", "threads": 1, "seed": 0, "prompt_tokens": 32}
-    spec |= {"max_tokens_per_micro_batch": 512, "logprob_chunk_tokens": 128, "activation_checkpointing": 0, "offload_optimizer": False}
+    spec = {
+        "model": str(tiny_qwen3),
+        "shape": None,
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "threads": 1,
+        "seed": 0,
+        "prompt_tokens": 32,
+    }
+    spec |= {
+        "max_tokens_per_micro_batch": 512,
+        "logprob_chunk_tokens": 128,
+        "activation_checkpointing": 0,
+        "offload_optimizer": False,
+    }
     spec |= {"optimizer": "adamw", "name": "ours", "max_new_tokens": 64}
     peaks = [measure_point(spec | {"group_size": group})["peak_memory_bytes"] for group in (16, 128)]
     assert peaks[1] < 1.1 * peaks[0]

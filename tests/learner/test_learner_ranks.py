@@ -16,7 +16,13 @@ LEARNER = LearnerConfig(
     **{"max_tokens_per_micro_batch": 256, "logprob_chunk_tokens": 7},
 )
 PROVISIONAL = LossTotals(num_sequences=40, num_tokens=999, length_normalizer=16)
-DEALS = {"1 and 0 rows": (1, 0), "1 and 1 rows": (1, 1), "3 and 1 rows": (3, 1), "3 and 0 rows": (3, 0), "4 and 4 rows": (4, 4)}
+DEALS = {
+    "1 and 0 rows": (1, 0),
+    "1 and 1 rows": (1, 1),
+    "3 and 1 rows": (3, 1),
+    "3 and 0 rows": (3, 0),
+    "4 and 4 rows": (4, 4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,9 @@ def ten_updates(tools, path, settings, history, folder, deal=None):
     learner = replace(LEARNER, **settings)
     calls = []
     for (samples, _, _), counts in zip(history, tools.DEALS, strict=True):
-        calls += tools.waves((deal or tools.deal)(samples, counts), PROVISIONAL, lockstep=learner.grad_sync == "every_row")
+        calls += tools.waves(
+            (deal or tools.deal)(samples, counts), PROVISIONAL, lockstep=learner.grad_sync == "every_row"
+        )
         calls.append(("step", (tools.totals_of(samples),)))
     calls += [("save", (str(folder),)), ("parameters", ()), ("export_weights", (3,))]
     return tools.Scenario(tools.make_config(path, learner=learner, objective=OBJECTIVE, ranks=2), calls)
@@ -41,22 +49,41 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
     samples = plain[tied_policy][0][0][0]
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE)
     scenarios = {
-        name: tools.Scenario(config, [*tools.waves(tools.deal(samples, counts), tools.totals_of(samples)), ("gradients", ())])
+        name: tools.Scenario(
+            config, [*tools.waves(tools.deal(samples, counts), tools.totals_of(samples)), ("gradients", ())]
+        )
         for name, counts in DEALS.items()
     }
     for backend, settings in tools.BACKENDS.items():
         for name, path in (("tied", tied_policy), ("untied", untied_policy)):
             granularity = "full" if settings.get("zero_stage") == 3 else "selective"
-            recompute = {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
-            scenarios[f"{backend}, {name}"] = ten_updates(tools, path, settings | recompute, plain[path][0], folder / backend / name)
+            recompute = (
+                {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
+            )
+            scenarios[f"{backend}, {name}"] = ten_updates(
+                tools, path, settings | recompute, plain[path][0], folder / backend / name
+            )
     for name, path in (("tied", tied_policy), ("untied", untied_policy)):
-        settings = {"grad_sync": "last_row", "max_tokens_per_micro_batch": 32, "activation_checkpointing": int(name == "untied")}
-        scenarios[f"passes, {name}"] = ten_updates(tools, path, settings, plain[path][0], folder / "passes" / name, deal_groups)
+        settings = {
+            "grad_sync": "last_row",
+            "max_tokens_per_micro_batch": 32,
+            "activation_checkpointing": int(name == "untied"),
+        }
+        scenarios[f"passes, {name}"] = ten_updates(
+            tools, path, settings, plain[path][0], folder / "passes" / name, deal_groups
+        )
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     totals = tools.totals_of(bf16)
-    calls = [*tools.waves(tools.deal(bf16, (2, 1)), totals), ("step", (totals,)), ("parameters", ()), ("export_weights", (1,))]
+    calls = [
+        *tools.waves(tools.deal(bf16, (2, 1)), totals),
+        ("step", (totals,)),
+        ("parameters", ()),
+        ("export_weights", (1,)),
+    ]
     checkpointed = replace(LEARNER, activation_checkpointing=1)
-    scenarios["bf16"] = tools.Scenario(tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16"), calls)
+    scenarios["bf16"] = tools.Scenario(
+        tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16"), calls
+    )
     for dtype in ("float32", "float16"):
         scenarios[dtype] = large_update(tools, untied_policy, dtype)
     return tools.run_ranks(folder, scenarios, 2), folder
@@ -66,7 +93,10 @@ def deal_groups(samples, counts):
     """A row for each prompt, above 32 tokens all but the first: the groups go round the ranks that are to have rows."""
     groups = by_prompt(samples)
     ranks = [rank for rank, count in enumerate(counts) if count]
-    return [[group for number, group in enumerate(groups) if ranks[number % len(ranks)] == rank] for rank in range(len(counts))]
+    return [
+        [group for number, group in enumerate(groups) if ranks[number % len(ranks)] == rank]
+        for rank in range(len(counts))
+    ]
 
 
 def by_prompt(samples):
@@ -74,12 +104,16 @@ def by_prompt(samples):
 
 
 def large_update(tools, path, dtype):
-    """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens: each token's share underflows in 16 bits."""
+    """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens: each token's share
+    underflows in 16 bits."""
     samples = tools.make_samples(tools.load_plain(path, torch.float16))
     provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
     objective = ObjectiveConfig(loss="dr_grpo", kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
     config = tools.make_config(path, dtype=dtype, objective=objective)
-    large = {"data": replace(config.data, prompts_per_step=64), "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096)}
+    large = {
+        "data": replace(config.data, prompts_per_step=64),
+        "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096),
+    }
     config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
     totals = replace(tools.totals_of(samples), length_normalizer=4096)
     return tools.Scenario(config, [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))])
@@ -87,7 +121,9 @@ def large_update(tools, path, dtype):
 
 def test_in_float16_the_gradient_of_a_large_update_does_not_underflow_on_two_ranks(two_ranks):
     for rank in two_ranks[0]:
-        assert rank["float16"][-1]["learner/grad_norm"] == pytest.approx(rank["float32"][-1]["learner/grad_norm"], rel=0.02)
+        assert rank["float16"][-1]["learner/grad_norm"] == pytest.approx(
+            rank["float32"][-1]["learner/grad_norm"], rel=0.02
+        )
 
 
 @pytest.mark.parametrize("deal", DEALS)
@@ -97,12 +133,16 @@ def test_gradient_on_two_ranks_equals_the_plain_one(two_ranks, plain, tools, tie
     for rank in two_ranks[0]:
         assert rank[deal][-1].keys() == expected.keys()
         for name, gradient in rank[deal][-1].items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
-def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(tools, plain, untied_policy, count, checkpointing):
+def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(
+    tools, plain, untied_policy, count, checkpointing
+):
     samples = plain[untied_policy][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
     every, granularity = checkpointing
@@ -112,28 +152,42 @@ def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(tools,
     gradients = tools.run_here(config, [*calls, ("gradients", ())])[-1]
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
-def test_gradient_of_groups_in_passes_behind_their_prompts_equals_the_plain_one(tools, plain, untied_policy, checkpointing):
+def test_gradient_of_groups_in_passes_behind_their_prompts_equals_the_plain_one(
+    tools, plain, untied_policy, checkpointing
+):
     samples = plain[untied_policy][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
     every, granularity = checkpointing
-    settings = {"max_tokens_per_micro_batch": 32, "activation_checkpointing": every, "recompute_granularity": granularity}
+    settings = {
+        "max_tokens_per_micro_batch": 32,
+        "activation_checkpointing": every,
+        "recompute_granularity": granularity,
+    }
     config = tools.make_config(untied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE)
     assert any(len(split_passes(group, 32)) > 1 for group in by_prompt(samples))
     calls = [("accumulate", (group, tools.totals_of(samples))) for group in by_prompt(samples)]
     *found, gradients = tools.run_here(config, [*calls, ("gradients", ())])
-    tokens = [len(group[0].prompt_ids) + sum(len(sample.response_ids) for sample in group) for group in by_prompt(samples)]
+    tokens = [
+        len(group[0].prompt_ids) + sum(len(sample.response_ids) for sample in group) for group in by_prompt(samples)
+    ]
     assert [row["row_tokens"] for row in found] == tokens  # every prompt once
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_ten_updates_in_passes_on_two_ranks_that_run_free_equal_plain_adamw(two_ranks, plain, tied_policy, untied_policy, name):
+def test_ten_updates_in_passes_on_two_ranks_that_run_free_equal_plain_adamw(
+    two_ranks, plain, tied_policy, untied_policy, name
+):
     results = two_ranks[0][0][f"passes, {name}"]
     same_run(*plain[{"tied": tied_policy, "untied": untied_policy}[name]], results, results[-2])
 
@@ -147,7 +201,9 @@ def same_run(history, expected, results, parameters):
     assert min(norm for _, _, norm in history) > LEARNER.max_grad_norm  # every update was clipped
     assert parameters.keys() == expected.keys()
     for key, value in parameters.items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            value, expected[key], rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -156,8 +212,12 @@ def test_ten_updates_on_one_rank_equal_plain_adamw(tools, plain, tied_policy, un
     history, expected = plain[path]
     calls = []
     for samples, _, _ in history:
-        calls += [("accumulate", (row, PROVISIONAL)) for row in tools.cut(samples, 2)] + [("step", (tools.totals_of(samples),))]
-    results = tools.run_here(tools.make_config(path, learner=LEARNER, objective=OBJECTIVE), [*calls, ("parameters", ())])
+        calls += [("accumulate", (row, PROVISIONAL)) for row in tools.cut(samples, 2)] + [
+            ("step", (tools.totals_of(samples),))
+        ]
+    results = tools.run_here(
+        tools.make_config(path, learner=LEARNER, objective=OBJECTIVE), [*calls, ("parameters", ())]
+    )
     same_run(history, expected, results, results[-1])
 
 
@@ -169,7 +229,10 @@ def test_ten_updates_on_two_ranks_equal_plain_adamw(tools, two_ranks, plain, tie
 
 def test_both_ranks_report_the_same_metrics_and_only_rank_0_exports(two_ranks, tools):
     first, second = (rank["fsdp, tied"] for rank in two_ranks[0])
-    reported = [[tools.figures(found) for found in rank if isinstance(found, dict) and "learner/lr" in found] for rank in (first, second)]
+    reported = [
+        [tools.figures(found) for found in rank if isinstance(found, dict) and "learner/lr" in found]
+        for rank in (first, second)
+    ]
     assert reported[0] and reported[0] == reported[1]
     manifest, buckets = first[-1]
     assert second[-1] is None

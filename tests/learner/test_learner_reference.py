@@ -1,4 +1,5 @@
-"""reference.placement=learner: the same log-probabilities, losses and updates as with reference workers, computed where rows are trained."""
+"""reference.placement=learner: the same log-probabilities, losses and updates as with reference workers, computed where
+rows are trained."""
 
 from __future__ import annotations
 
@@ -51,7 +52,12 @@ def with_reference(config, samples):
     for sample in samples:
         prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
         completion = Completion(
-            **{"prompt_index": 0, "sample_index": 0, "token_ids": sample.response_ids, "logprobs": sample.engine_logprobs},
+            **{
+                "prompt_index": 0,
+                "sample_index": 0,
+                "token_ids": sample.response_ids,
+                "logprobs": sample.engine_logprobs,
+            },
             **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
         )
         found.append(replace(sample, reference_logprobs=worker.logprobs(prompt, [completion]).logprobs[0]))
@@ -60,7 +66,9 @@ def with_reference(config, samples):
 
 def config_of(tools, path, frozen, kind, *, settings=None, ranks=1):
     """A run whose reference is on the learner: a copy of another policy, or the policy without its adapters."""
-    config = tools.make_config(path, learner=replace(LEARNERS[kind], **(settings or {})), objective=OBJECTIVE, ranks=ranks)
+    config = tools.make_config(
+        path, learner=replace(LEARNERS[kind], **(settings or {})), objective=OBJECTIVE, ranks=ranks
+    )
     return replace(config, reference=replace(HERE, path=frozen if kind == COPY else None))
 
 
@@ -70,7 +78,8 @@ def on_workers(config):
 
 
 def two_epochs(tools, samples, deals, *, lockstep):
-    """A step of four updates: two epochs over two mini-batches, dealt to ranks; rows of the second are remembered first."""
+    """A step of four updates: two epochs over two mini-batches, dealt to ranks; rows of the second are remembered
+    first."""
     half = len(samples) // 2
     parts, calls, number = [samples[:half], samples[half:]], [], 0
     plans = []
@@ -80,7 +89,9 @@ def two_epochs(tools, samples, deals, *, lockstep):
         for _, arguments in waves:
             ids = [number + rank if own is not None and own[0] else None for rank, own in enumerate(arguments)]
             number += len(arguments)
-            numbered.append([own if own is None else (*own, row_id) for own, row_id in zip(arguments, ids, strict=True)])
+            numbered.append(
+                [own if own is None else (*own, row_id) for own, row_id in zip(arguments, ids, strict=True)]
+            )
         plans.append(numbered)
     for wave in plans[1]:
         calls.append(("remember", [own and (own[0], own[2]) for own in wave]))
@@ -144,7 +155,9 @@ def test_updates_on_two_ranks_are_those_with_reference_workers(two_ranks, expect
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_updates_at_one_rank_are_those_with_reference_workers(tools, tied_policy, frozen, samples, expected, kind):
     step = two_epochs(tools, samples, [(3,), (1,)], lockstep=True)
-    check_equal(tools.run_here(config_of(tools, tied_policy, frozen, kind), [*step, *step, ("parameters", ())]), expected[kind])
+    check_equal(
+        tools.run_here(config_of(tools, tied_policy, frozen, kind), [*step, *step, ("parameters", ())]), expected[kind]
+    )
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -165,7 +178,10 @@ def test_logprobs_are_those_of_a_reference_worker(tools, tied_policy, frozen, sa
 
 def test_no_reference_is_loaded_without_a_kl_in_the_loss(tools, tied_policy):
     for objective in (ObjectiveConfig(kl="none"), ObjectiveConfig(kl_coef=0.0)):
-        config = replace(tools.make_config(tied_policy, learner=LEARNER, objective=objective), reference=replace(HERE, path="nowhere"))
+        config = replace(
+            tools.make_config(tied_policy, learner=LEARNER, objective=objective),
+            reference=replace(HERE, path="nowhere"),
+        )
         worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
         worker.setup("127.0.0.1", 0, None)
         assert worker.reference is None
@@ -200,13 +216,20 @@ def check_offload(tools, path, device, samples):
     held = {parameter: parameter.data_ptr() for parameter in offloaded.parameters()}
     moved = []
     for layer in offloaded.decoder_layers():
-        layer.mlp.register_forward_hook(lambda *_: moved.append([parameter.data_ptr() != held[parameter] for parameter in offloaded.parameters()]))
+        layer.mlp.register_forward_hook(
+            lambda *_: moved.append([parameter.data_ptr() != held[parameter] for parameter in offloaded.parameters()])
+        )
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(offloaded(row, 0.7)[0], plain(row, 0.7)[0])
-    one_layer, rest = len(list(offloaded.decoder_layers()[0].parameters())), len(held) - 2 * len(list(offloaded.decoder_layers()[0].parameters()))
+    one_layer, rest = (
+        len(list(offloaded.decoder_layers()[0].parameters())),
+        len(held) - 2 * len(list(offloaded.decoder_layers()[0].parameters())),
+    )
     assert [sum(parameters) for parameters in moved] == [one_layer + rest] * 4
-    assert all(parameter.data_ptr() == address and parameter.device.type == "cpu" for parameter, address in held.items())
+    assert all(
+        parameter.data_ptr() == address and parameter.device.type == "cpu" for parameter, address in held.items()
+    )
 
 
 def test_an_offloaded_reference_brings_one_layer_at_a_time(tools, tied_policy, untied_policy, samples):
@@ -237,7 +260,10 @@ def test_a_run_with_the_reference_on_its_learner_has_no_reference_worker(tools, 
     config = replace(config, reference=ReferenceConfig(placement="learner", path="other", offload=True))
     assert [group.role for group in worker_groups(config)] == ["rollout", "reward", "learner"]
     assert reference_text(config) == "other, on the learner ranks: sharded over them, beside the policy"
-    assert "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case" in setting_warnings(config)
+    assert (
+        "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case"
+        in setting_warnings(config)
+    )
     config = replace(config, reference=HERE, learner=LORA)
     assert reference_text(config) == "on the learner ranks: the policy without its adapters"
     assert reference_text(replace(config, objective=ObjectiveConfig(kl="none"))) == "none: no KL term is used"

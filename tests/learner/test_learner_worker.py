@@ -45,13 +45,19 @@ def test_an_engine_that_ran_another_policy_stops_the_run_and_is_named(tools, unt
     logprobs = samples[6].engine_logprobs.copy()
     logprobs[0] += 0.01
     broken[6] = replace(samples[6], engine_logprobs=logprobs)
-    with pytest.raises(RuntimeError, match=r"differ by 0\.01 .*\(prompt_index=1, sample_index=2, token 0\): engine -.*, learner -"):
-        tools.run_here(tools.make_config(untied_policy, learner=LEARNER), [("accumulate", (broken, tools.totals_of(broken)))])
+    with pytest.raises(
+        RuntimeError, match=r"differ by 0\.01 .*\(prompt_index=1, sample_index=2, token 0\): engine -.*, learner -"
+    ):
+        tools.run_here(
+            tools.make_config(untied_policy, learner=LEARNER), [("accumulate", (broken, tools.totals_of(broken)))]
+        )
 
 
 def test_bf16_stops_on_a_large_mean_difference_only(tools, untied_policy):
     policy = tools.make_samples(tools.load_plain(untied_policy, torch.bfloat16))
-    config = tools.make_config(untied_policy, learner=LEARNER, dtype="bfloat16", objective=ObjectiveConfig(kl="none", mismatch_stop=0.05))
+    config = tools.make_config(
+        untied_policy, learner=LEARNER, dtype="bfloat16", objective=ObjectiveConfig(kl="none", mismatch_stop=0.05)
+    )
     totals = tools.totals_of(policy)
     shifted = [replace(sample, engine_logprobs=sample.engine_logprobs + np.float32(0.2)) for sample in policy]
     with pytest.raises(RuntimeError, match="objective.mismatch_stop=0.05"):
@@ -66,26 +72,39 @@ def test_in_float16_the_gradient_of_a_large_update_does_not_underflow(tools, unt
     for dtype in ("float32", "float16"):
         objective = ObjectiveConfig(loss=loss, kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
         config = tools.make_config(untied_policy, dtype=dtype, objective=objective, learner=LEARNER)
-        large = {"data": replace(config.data, prompts_per_step=64), "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096)}
+        large = {
+            "data": replace(config.data, prompts_per_step=64),
+            "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096),
+        }
         config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
-        norms[dtype] = tools.run_here(config, [("accumulate", (samples, provisional)), ("step", (real,))])[-1]["learner/grad_norm"]
+        norms[dtype] = tools.run_here(config, [("accumulate", (samples, provisional)), ("step", (real,))])[-1][
+            "learner/grad_norm"
+        ]
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])
 def test_a_nonfinite_loss_stops_or_skips(tools, untied_policy, samples, kind):
     nothing_likely = np.full_like(samples[-1].engine_logprobs, -np.inf)  # makes k3 infinite, but its gradient 1
-    last = replace(samples[-1], advantage=math.nan) if kind == "nan" else replace(samples[-1], reference_logprobs=nothing_likely)
+    last = (
+        replace(samples[-1], advantage=math.nan)
+        if kind == "nan"
+        else replace(samples[-1], reference_logprobs=nothing_likely)
+    )
     broken = [*samples[:-1], last]
     totals = tools.totals_of(samples)
     with pytest.raises(RuntimeError, match=f"loss is {kind}"):
         tools.run_here(tools.make_config(untied_policy, learner=LEARNER), [("accumulate", (broken, totals))])
     calls = [("parameters", ()), ("accumulate", (broken, totals)), ("step", (totals,)), ("parameters", ())]
     calls += [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())]
-    config = tools.make_config(untied_policy, learner=replace(LEARNER, on_nonfinite="skip"), objective=ObjectiveConfig(kl_coef=0.1))
+    config = tools.make_config(
+        untied_policy, learner=replace(LEARNER, on_nonfinite="skip"), objective=ObjectiveConfig(kl_coef=0.1)
+    )
     before, _, skipped, unchanged, _, step, changed = tools.run_here(config, calls)
     assert (skipped["learner/skipped_updates"], step["learner/skipped_updates"]) == (1.0, 0.0)
-    assert all(value is None or math.isfinite(value) for value in skipped.values()), "no row is left that there could be a mean over"
+    assert all(value is None or math.isfinite(value) for value in skipped.values()), (
+        "no row is left that there could be a mean over"
+    )
     assert all(torch.equal(before[name], unchanged[name]) for name in before)
     assert not torch.equal(before["lm_head.weight"], changed["lm_head.weight"])
 
@@ -94,17 +113,23 @@ def test_an_update_without_rows_moves_by_momentum_and_one_without_samples_is_ski
     totals, empty = tools.totals_of(samples), LossTotals(num_sequences=0, num_tokens=0, length_normalizer=16)
     calls = [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())]
     calls += [("step", (empty,)), ("parameters", ()), ("step", (totals,)), ("parameters", ())]
-    _, _, first, skipped, second, no_rows, third = tools.run_here(tools.make_config(untied_policy, learner=LEARNER), calls)
+    _, _, first, skipped, second, no_rows, third = tools.run_here(
+        tools.make_config(untied_policy, learner=LEARNER), calls
+    )
     assert skipped["learner/skipped_updates"] == 1.0 and skipped["learner/loss"] == 0.0
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (no_rows["learner/grad_norm"], no_rows["learner/skipped_updates"]) == (0.0, 0.0)
-    assert not torch.equal(second["lm_head.weight"], third["lm_head.weight"])  # AdamW's momentum, as for a gradient of exact zeros
+    # AdamW's momentum, as for a gradient of exact zeros
+    assert not torch.equal(second["lm_head.weight"], third["lm_head.weight"])
 
 
 @pytest.mark.parametrize("remembered", [False, True])
 def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untied_policy, samples, remembered):
     objective = ObjectiveConfig(kl_coef=0.1, epochs=2)
-    totals, rows = tools.totals_of(samples), [[sample for sample in samples if sample.prompt_index == prompt] for prompt in range(3)]
+    totals, rows = (
+        tools.totals_of(samples),
+        [[sample for sample in samples if sample.prompt_index == prompt] for prompt in range(3)],
+    )
     assert [len(split_passes(row, 32)) for row in rows] == [1, 1, 2]
     calls = [("remember", (row, number)) for number, row in enumerate(rows) if remembered]
     for is_last in (False, True):
@@ -112,7 +137,9 @@ def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untie
         calls.append(("step", {"totals": totals, "is_last": is_last}))
     found = {}
     for max_tokens in (32, 256):
-        config = tools.make_config(untied_policy, learner=replace(LEARNER, max_tokens_per_micro_batch=max_tokens), objective=objective)
+        config = tools.make_config(
+            untied_policy, learner=replace(LEARNER, max_tokens_per_micro_batch=max_tokens), objective=objective
+        )
         config = replace(config, reference=ReferenceConfig(placement="learner"))
         found[max_tokens] = [result for result in tools.run_here(config, calls) if result and "learner/loss" in result]
     for passes, whole in zip(found[32], found[256], strict=True):
@@ -121,7 +148,10 @@ def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untie
 
 
 def test_totals_may_not_change_inside_an_update(tools, untied_policy, samples):
-    calls = [("accumulate", (samples, tools.totals_of(samples))), ("accumulate", (samples, tools.totals_of(samples[1:])))]
+    calls = [
+        ("accumulate", (samples, tools.totals_of(samples))),
+        ("accumulate", (samples, tools.totals_of(samples[1:]))),
+    ]
     with pytest.raises(ValueError, match="totals must stay the same"):
         tools.run_here(tools.make_config(untied_policy, learner=LEARNER), calls)
 
@@ -133,7 +163,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tools, untied_policy, tmp_path):
     updates = []
     for samples, _, _ in history:
         totals = tools.totals_of(samples)
-        updates.append([("accumulate", (samples[:5], totals)), ("accumulate", (samples[5:], totals)), ("step", (totals,))])
+        updates.append(
+            [("accumulate", (samples[:5], totals)), ("accumulate", (samples[5:], totals)), ("step", (totals,))]
+        )
     folder = str(tmp_path / "checkpoint")
     whole = tools.run_here(config, [*updates[0], *updates[1], ("save", (folder,)), *updates[2], ("parameters", ())])
     resumed = tools.run_here(config, [*updates[2], ("parameters", ())], checkpoint=folder)

@@ -1,4 +1,5 @@
-"""Adapters trained by the learner: the gradient, ten updates, what is published and what is saved equal peft's plain training."""
+"""Adapters trained by the learner: the gradient, ten updates, what is published and what is saved equal peft's plain
+training."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def plain_gradients(tools, lm, samples):
         advantages, ids = torch.full_like(logprobs, sample.advantage), torch.zeros(len(logprobs), dtype=torch.long)
         reference = torch.from_numpy(sample.reference_logprobs)
         totals = tools.totals_of(samples)
-        loss, _ = policy_loss(logprobs, logprobs.detach(), advantages, ids, objective=OBJECTIVE, totals=totals, ref_logprobs=reference)
+        loss, _ = policy_loss(
+            logprobs, logprobs.detach(), advantages, ids, objective=OBJECTIVE, totals=totals, ref_logprobs=reference
+        )
         loss.backward()
         total += loss.item()
     return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters() if parameter.requires_grad}
@@ -50,7 +53,9 @@ def train_plainly(tools, path, count=10):
     adapted = add_adapters(lm, LEARNER, seed=0, path=path)
     trained = [parameter for parameter in lm.parameters() if parameter.requires_grad]
     betas = (LEARNER.beta1, LEARNER.beta2)
-    optimizer = torch.optim.AdamW(trained, lr=LEARNER.lr, betas=betas, eps=LEARNER.adam_epsilon, weight_decay=LEARNER.weight_decay)
+    optimizer = torch.optim.AdamW(
+        trained, lr=LEARNER.lr, betas=betas, eps=LEARNER.adam_epsilon, weight_decay=LEARNER.weight_decay
+    )
     history = []
     for update in range(count):
         optimizer.param_groups[0]["lr"] = lr_at(update, 10, LEARNER)
@@ -65,7 +70,11 @@ def train_plainly(tools, path, count=10):
 @pytest.fixture(scope="module")
 def plain(tools, tied_policy):
     history, adapted = train_plainly(tools, tied_policy)
-    adapters = {name: parameter.detach().clone() for name, parameter in adapted.get_base_model().named_parameters() if parameter.requires_grad}
+    adapters = {
+        name: parameter.detach().clone()
+        for name, parameter in adapted.get_base_model().named_parameters()
+        if parameter.requires_grad
+    }
     after = tools.make_samples(adapted.get_base_model(), seed=9)
     merged = {name: parameter.detach() for name, parameter in adapted.merge_and_unload().named_parameters()}
     return history, adapters, merged, after
@@ -75,7 +84,10 @@ def updates(tools, history, deals, *, lockstep=True):
     """The calls of all updates, their rows dealt to ranks as `deals` says."""
     calls = []
     for (samples, _, _), counts in zip(history, deals, strict=True):
-        calls += [*tools.waves(tools.deal(samples, counts), PROVISIONAL, lockstep=lockstep), ("step", (tools.totals_of(samples),))]
+        calls += [
+            *tools.waves(tools.deal(samples, counts), PROVISIONAL, lockstep=lockstep),
+            ("step", (tools.totals_of(samples),)),
+        ]
     return calls
 
 
@@ -86,7 +98,9 @@ def two_ranks(tools, plain, tied_policy, tmp_path_factory):
     for name, settings in TWO_RANKS.items():
         config = tools.make_config(tied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE, ranks=2)
         calls = updates(tools, plain[0], tools.DEALS, lockstep=name != "fsdp last_row")
-        scenarios[name] = tools.Scenario(config, [*calls, ("parameters", ()), ("export_weights", (3,)), ("save", (str(folder / name),))])
+        scenarios[name] = tools.Scenario(
+            config, [*calls, ("parameters", ()), ("export_weights", (3,)), ("save", (str(folder / name),))]
+        )
     samples, totals = plain[-1], tools.totals_of(plain[-1])
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, ranks=2)
     calls = [*tools.waves([[samples], []], totals), ("step", (totals,)), ("parameters", ())]
@@ -95,7 +109,9 @@ def two_ranks(tools, plain, tied_policy, tmp_path_factory):
     checkpointed = replace(LEARNER, activation_checkpointing=2)
     config = tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16", ranks=2)
     calls = [*tools.waves(tools.deal(bf16, (2, 1)), tools.totals_of(bf16)), ("step", (tools.totals_of(bf16),))]
-    scenarios["bf16"] = tools.Scenario(config, [("parameters", ()), *calls, ("parameters", ()), ("export_weights", (1,))])
+    scenarios["bf16"] = tools.Scenario(
+        config, [("parameters", ()), *calls, ("parameters", ()), ("export_weights", (1,))]
+    )
     return tools.run_ranks(folder, scenarios, 2), folder
 
 
@@ -119,7 +135,9 @@ def test_gradients_of_the_adapters_are_pefts_one_sample_at_a_time(tools, tied_po
     loss, expected = plain_gradients(tools, lm, samples)
     totals = tools.totals_of(samples)
     for settings in ({}, {"activation_checkpointing": 1}):
-        worker = tools.rank_main.LearnerWorker(tools.make_config(tied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE), 0, 1, 10)
+        worker = tools.rank_main.LearnerWorker(
+            tools.make_config(tied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE), 0, 1, 10
+        )
         worker.setup("127.0.0.1", 0, None)
         worker.policy.lm.load_state_dict(lm.state_dict())
         for row in tools.cut(samples, 3):
@@ -128,13 +146,17 @@ def test_gradients_of_the_adapters_are_pefts_one_sample_at_a_time(tools, tied_po
         gradients = tools.rank_main.gradients(worker)
         assert gradients.keys() == expected.keys() and len(expected) == 28
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_ten_updates_at_one_rank_equal_pefts_merged_model(tools, plain, tied_policy):
     history, adapters, merged, _ = plain
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE)
-    results = tools.run_here(config, [*updates(tools, history, [(2,)] * 10), ("parameters", ()), ("export_weights", (3,))])
+    results = tools.run_here(
+        config, [*updates(tools, history, [(2,)] * 10), ("parameters", ()), ("export_weights", (3,))]
+    )
     check_updates(tools, results, history, adapters, merged, tied_policy)
 
 
@@ -150,13 +172,19 @@ def test_ten_updates_on_two_ranks_equal_pefts_merged_model(tools, plain, two_ran
 def check_updates(tools, results, history, adapters, merged, path):
     *_, parameters, published = results
     steps = [result for result in results if isinstance(result, dict) and "learner/loss" in result]
-    assert [step["learner/loss"] for step in steps] == pytest.approx([loss for _, loss, _ in history], rel=1e-4, abs=1e-6)
+    assert [step["learner/loss"] for step in steps] == pytest.approx(
+        [loss for _, loss, _ in history], rel=1e-4, abs=1e-6
+    )
     assert [step["learner/grad_norm"] for step in steps] == pytest.approx([norm for _, _, norm in history], rel=1e-4)
     assert parameters.keys() == adapters.keys()
     for name, value in parameters.items():
-        torch.testing.assert_close(value, adapters[name], rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, adapters[name], rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
     for name, value in exported(tools, path, published).items():
-        torch.testing.assert_close(value, merged[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, merged[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_bf16_trains_float32_masters_of_the_adapters_beside_16_bit_weights(tools, two_ranks, tied_policy):
@@ -165,18 +193,26 @@ def test_bf16_trains_float32_masters_of_the_adapters_beside_16_bit_weights(tools
     assert step["learner/skipped_updates"] == 0 and 0 < step["learner/logprob_diff_mean"] < 0.05
     assert all(not torch.equal(before[name], after[name]) for name in after if "lora_B" in name)
     base = dict(tools.load_plain(tied_policy, torch.bfloat16).named_parameters())
-    names = [name for name, value in exported(tools, tied_policy, published, torch.bfloat16).items() if not torch.equal(value, base[name])]
+    names = [
+        name
+        for name, value in exported(tools, tied_policy, published, torch.bfloat16).items()
+        if not torch.equal(value, base[name])
+    ]
     assert names and all("_proj" in name for name in names)
 
 
-def test_an_engine_that_merges_adapters_itself_has_bitwise_what_it_would_be_sent_merged(tools, plain, tied_policy, tmp_path):
+def test_an_engine_that_merges_adapters_itself_has_bitwise_what_it_would_be_sent_merged(
+    tools, plain, tied_policy, tmp_path
+):
     for dtype in ("float32", "bfloat16"):
         samples = tools.make_samples(tools.load_plain(tied_policy, getattr(torch, dtype)))
         totals = tools.totals_of(samples)
         calls = [("accumulate", (samples, totals)), ("step", (totals,)), ("export_weights", (3,))]
         settings = {"merged": LEARNER, "adapters": replace(LEARNER, lora_publish="adapters")}
         sent = {
-            name: tools.run_here(tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE, dtype=dtype), calls)[-1]
+            name: tools.run_here(
+                tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE, dtype=dtype), calls
+            )[-1]
             for name, learner in settings.items()
         }
         assert {entry[0].rpartition(".lora_")[2] for entry in sent["adapters"][0].entries} == {"A.weight", "B.weight"}
@@ -192,7 +228,12 @@ def test_an_engine_that_merges_adapters_itself_has_bitwise_what_it_would_be_sent
 def test_a_checkpoint_is_a_peft_folder_and_goes_on_at_one_rank_and_at_two(tools, two_ranks, plain, tied_policy):
     results, folder = two_ranks
     checkpoint = folder / "fsdp"
-    assert {path.name for path in checkpoint.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "training_state"}
+    assert {path.name for path in checkpoint.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "training_state",
+    }
     assert not (checkpoint / "model.safetensors").exists()
     loaded = PeftModel.from_pretrained(tools.load_plain(tied_policy), checkpoint)
     saved = results[0]["fsdp"][-3]

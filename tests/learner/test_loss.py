@@ -120,7 +120,9 @@ def test_any_split_into_calls_gives_the_same_loss_metrics_and_gradient(loss, imp
     for trial in range(10):
         lengths = torch.randint(1, 12, (9,), generator=generator)
         ids = torch.arange(9).repeat_interleave(lengths)
-        old, noise, engine_noise, ref_noise = (torch.randn(len(ids), generator=generator, dtype=torch.float64) * 0.3 for _ in range(4))
+        old, noise, engine_noise, ref_noise = (
+            torch.randn(len(ids), generator=generator, dtype=torch.float64) * 0.3 for _ in range(4)
+        )
         advantages = torch.randn(9, generator=generator, dtype=torch.float64)[ids]
         owner = torch.randint(0, trial % 4 + 1, (9,), generator=generator)[ids]
         totals = LossTotals(num_sequences=9, num_tokens=len(ids), length_normalizer=16)
@@ -128,7 +130,10 @@ def test_any_split_into_calls_gives_the_same_loss_metrics_and_gradient(loss, imp
         results = []
         for parts in ([torch.ones_like(ids, dtype=torch.bool)], [owner == part for part in range(trial % 4 + 1)]):
             new = (old + noise).requires_grad_()
-            total, metrics = 0.0, dict.fromkeys(("kl", "clip_fraction", "importance_mean", "engine_weight", "engine_weight_square"), 0.0)
+            total, metrics = (
+                0.0,
+                dict.fromkeys(("kl", "clip_fraction", "importance_mean", "engine_weight", "engine_weight_square"), 0.0),
+            )
             for part in (part for part in parts if part.any()):
                 value, own = policy_loss(
                     *(new[part], old[part], advantages[part], ids[part]),
@@ -155,11 +160,18 @@ def test_engine_mismatch_written_out():
 
 def test_the_entropy_bonus_has_the_token_weights_of_its_loss():
     entropy = torch.tensor([0.5, 1.5, 2.5], dtype=torch.float64)
-    bonus = {loss: (loss_of(loss, entropy_coef=0.1, entropy=entropy)[0] - loss_of(loss)[0]).item() for loss in ("grpo", "dr_grpo", "dapo")}
-    assert bonus == pytest.approx({"grpo": -0.1 * (1.0 + 2.5) / 2, "dr_grpo": -0.1 * 4.5 / 20, "dapo": -0.1 * 4.5 / 3}, rel=1e-12)
+    bonus = {
+        loss: (loss_of(loss, entropy_coef=0.1, entropy=entropy)[0] - loss_of(loss)[0]).item()
+        for loss in ("grpo", "dr_grpo", "dapo")
+    }
+    assert bonus == pytest.approx(
+        {"grpo": -0.1 * (1.0 + 2.5) / 2, "dr_grpo": -0.1 * 4.5 / 20, "dapo": -0.1 * 4.5 / 3}, rel=1e-12
+    )
     engine = OLD - torch.tensor([4.0, 0.5, 1.5], dtype=torch.float64).log()
     weighted = {"importance": "token_tis", "engine_logprobs": engine}
-    assert loss_of("dapo", entropy_coef=0.1, entropy=entropy, **weighted)[0] - loss_of("dapo", **weighted)[0] == pytest.approx(bonus["dapo"])
+    assert loss_of("dapo", entropy_coef=0.1, entropy=entropy, **weighted)[0] - loss_of("dapo", **weighted)[
+        0
+    ] == pytest.approx(bonus["dapo"])
 
 
 def test_an_entropy_bonus_without_gradient_is_refused():
@@ -175,7 +187,9 @@ def test_importance_auto_counts_as_none():
     assert value == plain and metrics["importance_mean"] == 1.0
 
 
-@pytest.mark.parametrize(("kind", "weights"), [("none", [2.0, 0.5, 1.5]), ("token_tis", [2.0, 0.5, 1.5]), ("sequence_tis", [2.0, 2.0, 1.5])])
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("none", [2.0, 0.5, 1.5]), ("token_tis", [2.0, 0.5, 1.5]), ("sequence_tis", [2.0, 2.0, 1.5])]
+)
 def test_effective_sample_size_of_the_truncated_weights_written_out(kind, weights):
     engine = OLD - torch.tensor([4.0, 0.5, 1.5], dtype=torch.float64).log()
     metrics = loss_of("dapo", importance=kind, engine_logprobs=engine)[1]

@@ -1,4 +1,5 @@
-"""One normalisation rule: however an update is cut into rows, whatever totals are first assumed, the gradient is the same, in float64."""
+"""One normalisation rule: however an update is cut into rows, whatever totals are first assumed, the gradient is the
+same, in float64."""
 
 from __future__ import annotations
 
@@ -27,12 +28,24 @@ GROUP_SIZES = (4, 3, 2)
 def policy():
     """A random Qwen3 in float64, its norms too: Qwen3RMSNorm computes in float32 whatever its input is."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    lm = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8, initializer_range=0.3, tie_word_embeddings=True)).double()
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    lm = Qwen3ForCausalLM(
+        Qwen3Config(**sizes, num_key_value_heads=1, head_dim=8, initializer_range=0.3, tie_word_embeddings=True)
+    ).double()
     for module in list(lm.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__ == "Qwen3RMSNorm":
-                setattr(module, name, torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64))
+                setattr(
+                    module,
+                    name,
+                    torch.nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=torch.float64),
+                )
     policy = PackedPolicy(lm, valid_vocab=VOCAB - 1, chunk_tokens=5, bad_token_ids=[3])
     policy.entropy_gradient = True
     return policy
@@ -40,7 +53,8 @@ def policy():
 
 @pytest.fixture(scope="module")
 def samples(policy):
-    """9 samples of 3 prompts, and by (prompt, sample) their old log-probabilities, off the policy by enough to be clipped."""
+    """9 samples of 3 prompts, and by (prompt, sample) their old log-probabilities, off the policy by enough to be
+    clipped."""
     generator = np.random.default_rng(1)
     made, old = [], {}
     for prompt, size in enumerate(GROUP_SIZES):
@@ -48,7 +62,13 @@ def samples(policy):
         for index in range(size):
             ids = generator.integers(4, VOCAB - 1, generator.integers(1, 8)).astype(np.int32)
             noise = [generator.normal(0, 0.3, len(ids)).astype(np.float32) for _ in range(3)]
-            numbers = {"prompt_index": prompt, "sample_index": index, "prompt_ids": prompt_ids, "response_ids": ids, "advantage": 0.0}
+            numbers = {
+                "prompt_index": prompt,
+                "sample_index": index,
+                "prompt_ids": prompt_ids,
+                "response_ids": ids,
+                "advantage": 0.0,
+            }
             blank = TrainingSample(**numbers, engine_logprobs=noise[0], reference_logprobs=noise[0])
             with torch.no_grad():
                 logprobs = policy(pack_samples([blank], "cpu").row, TEMPERATURE)[0]
@@ -59,7 +79,9 @@ def samples(policy):
 
 
 def totals_of(samples):
-    return LossTotals(num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=NORMALIZER)
+    return LossTotals(
+        num_sequences=len(samples), num_tokens=sum(len(s.response_ids) for s in samples), length_normalizer=NORMALIZER
+    )
 
 
 def gradient_of(policy, rows, old, objective, totals, pass_tokens=None):
@@ -88,7 +110,12 @@ def accumulate(policy, samples, shared, old, objective, totals):
     packed = pack_samples(samples, "cpu", shared)
     logprobs, entropy = policy(packed.row, TEMPERATURE)
     loss, _ = policy_loss(
-        *(logprobs, torch.cat([old[sample.prompt_index, sample.sample_index] for sample in samples]), packed.advantages, packed.row.sequence_ids),
+        *(
+            logprobs,
+            torch.cat([old[sample.prompt_index, sample.sample_index] for sample in samples]),
+            packed.advantages,
+            packed.row.sequence_ids,
+        ),
         objective=objective,
         totals=totals,
         ref_logprobs=packed.reference_logprobs,
@@ -99,22 +126,29 @@ def accumulate(policy, samples, shared, old, objective, totals):
     return loss.item()
 
 
-REWARDS = st.tuples(*(st.lists(st.sampled_from([0.0, 1.0, 0.5, None]), min_size=size, max_size=size) for size in GROUP_SIZES))
+REWARDS = st.tuples(
+    *(st.lists(st.sampled_from([0.0, 1.0, 0.5, None]), min_size=size, max_size=size) for size in GROUP_SIZES)
+)
 
 
 @pytest.mark.parametrize("kl", ["none", "k1", "k2", "k3"])
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])  # shrinking a failure would take minutes
+# shrinking a failure would take minutes
+@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())
 def test_any_split_of_an_update_gives_the_same_gradient(policy, samples, loss, kl, data):
     everything, old = samples
     importance = data.draw(st.sampled_from(["none", "token_tis", "sequence_tis"]))
     entropy_coef = data.draw(st.sampled_from([0.0, 0.05]))
-    objective = ObjectiveConfig(loss=loss, kl=kl, kl_coef=0.1, importance=importance, importance_cap=1.2, entropy_coef=entropy_coef)
+    objective = ObjectiveConfig(
+        loss=loss, kl=kl, kl_coef=0.1, importance=importance, importance_cap=1.2, entropy_coef=entropy_coef
+    )
     rewards, dropped = data.draw(REWARDS), data.draw(st.sets(st.integers(0, 2)))
     advantages = [group_advantages(group, "std") for group in rewards]
     # A failed reward or a dropped group is outside every row and every total.
-    kept = [s for s in everything if s.prompt_index not in dropped and rewards[s.prompt_index][s.sample_index] is not None]
+    kept = [
+        s for s in everything if s.prompt_index not in dropped and rewards[s.prompt_index][s.sample_index] is not None
+    ]
     kept = [replace(s, advantage=advantages[s.prompt_index][s.sample_index]) for s in kept]
     assume(kept)
     expected, expected_loss = gradient_of(policy, [[sample] for sample in kept], old, objective, totals_of(kept))

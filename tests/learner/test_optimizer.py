@@ -37,8 +37,12 @@ def test_a_run_that_is_all_warm_up_has_no_division_by_zero():
 def test_weight_decay_is_on_matrices_only():
     matrix, norm, frozen = (torch.nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,), (3, 3)))
     frozen.requires_grad_(False)
-    optimizer = build_optimizer([matrix, norm, frozen], LearnerConfig(lr=0.1, weight_decay=0.5, beta1=0.8, beta2=0.95, adam_epsilon=1e-6))
-    assert [(len(group["params"]), group["weight_decay"], group["betas"], group["eps"]) for group in optimizer.param_groups] == [
+    optimizer = build_optimizer(
+        [matrix, norm, frozen], LearnerConfig(lr=0.1, weight_decay=0.5, beta1=0.8, beta2=0.95, adam_epsilon=1e-6)
+    )
+    assert [
+        (len(group["params"]), group["weight_decay"], group["betas"], group["eps"]) for group in optimizer.param_groups
+    ] == [
         (1, 0.5, (0.8, 0.95), 1e-6),
         (1, 0.0, (0.8, 0.95), 1e-6),
     ]
@@ -70,12 +74,20 @@ def test_8_bit_moments_are_saved_as_float32_and_come_back():
     assert moments(optimizer, parameters[0]) == {}
     generator = torch.Generator().manual_seed(1)
     for parameter in parameters:
-        given = {"exp_avg": torch.randn(parameter.shape, generator=generator), "exp_avg_sq": torch.rand(parameter.shape, generator=generator)}
+        given = {
+            "exp_avg": torch.randn(parameter.shape, generator=generator),
+            "exp_avg_sq": torch.rand(parameter.shape, generator=generator),
+        }
         load_moments(optimizer, parameter, given, 4)
         found = moments(optimizer, parameter)
         assert {(type(value), value.dtype) for value in found.values()} == {(torch.Tensor, torch.float32)}
-        for name, value in found.items():  # below 4,096 values float32; else the steps of 8 bits are up to 1.4 % of a block's largest
-            assert torch.equal(value, given[name]) if parameter.numel() < 4096 else (value - given[name]).abs().max() < 0.02 * given[name].abs().max()
+        # below 4,096 values float32; else the steps of 8 bits are up to 1.4 % of a block's largest
+        for name, value in found.items():
+            assert (
+                torch.equal(value, given[name])
+                if parameter.numel() < 4096
+                else (value - given[name]).abs().max() < 0.02 * given[name].abs().max()
+            )
         again, later = one_parameter(LearnerConfig(optimizer="adamw_8bit"))
         twin = again[0] if parameter.numel() >= 4096 else again[1]
         load_moments(later, twin, found, 4)
@@ -87,7 +99,10 @@ def test_8_bit_moments_are_saved_as_float32_and_come_back():
 @pytest.mark.slow  # torch.compile: 11 s
 def test_8_bit_adamw_follows_float32_and_its_next_update_after_a_resume_is_the_same():
     pytest.importorskip("torchao")
-    eight, full = LearnerConfig(lr=0.5, weight_decay=0.1, optimizer="adamw_8bit"), LearnerConfig(lr=0.5, weight_decay=0.1)
+    eight, full = (
+        LearnerConfig(lr=0.5, weight_decay=0.1, optimizer="adamw_8bit"),
+        LearnerConfig(lr=0.5, weight_decay=0.1),
+    )
     start, _ = one_parameter(full)
     (ours, optimizer), (plain, other) = one_parameter(eight), one_parameter(full)
     train(ours, optimizer, range(4))
@@ -110,7 +125,9 @@ def test_8_bit_adamw_follows_float32_and_its_next_update_after_a_resume_is_the_s
 def test_8_bits_without_torchao_is_one_line_before_anything_starts(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name))
-    with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao, .*take learner.optimizer=adamw$"):
+    with pytest.raises(
+        ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao, .*take learner.optimizer=adamw$"
+    ):
         one_parameter(LearnerConfig(optimizer="adamw_8bit"))
     with pytest.raises(ValueError, match="^learner.optimizer=adamw_8bit needs the package torchao"):
         prepare(load_config(["learner.optimizer=adamw_8bit", f"run.dir={tmp_path / 'run'}"]))

@@ -1,7 +1,8 @@
-"""Our losses and gradients beside those of verl 0.9.1 and TRL 1.16.0, in float64; skipped where these are not installed.
+"""Our losses and gradients beside those of verl 0.9.1 and TRL 1.16.0, in float64; skipped where these are not
+installed.
 
-`python tests/learner/test_peer_losses.py` writes what the peers give on one batch to tests/data/learner/golden_losses.jsonl, which
-test_golden_losses.py compares with where they are absent.
+`python tests/learner/test_peer_losses.py` writes what the peers give on one batch to
+tests/data/learner/golden_losses.jsonl, which test_golden_losses.py compares with where they are absent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ GOLDEN = Path(__file__).parent.parent / "data" / "learner" / "golden_losses.json
 NORMALIZER = 16  # dr_grpo's constant
 NO_DUAL_CLIP = 1e9  # verl bounds the loss of a negative advantage at ratio 3, which neither the papers nor TRL do
 LOSSES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo")
-ONE_PROCESS = SimpleNamespace(gather=lambda value: value, reduce=lambda value, reduction: value, num_processes=1, sync_gradients=True)
+ONE_PROCESS = SimpleNamespace(
+    gather=lambda value: value, reduce=lambda value, reduction: value, num_processes=1, sync_gradients=True
+)
 
 
 @dataclass
@@ -88,10 +91,14 @@ def make_batch(seed: int, *, spread: float) -> Batch:
 def our_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor) -> Tensor:
     totals = LossTotals(num_sequences=len(batch.lengths), num_tokens=len(batch.old), length_normalizer=NORMALIZER)
     tensors = {"ref_logprobs": batch.reference, "engine_logprobs": batch.engine, "entropy": entropy}
-    return policy_loss(new, batch.old, batch.advantages[batch.ids], batch.ids, objective=objective, totals=totals, **tensors)[0]
+    return policy_loss(
+        new, batch.old, batch.advantages[batch.ids], batch.ids, objective=objective, totals=totals, **tensors
+    )[0]
 
 
-def verl_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, totals: LossTotals | None = None) -> Tensor:
+def verl_loss(
+    objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, totals: LossTotals | None = None
+) -> Tensor:
     """verl's workers/utils/losses.py:ppo_loss from its parts; `totals` of a batch this one is a part of."""
     policy, aggregation = {
         "grpo": ("vanilla", "seq-mean-token-mean"),
@@ -102,7 +109,9 @@ def verl_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Te
     }[objective.loss]
     low = 1.0 if objective.loss == "cispo" else objective.clip_low  # from 0 on: the one-sided form
     settings = {"clip_ratio_low": low, "clip_ratio_high": objective.clip_high, "clip_ratio_c": NO_DUAL_CLIP}
-    config = ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=aggregation, **settings)
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=aggregation, **settings
+    )
     config.global_batch_info["loss_scale_factor"] = NORMALIZER
     if totals is not None:
         config.global_batch_info.update(batch_num_tokens=totals.num_tokens, global_batch_size=totals.num_sequences)
@@ -111,21 +120,29 @@ def verl_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Te
         level = objective.importance.removesuffix("_tis")
         weights = verl_weights(batch, level, objective.importance_cap)[0]
     advantages = batch.advantages[:, None].expand(mask.shape)
-    loss, _ = core_algos.get_policy_loss_fn(policy)(batch.padded(batch.old), batch.padded(new), advantages, mask, aggregation, config, weights)
+    loss, _ = core_algos.get_policy_loss_fn(policy)(
+        batch.padded(batch.old), batch.padded(new), advantages, mask, aggregation, config, weights
+    )
     if objective.kl_in_loss:
         kl = core_algos.kl_penalty(batch.padded(new), batch.padded(batch.reference), objective.kl)
         loss = loss + objective.kl_coef * core_algos.agg_loss(kl, mask, aggregation, **config.global_batch_info)
     if objective.entropy_coef:
-        loss = loss - objective.entropy_coef * core_algos.agg_loss(batch.padded(entropy), mask, aggregation, **config.global_batch_info)
+        loss = loss - objective.entropy_coef * core_algos.agg_loss(
+            batch.padded(entropy), mask, aggregation, **config.global_batch_info
+        )
     return loss
 
 
 def verl_weights(batch: Batch, level: str, cap: float) -> tuple[Tensor, dict[str, float]]:
     log_ratio = batch.padded(batch.old - batch.engine)
-    return rollout_corr_helper.compute_rollout_correction_weights(log_ratio, batch.mask, rollout_is=level, rollout_is_threshold=cap)
+    return rollout_corr_helper.compute_rollout_correction_weights(
+        log_ratio, batch.mask, rollout_is=level, rollout_is_threshold=cap
+    )
 
 
-def trl_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, loss_type: str | None = None) -> Tensor:
+def trl_loss(
+    objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Tensor, loss_type: str | None = None
+) -> Tensor:
     """TRL's GRPOTrainer._compute_loss on a stand-in for the trainer: one process, one micro-batch."""
     level = "sequence" if objective.loss == "gspo" else "token"
     loss_type = loss_type or ("grpo" if objective.loss == "gspo" else objective.loss)
@@ -152,7 +169,8 @@ def trl_loss(objective: ObjectiveConfig, batch: Batch, new: Tensor, entropy: Ten
         _get_per_token_logps_and_entropies=lambda *_, **__: (batch.padded(new), batch.padded(entropy), None),
     )
     one, mask = torch.ones(len(batch.lengths), 1, dtype=torch.long), batch.mask.long()
-    weights = batch.padded(batch.old - batch.engine) * mask  # the next three lines: TRL's _generate_and_score_completions
+    # the next three lines: TRL's _generate_and_score_completions
+    weights = batch.padded(batch.old - batch.engine) * mask
     if objective.importance == "sequence_tis":
         weights = weights.sum(-1, keepdim=True)
     inputs = {
@@ -185,13 +203,25 @@ def assert_same(objective: ObjectiveConfig, batch: Batch, peer) -> None:
 
 
 def settings(loss: str, **others) -> dict:
-    return {"loss": loss, "clip_low": 0.2, "clip_high": 0.28, "kl": "none", "importance": "none", "importance_cap": 1.5} | others
+    return {
+        "loss": loss,
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "kl": "none",
+        "importance": "none",
+        "importance_cap": 1.5,
+    } | others
 
 
 VERL_CASES = [
     *[settings(loss) for loss in LOSSES],
     *[settings(loss, kl=kl, kl_coef=0.3) for loss in LOSSES for kl in ("k1", "k2", "k3")],
-    *[settings(loss, importance=kind) for loss in LOSSES for kind in ("token_tis", "sequence_tis") if (loss, kind) != ("gspo", "token_tis")],
+    *[
+        settings(loss, importance=kind)
+        for loss in LOSSES
+        for kind in ("token_tis", "sequence_tis")
+        if (loss, kind) != ("gspo", "token_tis")
+    ],
     *[settings(loss, entropy_coef=0.2) for loss in LOSSES],
     settings("dapo", kl="k3", kl_coef=0.3, importance="token_tis", entropy_coef=0.2),
 ]
@@ -205,7 +235,11 @@ TRL_CASES = [
 
 
 def name_of(case: dict) -> str:
-    return " ".join(f"{key}={value}" for key, value in case.items() if key == "loss" or value != settings("")[key if key in settings("") else "loss"])
+    return " ".join(
+        f"{key}={value}"
+        for key, value in case.items()
+        if key == "loss" or value != settings("")[key if key in settings("") else "loss"]
+    )
 
 
 @pytest.mark.parametrize("case", VERL_CASES, ids=name_of)
@@ -228,14 +262,20 @@ def test_dapo_is_also_trls_bnpo_over_one_batch():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_with_global_counts_add_up_as_in_verl(loss):
-    objective, batch = ObjectiveConfig(**settings(loss, kl="k2", kl_coef=0.3, entropy_coef=0.2)), make_batch(3, spread=4.9)
+    objective, batch = (
+        ObjectiveConfig(**settings(loss, kl="k2", kl_coef=0.3, entropy_coef=0.2)),
+        make_batch(3, spread=4.9),
+    )
     totals = LossTotals(num_sequences=8, num_tokens=len(batch.old), length_normalizer=NORMALIZER)
 
     def in_parts(objective, batch, new, entropy):
         total = torch.zeros((), dtype=torch.float64)
         for part in (slice(0, 1), slice(1, 5), slice(5, 8)):
             tokens = torch.isin(batch.ids, torch.arange(8)[part])
-            cut = {field.name: getattr(batch, field.name)[part if field.name in ("lengths", "advantages") else tokens] for field in fields(Batch)}
+            cut = {
+                field.name: getattr(batch, field.name)[part if field.name in ("lengths", "advantages") else tokens]
+                for field in fields(Batch)
+            }
             total = total + verl_loss(objective, Batch(**cut), new[tokens], entropy[tokens], totals)
         return total
 
@@ -245,7 +285,9 @@ def test_micro_batches_with_global_counts_add_up_as_in_verl(loss):
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_kl_estimates_equal_verls(kind):
     new, reference = torch.linspace(-6, -1, 50, dtype=torch.float64), torch.full((50,), -3.5, dtype=torch.float64)
-    torch.testing.assert_close(kl_estimate(new, reference, kind), core_algos.kl_penalty(new, reference, kind), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        kl_estimate(new, reference, kind), core_algos.kl_penalty(new, reference, kind), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", ["token_tis", "sequence_tis"])
@@ -254,9 +296,19 @@ def test_effective_sample_size_equals_verls(kind):
     objective = ObjectiveConfig(**settings("dapo", importance=kind))
     totals = LossTotals(num_sequences=8, num_tokens=len(batch.old), length_normalizer=NORMALIZER)
     _, metrics = policy_loss(
-        batch.new, batch.old, batch.advantages[batch.ids], batch.ids, objective=objective, totals=totals, engine_logprobs=batch.engine
+        batch.new,
+        batch.old,
+        batch.advantages[batch.ids],
+        batch.ids,
+        objective=objective,
+        totals=totals,
+        engine_logprobs=batch.engine,
     )
-    ours = effective_sample_size(metrics["engine_weight"] * totals.num_tokens, metrics["engine_weight_square"] * totals.num_tokens, len(batch.old))
+    ours = effective_sample_size(
+        metrics["engine_weight"] * totals.num_tokens,
+        metrics["engine_weight_square"] * totals.num_tokens,
+        len(batch.old),
+    )
     theirs = verl_weights(batch, kind.removesuffix("_tis"), objective.importance_cap)[1]["rollout_is_eff_sample_size"]
     assert 0.2 < ours < 0.99 and ours == pytest.approx(theirs, rel=1e-6)  # verl adds 1e-8 to the mean
 
@@ -265,12 +317,17 @@ def test_effective_sample_size_equals_verls(kind):
 def test_advantages_equal_verls(kind):
     generator = np.random.default_rng(0)
     for group in ([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0], generator.normal(size=32).tolist(), [0.5, 0.5]):
-        rewards, mask = torch.tensor(group, dtype=torch.float64)[:, None], torch.ones(len(group), 1, dtype=torch.float64)
+        rewards, mask = (
+            torch.tensor(group, dtype=torch.float64)[:, None],
+            torch.ones(len(group), 1, dtype=torch.float64),
+        )
         index = np.zeros(len(group), dtype=int)
         if kind == "rloo":
             theirs = core_algos.compute_rloo_outcome_advantage(rewards, mask, index)[0]
         else:
-            theirs = core_algos.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=kind == "std")[0]
+            theirs = core_algos.compute_grpo_outcome_advantage(
+                rewards, mask, index, norm_adv_by_std_in_grpo=kind == "std"
+            )[0]
         assert group_advantages(group, kind) == pytest.approx(theirs[:, 0].tolist(), rel=1e-9, abs=1e-9)
 
 
@@ -287,7 +344,9 @@ def test_verls_gspo_with_token_weights_has_our_loss_and_another_gradient():
 def test_trls_entropy_bonus_is_a_token_mean_in_grpo_too():
     objective, batch = ObjectiveConfig(**settings("grpo", entropy_coef=0.2)), make_batch(0, spread=4.9)
     assert loss_and_gradients(trl_loss, objective, batch)[2] == pytest.approx([-0.2 / len(batch.old)] * len(batch.old))
-    assert loss_and_gradients(our_loss, objective, batch)[2] == pytest.approx((-0.2 / 8 / batch.lengths[batch.ids]).tolist())
+    assert loss_and_gradients(our_loss, objective, batch)[2] == pytest.approx(
+        (-0.2 / 8 / batch.lengths[batch.ids]).tolist()
+    )
 
 
 def test_verl_caps_k3_at_ten_and_trl_and_we_do_not():
@@ -324,7 +383,9 @@ def write_golden() -> None:
     results = []
     for peer, loss_of, case in cases:
         loss, by_logprob, by_entropy = loss_and_gradients(loss_of, ObjectiveConfig(**case), batch)
-        results.append({"peer": peer, "objective": case, "loss": loss, "gradient": by_logprob, "entropy_gradient": by_entropy})
+        results.append(
+            {"peer": peer, "objective": case, "loss": loss, "gradient": by_logprob, "entropy_gradient": by_entropy}
+        )
         if "entropy_coef" not in case:
             del results[-1]["entropy_gradient"]
     inputs = {field.name: getattr(batch, field.name).tolist() for field in fields(Batch)}

@@ -8,14 +8,28 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, ReferenceConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    ReferenceConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
 from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.types import Completion, Prompt
 
 
 def save_policy(folder, seed, vocab_size=64):
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, initializer_range=0.2, **sizes)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
@@ -34,13 +48,23 @@ def make_config(path, max_tokens, reference_path=None):
 
 def completion(sample_index, ids, logprob):
     return Completion(
-        **{"prompt_index": 0, "sample_index": sample_index, "token_ids": np.array(ids, np.int32), "logprobs": np.full(len(ids), logprob, np.float32)},
+        **{
+            "prompt_index": 0,
+            "sample_index": sample_index,
+            "token_ids": np.array(ids, np.int32),
+            "logprobs": np.full(len(ids), logprob, np.float32),
+        },
         **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
     )
 
 
 PROMPT = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=np.array([5, 9, 7], np.int32))
-COMPLETIONS = [completion(3, [11, 4, 2], -1.0), completion(1, [6], -2.0), completion(0, [1, 2, 3, 4, 5, 6, 7, 8], -3.0), completion(2, [9, 9], -0.5)]
+COMPLETIONS = [
+    completion(3, [11, 4, 2], -1.0),
+    completion(1, [6], -2.0),
+    completion(0, [1, 2, 3, 4, 5, 6, 7, 8], -3.0),
+    completion(2, [9, 9], -0.5),
+]
 
 
 @pytest.mark.parametrize(("max_tokens", "rows"), [(16, [15, 5]), (17, [17]), (100, [17])])

@@ -26,6 +26,10 @@ def test_float32_with_rounded_kv_stops_on_the_mean_alone(tools, untied_policy):
     with pytest.raises(RuntimeError, match="objective.mismatch_stop_float32=0.0001"):
         tools.run_here(plain, calls(0.02))
     step = tools.run_here(rounded, calls(0.02))[1]
-    assert step["learner/logprob_diff_mean"] == pytest.approx(0.02, rel=0.01) and step["learner/logprob_diff_max"] > 0.0199
-    with pytest.raises(RuntimeError, match=r"differ by 0\.2 in the mean log-probability of a token, above objective.mismatch_stop=0.05"):
+    assert (
+        step["learner/logprob_diff_mean"] == pytest.approx(0.02, rel=0.01) and step["learner/logprob_diff_max"] > 0.0199
+    )
+    with pytest.raises(
+        RuntimeError, match=r"differ by 0\.2 in the mean log-probability of a token, above objective.mismatch_stop=0.05"
+    ):
         tools.run_here(rounded, calls(0.2))

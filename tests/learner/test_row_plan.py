@@ -8,7 +8,9 @@ from infsample_rl.types import Completion, ReferenceReport, ReferenceResult, Sam
 
 
 def specs(prompt, lengths, first=0):
-    return [SampleSpec(prompt_index=prompt, sample_index=first + i, length=n, advantage=0.5) for i, n in enumerate(lengths)]
+    return [
+        SampleSpec(prompt_index=prompt, sample_index=first + i, length=n, advantage=0.5) for i, n in enumerate(lengths)
+    ]
 
 
 def names(rows):
@@ -48,7 +50,8 @@ def test_a_group_too_long_for_one_pass_is_one_row_for_each_rank_that_runs_free()
     assert names(rows) == [[(1, 0)], [(0, index) for index in range(5)]] and planner.flush() == []
     two = RowPlanner(10, {0: 4, 1: 2}, long_rows=2)
     assert names(two.add_group(specs(0, [6, 1, 1, 1, 3]))) == [[(0, 0)], [(0, 1), (0, 2), (0, 3), (0, 4)]]
-    assert names(two.add_group(specs(0, [3, 3]))) == [] and names(two.flush()) == [[(0, 0), (0, 1)]]  # exactly 10: one pass
+    # exactly 10: one pass
+    assert names(two.add_group(specs(0, [3, 3]))) == [] and names(two.flush()) == [[(0, 0), (0, 1)]]
     assert names(RowPlanner(10, {0: 4}, long_rows=8).add_group(specs(0, [6, 1]))) == [[(0, 0)], [(0, 1)]]
     with pytest.raises(ValueError, match="must be >= 11 for sample 1 of prompt 0 .*got 10"):
         planner.add_group(specs(0, [6, 7]))
@@ -69,7 +72,11 @@ def test_long_rows_hold_every_sample_once_in_even_parts():
 def test_passes_of_a_row():
     samples = [training_sample(0, 3, length) for length in (4, 3, 1, 6, 2)]
     assert split_passes(samples, 19) == [samples]
-    assert [[len(sample.response_ids) for sample in part] for part in split_passes(samples, 10)] == [[4, 3], [1, 6], [2]]
+    assert [[len(sample.response_ids) for sample in part] for part in split_passes(samples, 10)] == [
+        [4, 3],
+        [1, 6],
+        [2],
+    ]
     mixed = [training_sample(0, 3, 2), training_sample(1, 3, 2)]
     assert split_passes(mixed, 10) == [mixed]
     with pytest.raises(ValueError, match="a row of 2 prompts is above 9 tokens"):
@@ -80,7 +87,12 @@ def training_sample(prompt, prompt_tokens, length):
     empty = np.zeros(length, np.float32)
     return TrainingSample(
         **{"prompt_index": prompt, "sample_index": 0, "prompt_ids": np.zeros(prompt_tokens, np.int32)},
-        **{"response_ids": np.zeros(length, np.int32), "advantage": 0.5, "engine_logprobs": empty, "reference_logprobs": None},
+        **{
+            "response_ids": np.zeros(length, np.int32),
+            "advantage": 0.5,
+            "engine_logprobs": empty,
+            "reference_logprobs": None,
+        },
     )
 
 
@@ -118,7 +130,8 @@ def test_the_cost_of_a_row_written_out():
 def test_waves_of_similar_rows_written_out():
     rows = [specs(0, [10]), specs(1, [50]), specs(2, [11]), specs(3, [48]), specs(4, [30])]
     prompts = dict.fromkeys(range(5), 1)
-    # dearest first; the rank that got 50 takes the cheaper one of the next wave, and the last row goes to the rank with less
+    # dearest first; the rank that got 50 takes the cheaper one of the next wave, and the last row goes to the rank with
+    # less
     dealt = [[row and row[0].prompt_index for row in wave] for wave in balanced_waves(rows, 2, prompts)]
     assert dealt == [[1, 3], [2, 4], [0, None]]
     assert balanced_waves([], 2, {}) == []
@@ -144,11 +157,18 @@ def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():
         assert all(None not in wave for wave in waves[:-1])
         costs = [[0.0 if row is None else row_cost(row, prompts) for row in wave] for wave in waves]
         totals = [sum(column) for column in zip(*costs, strict=True)]
-        assert max(totals, default=0) - min(totals, default=0) <= max((max(wave) - min(wave) for wave in costs), default=0) + 1e-6
+        assert (
+            max(totals, default=0) - min(totals, default=0)
+            <= max((max(wave) - min(wave) for wave in costs), default=0) + 1e-6
+        )
         in_turn = sorted((row_cost(row, prompts) for row in rows), reverse=True)
-        assert sum(max(wave) for wave in costs) == pytest.approx(sum(in_turn[::ranks]))  # no grouping has a smaller sum of maxima
+        # no grouping has a smaller sum of maxima
+        assert sum(max(wave) for wave in costs) == pytest.approx(sum(in_turn[::ranks]))
         shuffled = generator.sample(rows, len(rows))
-        arrived = [max(row_cost(row, prompts) for row in shuffled[start : start + ranks]) for start in range(0, len(rows), ranks)]
+        arrived = [
+            max(row_cost(row, prompts) for row in shuffled[start : start + ranks])
+            for start in range(0, len(rows), ranks)
+        ]
         assert sum(max(wave) for wave in costs) <= sum(arrived) + 1e-6
 
 
@@ -168,10 +188,15 @@ def completion(prompt, sample, tokens):
 def test_assemble_takes_the_samples_of_the_row_with_their_references():
     micro_groups = [[completion(0, 2, [7, 8]), completion(0, 0, [9])], [completion(1, 0, [5])]]
     references = [
-        ReferenceResult(logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], report=ReferenceReport([0.0, 0.0], 0)),
+        ReferenceResult(
+            logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], report=ReferenceReport([0.0, 0.0], 0)
+        ),
         ReferenceResult(logprobs=[np.array([-4], np.float32)], report=ReferenceReport([0.0], 0)),
     ]
-    row = [SampleSpec(prompt_index=0, sample_index=0, length=1, advantage=0.75), SampleSpec(prompt_index=1, sample_index=0, length=1, advantage=-1.0)]
+    row = [
+        SampleSpec(prompt_index=0, sample_index=0, length=1, advantage=0.75),
+        SampleSpec(prompt_index=1, sample_index=0, length=1, advantage=-1.0),
+    ]
     prompts = {0: np.array([1, 2], np.int32), 1: np.array([3], np.int32)}
     samples = assemble(row, prompts, micro_groups, references)
     assert [sample.response_ids.tolist() for sample in samples] == [[9], [5]]

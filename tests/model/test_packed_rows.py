@@ -26,13 +26,22 @@ from infsample_rl.model.packing import pack_prompt, pack_responses, pack_row, pa
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.types import TrainingSample
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def tiny(kind="qwen3"):
     torch.manual_seed(0)
     if kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, initializer_range=0.2, tie_word_embeddings=True)).double()
+        return Qwen3ForCausalLM(
+            Qwen3Config(**SIZES, head_dim=16, initializer_range=0.2, tie_word_embeddings=True)
+        ).double()
     if kind == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=0.2)).double()
     return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2)).double()
@@ -60,20 +69,34 @@ def alone(lm, groups, temperature, valid_vocab):
 
 
 def test_a_packed_row_written_out():
-    row = pack_row([(np.array([5, 9, 7]), [np.array([11, 4]), np.array([6])]), (np.array([8]), [np.array([3, 2])])], "cpu")
+    row = pack_row(
+        [(np.array([5, 9, 7]), [np.array([11, 4]), np.array([6])]), (np.array([8]), [np.array([3, 2])])], "cpu"
+    )
     assert row.input_ids.tolist() == [[5, 9, 7, 11, 4, 6, 8, 3, 2]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
     assert row.predictor_index.tolist() == [2, 3, 2, 6, 7]
     assert row.labels.tolist() == [11, 4, 6, 3, 2]
     assert row.sequence_ids.tolist() == [0, 0, 1, 2, 2]
-    assert [(segment.prompt, segment.responses) for segment in row.cuts.segments] == [((0, 3), [(3, 5), (5, 6)]), ((6, 7), [(7, 9)])]
+    assert [(segment.prompt, segment.responses) for segment in row.cuts.segments] == [
+        ((0, 3), [(3, 5), (5, 6)]),
+        ((6, 7), [(7, 9)]),
+    ]
 
 
 def sample(prompt_index, response, reference=True):
     ids = np.array(response, np.int32)
     return TrainingSample(
-        **{"prompt_index": prompt_index, "sample_index": 0, "prompt_ids": np.array([1, 2], np.int32), "response_ids": ids, "advantage": len(ids) / 2},
-        **{"engine_logprobs": -ids.astype(np.float32), "reference_logprobs": -2 * ids.astype(np.float32) if reference else None},
+        **{
+            "prompt_index": prompt_index,
+            "sample_index": 0,
+            "prompt_ids": np.array([1, 2], np.int32),
+            "response_ids": ids,
+            "advantage": len(ids) / 2,
+        },
+        **{
+            "engine_logprobs": -ids.astype(np.float32),
+            "reference_logprobs": -2 * ids.astype(np.float32) if reference else None,
+        },
     )
 
 
@@ -110,13 +133,17 @@ def test_packed_forward_and_backward_equal_one_sample_at_a_time(kind, kept_copie
     torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=0, atol=1e-12)
     assert not entropy.requires_grad
     for name, parameter in lm.named_parameters():  # the models' norms round to float32 inside
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("kept_copies", [0.0, 100.0])
 @pytest.mark.parametrize("recomputed", [None, "full", "selective"])
-def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(kind, kept_copies, recomputed, monkeypatch):
+def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(
+    kind, kept_copies, recomputed, monkeypatch
+):
     monkeypatch.setattr(attention, "MAX_KEPT_COPIES", kept_copies)
     lm = tiny(kind)
     for prompt_tokens, passes in ((12, [[9, 3, 10], [8], [1, 30]]), (1, [[1], [2, 1]])):
@@ -141,11 +168,18 @@ def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(
             done = sum(len(values) for values, _ in found)
             (logprobs * weights[done : done + len(logprobs)]).sum().backward()
             found.append((logprobs.detach(), entropy))
-        (3.0 * row.cuts.shared.gradient_carrier()).backward()  # a backend's scale of its losses is in the passes' gradients already
-        torch.testing.assert_close(torch.cat([logprobs for logprobs, _ in found]), expected.detach(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(torch.cat([entropy for _, entropy in found]), expected_entropy.detach(), rtol=0, atol=1e-12)
+        # a backend's scale of its losses is in the passes' gradients already
+        (3.0 * row.cuts.shared.gradient_carrier()).backward()
+        torch.testing.assert_close(
+            torch.cat([logprobs for logprobs, _ in found]), expected.detach(), rtol=0, atol=1e-12
+        )
+        torch.testing.assert_close(
+            torch.cat([entropy for _, entropy in found]), expected_entropy.detach(), rtol=0, atol=1e-12
+        )
         for name, parameter in changed.named_parameters():  # the models' norms round to float32 inside
-            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                parameter.grad, gradients[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_in_16_bits_the_gradient_of_a_shared_prompt_is_summed_in_float32():
@@ -180,9 +214,13 @@ def test_attention_behind_a_shared_prompt_equals_a_dense_mask_with_gradients():
         query = torch.from_numpy(generator.normal(size=(1, 4, cuts.num_tokens, 8))).requires_grad_()
         key, value = (torch.from_numpy(generator.normal(size=(1, 2, len(keys), 8))).requires_grad_() for _ in range(2))
         upstream = torch.from_numpy(generator.normal(size=(1, cuts.num_tokens, 4, 8)))
-        (first_k, own_k), (first_v, own_v) = (tensor.split([shared.num_tokens, cuts.num_tokens], 2) for tensor in (key, value))
+        (first_k, own_k), (first_v, own_v) = (
+            tensor.split([shared.num_tokens, cuts.num_tokens], 2) for tensor in (key, value)
+        )
         folded = attention.folded_attention(query, own_k, own_v, 0.4, cuts, (first_k, first_v))
-        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense, scale=0.4, enable_gqa=True).transpose(1, 2)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=dense, scale=0.4, enable_gqa=True
+        ).transpose(1, 2)
         torch.testing.assert_close(folded, expected, rtol=1e-10, atol=1e-12)
         gradients = (torch.autograd.grad(output, (query, key, value), upstream) for output in (folded, expected))
         for own, other in zip(*gradients, strict=True):
@@ -203,16 +241,27 @@ def test_attention_of_random_rows_equals_a_dense_mask_with_gradients():
         q, k, v = (torch.from_numpy(generator.normal(size=shape)).requires_grad_() for shape in shapes)
         upstream = torch.from_numpy(generator.normal(size=(1, cuts.num_tokens, 4, 8)))
         folded = attention.folded_attention(q, k, v, 0.4, cuts)
-        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, scale=0.4, enable_gqa=True).transpose(1, 2)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense, scale=0.4, enable_gqa=True
+        ).transpose(1, 2)
         torch.testing.assert_close(folded, expected, rtol=1e-10, atol=1e-12)
-        for own, other in zip(torch.autograd.grad(folded, (q, k, v), upstream), torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+        for own, other in zip(
+            torch.autograd.grad(folded, (q, k, v), upstream),
+            torch.autograd.grad(expected, (q, k, v), upstream),
+            strict=True,
+        ):
             torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
 
 
 def test_the_mask_function_written_out():
-    segments = [attention.Segment(prompt=(0, 2), responses=[(2, 4), (4, 5)]), attention.Segment(prompt=(5, 6), responses=[(6, 7)])]
+    segments = [
+        attention.Segment(prompt=(0, 2), responses=[(2, 4), (4, 5)]),
+        attention.Segment(prompt=(5, 6), responses=[(6, 7)]),
+    ]
     tokens = torch.arange(7)
-    visible = attention.packed_mask_function(segments, 7, "cpu")(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None])
+    visible = attention.packed_mask_function(segments, 7, "cpu")(
+        torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None]
+    )
     assert ["".join("x" if cell else "." for cell in line) for line in visible.tolist()] == [
         "x......",
         "xx.....",
@@ -272,7 +321,10 @@ def test_logits_never_exist_for_more_than_a_chunk():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0), "layers of type sliding_attention"),
+        (
+            Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0),
+            "layers of type sliding_attention",
+        ),
         (MambaConfig(), "mixes tokens by a state space"),
         (LlamaConfig(sliding_window=16), "sliding_window=16"),
         (LlamaConfig(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
@@ -322,4 +374,6 @@ def test_flex_attention_on_cuda_equals_the_folded_form():
 
 def test_a_scale_of_one_changes_no_logits_and_a_cap_of_one_does():
     assert changed_logits({"logits_scaling": 1.0, "logit_scale": 1, "final_logit_softcapping": None}) == []
-    assert changed_logits({"logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 1.0}) == list(LOGIT_CHANGES)
+    assert changed_logits({"logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 1.0}) == list(
+        LOGIT_CHANGES
+    )

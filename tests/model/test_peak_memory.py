@@ -29,7 +29,9 @@ print(memory.peak_bytes(), memory.held_bytes())
 def test_a_worker_counts_what_it_allocates_and_of_the_files_it_maps_only_weights(tmp_path, name, with_mapped):
     file = tmp_path / name
     file.write_bytes(bytes(100 * MB // mmap.PAGESIZE * mmap.PAGESIZE))
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(file), str(with_mapped)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(file), str(with_mapped)], capture_output=True, text=True, check=True
+    )
     after_mapping, peak, held = map(int, done.stdout.split())
     files = 100 * MB if with_mapped or name == "model.safetensors" else 0
     assert abs(after_mapping - files) < 20 * MB

@@ -15,11 +15,14 @@ from infsample_rl.model.policy_head import head_logits, masked_index
 
 def random_head(rows, vocab=300, size=64, dtype=torch.bfloat16, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, size, generator=generator).to(dtype), torch.randn(vocab, size, generator=generator).mul(0.4).to(dtype)
+    return torch.randn(rows, size, generator=generator).to(dtype), torch.randn(vocab, size, generator=generator).mul(
+        0.4
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("slice_elements", [1, 64 * 7, 2**19])  # one row of the head at a time; slices that do not divide it; all
+# one row of the head at a time; slices that do not divide it; all
+@pytest.mark.parametrize("slice_elements", [1, 64 * 7, 2**19])
 def test_float32_logits_are_exact_products_summed_in_float32(dtype, slice_elements, monkeypatch):
     monkeypatch.setitem(policy_head._SLICE_ELEMENTS, "cpu", slice_elements)
     hidden, weight = random_head(5, dtype=dtype)
@@ -75,13 +78,18 @@ def test_no_float32_copy_of_the_head_exists(monkeypatch):
 
 
 def test_engine_and_learner_agree_far_better_with_a_float32_head():
-    """Kernels for few and for many rows sum in different orders; in bfloat16 that moves some logits by a whole step of theirs."""
+    """Kernels for few and for many rows sum in different orders; in bfloat16 that moves some logits by a whole step of
+    theirs."""
     hidden, weight = random_head(96, vocab=4000, size=512)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
     difference, error = {}, {}
     for fp32 in (False, True):
-        engine = torch.cat([head_logits(part[:, order], weight[:, order], fp32=fp32) for part in hidden.split(3)]).float().log_softmax(-1)
+        engine = (
+            torch.cat([head_logits(part[:, order], weight[:, order], fp32=fp32) for part in hidden.split(3)])
+            .float()
+            .log_softmax(-1)
+        )
         learner = head_logits(hidden, weight, fp32=fp32).float().log_softmax(-1)
         difference[fp32] = (engine - learner).abs().max().item()
         error[fp32] = (learner - exact).abs().max().item()
@@ -106,10 +114,14 @@ def test_the_policy_is_the_softmax_over_the_ids_that_are_left():
 
 def test_a_masked_id_gets_no_gradient_and_a_row_of_weight_zero_gives_none():
     hidden, weight = (tensor.requires_grad_() for tensor in random_head(1, vocab=6, size=4, dtype=torch.float32))
-    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([1]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu"))
+    logprobs, _ = token_logprobs(
+        hidden, weight, torch.tensor([1]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu")
+    )
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     assert gradient[[0, 5]].abs().sum() == 0 and gradient[[1, 2, 3, 4]].abs().sum(-1).min() > 0
-    dummy, _ = token_logprobs(hidden, weight, torch.tensor([0]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu"))
+    dummy, _ = token_logprobs(
+        hidden, weight, torch.tensor([0]), temperature=1.0, chunk_tokens=4, masked=masked_index([0, 5], 6, "cpu")
+    )
     assert dummy.item() == -math.inf  # the learner's filling rows name id 0, whatever it is
     for gradient in torch.autograd.grad((dummy * 0.0).sum(), (hidden, weight)):
         assert gradient.abs().sum() == 0
@@ -130,7 +142,9 @@ def test_a_head_that_adds_its_gradient_itself_gives_autograds_and_in_16_bits_a_c
     assert weight.grad is None and torch.equal(hidden.grad, of_hidden)
     exact_hidden, exact = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     token_logprobs(exact_hidden, exact, labels, temperature=0.7, chunk_tokens=200, valid_vocab=48)[0].sum().backward()
-    own, other = ((gradient.double() - exact.grad).abs().max().item() for gradient in (total - before, through_autograd))
+    own, other = (
+        (gradient.double() - exact.grad).abs().max().item() for gradient in (total - before, through_autograd)
+    )
     assert (own < 0.3 * other) if dtype == torch.bfloat16 else (own < 1e-4 and other < 1e-4), (own, other)
 
 
@@ -145,13 +159,21 @@ def test_masked_ids_are_sorted_once_each_and_checked():
 
 def test_a_packed_row_with_masked_ids_and_a_float32_head():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     lm = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes)).bfloat16()
     policy = PackedPolicy(lm, valid_vocab=60, chunk_tokens=4, bad_token_ids=[9, 50], head_fp32=True)
     assert "masked" not in policy.state_dict()  # checkpoints stay those of the model
     states = []
     lm.base_model.register_forward_hook(lambda *arguments: states.append(arguments[2].last_hidden_state[0, 1:4]))
-    logprobs, entropy = policy(pack_row([(torch.tensor([5, 9]).numpy(), [torch.tensor([11, 4, 7]).numpy()])], "cpu"), 0.8)
+    logprobs, entropy = policy(
+        pack_row([(torch.tensor([5, 9]).numpy(), [torch.tensor([11, 4, 7]).numpy()])], "cpu"), 0.8
+    )
     (hidden,) = states
     logits = (hidden.float() @ lm.lm_head.weight[:60].float().T / 0.8).index_fill(-1, torch.tensor([9, 50]), -math.inf)
     assert logprobs.dtype == torch.float32
@@ -169,5 +191,7 @@ def test_float32_logits_on_cuda_are_those_of_the_cpu():
     on_cpu = [hidden.requires_grad_(), weight.requires_grad_()]
     upstream = torch.randn(32, 5000, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad(logits, on_gpu, upstream.cuda())
-    for own, other in zip(gradients, torch.autograd.grad(head_logits(*on_cpu, fp32=True), on_cpu, upstream), strict=True):
+    for own, other in zip(
+        gradients, torch.autograd.grad(head_logits(*on_cpu, fp32=True), on_cpu, upstream), strict=True
+    ):
         torch.testing.assert_close(own.cpu().float(), other.float(), rtol=2**-7, atol=1e-2)

@@ -1,4 +1,5 @@
-"""Every rule on a series that crosses its threshold and on one that does not; what is said again and when; settings named that compose."""
+"""Every rule on a series that crosses its threshold and on one that does not; what is said again and when; settings
+named that compose."""
 
 from __future__ import annotations
 
@@ -66,12 +67,19 @@ def findings(config: Config, *stretches: tuple[int, dict]) -> list[tuple[int, st
 
 
 # rule, settings, series that must not be said, series that must
-SIGNAL, SAVED, MEAN, MAX = "reward/groups_with_signal", "predictor/steps_saved", "learner/logprob_diff_mean", "learner/logprob_diff_max"
+SIGNAL, SAVED, MEAN, MAX = (
+    "reward/groups_with_signal",
+    "predictor/steps_saved",
+    "learner/logprob_diff_mean",
+    "learner/logprob_diff_max",
+)
 CASES = [
     ("constant_reward", [], [(9, {}), (7, {SIGNAL: 0.0}), (1, {})], [(8, {SIGNAL: 0.0, "reward/std": 0.0})]),
     ("constant_reward", [], [(20, {SIGNAL: 0.25})], [(8, {SIGNAL: 0.0, "reward/std": 0.4})]),
-    ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(20, {"learner/kl": 0.15})], [(12, {}), (2, {"learner/kl": 0.3})]),
-    ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(9, {}), (1, {"learner/kl": 9.0}), (9, {})], [(3, {"learner/kl": 1.2})]),
+    ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(20, {"learner/kl": 0.15})], [(12, {}), (2,
+    {"learner/kl": 0.3})]),
+    ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(9, {}), (1, {"learner/kl": 9.0}), (9, {})],
+    [(3, {"learner/kl": 1.2})]),
     ("exploding_kl", ["objective.kl=none"], [(20, {"learner/kl": 9.0})], None),
     ("collapsing_entropy", [], [(5, {}), (20, {"learner/entropy": 0.05})], [(5, {}), (5, {"learner/entropy": 0.02})]),
     ("collapsing_entropy", [], [(20, {"learner/entropy": 0.0001})], [(5, {}), (20, {"learner/entropy": 0.0})]),
@@ -80,7 +88,8 @@ CASES = [
     ("predictor_worse_than_none", [], [(20, {"predictor/used": 0.0, SAVED: -70})], [(5, {SAVED: -3})]),
     ("predictor_worse_than_none", [], [(20, {"predictor/tau": 0.1})], [(10, {"predictor/tau": -0.1})]),
     ("idle_rows", [], [(20, {"rollout/row_utilisation": 0.2})], [(5, {"rollout/row_utilisation": 0.1})]),
-    ("idle_rows", ["rollout.prompts_at_once=1"], [(20, {"rollout/row_utilisation": 0.2})], [(5, {"rollout/row_utilisation": 0.1})]),
+    ("idle_rows", ["rollout.prompts_at_once=1"], [(20, {"rollout/row_utilisation": 0.2})], [(5,
+    {"rollout/row_utilisation": 0.1})]),
     (
         "idle_rows",
         ["rollout.schedule=arrival", "rollout.slots=64", "data.prompts_per_step=2"],
@@ -91,7 +100,8 @@ CASES = [
     ("always_clipped", [], [(19, {"learner/grad_norm": 9.0}), (1, {})], [(20, {"learner/grad_norm": 4.0})]),
     ("always_clipped", [], [(40, {"learner/grad_norm": 2.0})], None),
     ("failing_rewards", [], [(20, {"reward/failed": 6})], [(3, {"reward/failed": 20})]),
-    ("failing_rewards", [], [(20, {"reward/failed": 20, "response/samples": 384})], [(3, {"reward/failed": 60, "response/samples": 384})]),
+    ("failing_rewards", [], [(20, {"reward/failed": 20, "response/samples": 384})], [(3, {"reward/failed": 60,
+    "response/samples": 384})]),
     ("growing_mismatch", ["objective.mismatch_stop_float32=0.0001"], [(20, {MAX: 6e-5})], [(5, {}), (5, {MAX: 6e-5})]),
     ("growing_mismatch", ["model.dtype=bfloat16"], [(5, {}), (20, {MEAN: 0.02})], [(5, {}), (5, {MEAN: 0.03})]),
     ("stale_samples", ["run.max_staleness=1"], [(20, {"learner/engine_ess": 0.7})], [(5, {"learner/engine_ess": 0.4})]),
@@ -113,7 +123,9 @@ def test_a_skipped_update_is_called_not_finite_only_where_such_are_skipped(overr
     assert rule == "skipped_updates" and cause in text
 
 
-@pytest.mark.parametrize(("rule", "overrides", "quiet", "said"), CASES, ids=[f"{place}-{case[0]}" for place, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("rule", "overrides", "quiet", "said"), CASES, ids=[f"{place}-{case[0]}" for place, case in enumerate(CASES)]
+)
 def test_a_rule_speaks_where_its_threshold_is_crossed_and_only_there(rule, overrides, quiet, said):
     config = settings(*overrides)
     assert findings(config, *quiet) == []
@@ -122,7 +134,9 @@ def test_a_rule_speaks_where_its_threshold_is_crossed_and_only_there(rule, overr
     ((step, name, text),) = findings(config, *said)
     assert (step, name) == (sum(count for count, _ in said) if rule != "collapsing_entropy" else 10, rule)
     assert "\n" not in text and re.search(r"\d", text)
-    for setting, value in re.findall(r"\b((?:rollout|objective|learner|model|run|data|reward)\.\w+)=([\w.-]+)", text.split(": ", 1)[-1]):
+    for setting, value in re.findall(
+        r"\b((?:rollout|objective|learner|model|run|data|reward)\.\w+)=([\w.-]+)", text.split(": ", 1)[-1]
+    ):
         if setting not in ("rollout.max_new_tokens", "learner.max_tokens_per_micro_batch"):  # those two go together
             settings(*overrides, f"{setting}={float(value) if 'e-' in value else value}")
 

@@ -1,4 +1,5 @@
-"""The live view as lines of text: every width and height, no colour, ASCII; and on a real terminal that is interrupted."""
+"""The live view as lines of text: every width and height, no colour, ASCII; and on a real terminal that is
+interrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ ESCAPE = "\x1b"
 def rows(count: int) -> list[RowNow]:
     generator = random.Random(count)
     tokens = [generator.randint(1, 250) for _ in range(count)]
-    return [RowNow(place // 16, place, n, n + generator.uniform(-20, 60) if place % 5 else None) for place, n in enumerate(tokens)]
+    return [
+        RowNow(place // 16, place, n, n + generator.uniform(-20, 60) if place % 5 else None)
+        for place, n in enumerate(tokens)
+    ]
 
 
 def view_of(steps: int = 12, **now: object) -> LiveView:
@@ -35,7 +39,11 @@ def view_of(steps: int = 12, **now: object) -> LiveView:
         if record["step"] <= steps:
             view.step(record["step"], {name: value for name, value in record.items() if value is not None})
     workers = [RolloutNow(0, rows(37), 100, 87), RolloutNow(1, rows(5), 100, 31), RolloutNow(2, [], 0, 0)]
-    view.watch(lambda: ClusterNow(**{"rollout": workers, "owed": 42, "in_flight": {"reward": 2, "reference": 0, "learner": 1}, **now}))
+    view.watch(
+        lambda: ClusterNow(
+            **{"rollout": workers, "owed": 42, "in_flight": {"reward": 2, "reference": 0, "learner": 1}, **now}
+        )
+    )
     return view
 
 
@@ -53,8 +61,12 @@ def test_eighty_columns_say_how_the_run_stands_and_who_decodes():
     assert found[2] == "length    104 \u00b1 54 tokens  longest 320  1% cut"
     assert found[6] == "held-out  accuracy 0.635  after step 10"
     assert found[7].startswith("now       ") and found[7].endswith("42 to come  2 at reward  1 at learner")
-    assert found[8].startswith("rollout 0 37 rows  KV pool \u2501") and found[8].endswith(" 87%  18 shown, most left first")
-    assert any(line.startswith("rollout 1 5 rows") for line in found) and not any(line.startswith("rollout 2") for line in found)
+    assert found[8].startswith("rollout 0 37 rows  KV pool \u2501") and found[8].endswith(
+        " 87%  18 shown, most left first"
+    )
+    assert any(line.startswith("rollout 1 5 rows") for line in found) and not any(
+        line.startswith("rollout 2") for line in found
+    )
     assert found[-1].startswith("warning   after step 12: 97% of the last 5 steps'")
 
 
@@ -87,7 +99,9 @@ def test_forty_columns_have_the_same_names_as_eighty():
 
 
 def test_rows_show_how_far_they_are_and_where_they_are_expected_to_end():
-    view = view_of(rollout=[RolloutNow(4, [RowNow(2, 7, 80, 160.0), RowNow(2, 8, 80, None), RowNow(0, 11, 320, 200.0)], 10, 5)])
+    view = view_of(
+        rollout=[RolloutNow(4, [RowNow(2, 7, 80, 160.0), RowNow(2, 8, 80, None), RowNow(0, 11, 320, 200.0)], 10, 5)]
+    )
     at = [line[:9] for line in texts(view, 40, 22)].index("rollout 4")
     assert [line.split() for line in texts(view, 40, 22)[at:]] == [
         ["rollout", "4", "3", "rows", "KV", "pool", "\u2501" * 4 + "\u2500" * 4, "50%"],
@@ -117,7 +131,9 @@ def test_parts_that_do_not_fit_are_left_out_and_missing_metrics_too():
     assert fit(["reward 0.5", "x" * 30, "end"], 16) == "reward 0.5  end"
     assert fit(["longer than that"], 4) == "longer than that"
     assert step_figures({}) == []
-    assert step_figures({"reward/mean": None, "learner/kl": 0.0, "learner/entropy": 0.25}) == [("policy", ["entropy 0.25"])]
+    assert step_figures({"reward/mean": None, "learner/kl": 0.0, "learner/entropy": 0.25}) == [
+        ("policy", ["entropy 0.25"])
+    ]
 
 
 SCRIPT = r"""
@@ -139,12 +155,17 @@ finally:
 """
 
 
-@pytest.mark.parametrize("settings", [{"TERM": "xterm", "COLUMNS": "80"}, {"TERM": "xterm", "COLUMNS": "40", "NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"TERM": "xterm", "COLUMNS": "80"}, {"TERM": "xterm", "COLUMNS": "40", "NO_COLOR": "1"}, {"TERM": "dumb"}],
+)
 def test_an_interrupted_terminal_has_its_cursor_and_no_colour_where_none_is_wanted(tmp_path, settings):
     leader, follower = pty.openpty()
     folders = [str(Path(__file__).parents[1]), str(ROOT)]
     command = [sys.executable, "-c", SCRIPT, str(tmp_path), *folders]
-    with subprocess.Popen(command, stdout=follower, stderr=follower, env={**os.environ, "LINES": "24", **settings}) as process:
+    with subprocess.Popen(
+        command, stdout=follower, stderr=follower, env={**os.environ, "LINES": "24", **settings}
+    ) as process:
         os.close(follower)
         output, interrupted = b"", False
         try:

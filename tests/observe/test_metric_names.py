@@ -48,5 +48,8 @@ def test_every_group_has_metrics_and_every_metric_a_group_unit_and_meaning():
 
 
 def test_placeholders_stand_for_any_text():
-    assert described("eval/mean@16") is METRICS["eval/mean@<k>"] and described("reward/my_rewards.py:short") is METRICS["reward/<function>"]
+    assert (
+        described("eval/mean@16") is METRICS["eval/mean@<k>"]
+        and described("reward/my_rewards.py:short") is METRICS["reward/<function>"]
+    )
     assert undescribed(["step", "reward/mean", "rollout/slow_rows", "loss"]) == ["loss", "rollout/slow_rows"]

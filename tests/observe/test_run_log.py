@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infsample_rl.config import Config, DataConfig, LoggingConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RunConfig,
+)
 from infsample_rl.observe.records import cut_back, read_records
 from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.observe.screen import duration
@@ -33,8 +41,10 @@ def config(**logging: object) -> Config:
 def sample(step: int, index: int = 0, reward: float | None = 1.0) -> dict:
     """A completion as the driver gives it."""
     return {
-        "step": step, "prompt_index": 0, "sample_index": index, "prompt": "1 + 1 = ?", "response": "2", "reward": reward,
-        "components": {"kk": reward}, "advantage": 0.5, "length": 2, "finish_reason": "stop", "policy_version": step - 1,
+        "step": step, "prompt_index": 0, "sample_index": index, "prompt": "1 + 1 = ?", "response": "2",
+        "reward": reward,
+        "components": {"kk": reward}, "advantage": 0.5, "length": 2, "finish_reason": "stop",
+        "policy_version": step - 1,
     }  # fmt: skip
 
 
@@ -51,7 +61,18 @@ def log_steps(run_dir: Path, steps: range, *, start_step: int = 0, **logging: ob
 def test_metrics_are_one_json_object_a_step_with_nan_as_null(tmp_path: Path) -> None:
     logger = RunLogger(config(), tmp_path, total_steps=2, start_step=0)
     logger.log_step(0, {"eval/accuracy": 0.25}, [])
-    logger.log_step(1, {"reward/mean": 0.1, "learner/loss": float("nan"), "a": float("inf"), "b": None, "c": np.float32(0.5), "d": np.int64(3)}, [])
+    logger.log_step(
+        1,
+        {
+            "reward/mean": 0.1,
+            "learner/loss": float("nan"),
+            "a": float("inf"),
+            "b": None,
+            "c": np.float32(0.5),
+            "d": np.int64(3),
+        },
+        [],
+    )
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [  # read before close: every line is flushed
         '{"step": 0, "eval/accuracy": 0.25}',
         '{"step": 1, "reward/mean": 0.1, "learner/loss": null, "a": null, "b": null, "c": 0.5, "d": 3, "health/warnings": 0}',
@@ -136,7 +157,9 @@ def test_cutting_back_keeps_the_bytes_of_a_record(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1, "x": 0.10000000000000001}\n{"step": 1, "y": 2}\n'
 
 
-def test_what_is_measured_later_is_added_to_the_line_of_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_measured_later_is_added_to_the_line_of_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log_steps(tmp_path, range(1, 3))
     logger = RunLogger(config(), tmp_path, total_steps=9, start_step=2)
     assert "eval/accuracy" not in logger.record_of(2) and logger.record_of(3) is None
@@ -165,7 +188,13 @@ def test_plain_output_is_one_readable_line_a_step(tmp_path: Path, capsys: pytest
     logger.print_table("Derived", [("prompts a step", "8"), ("KV pool", "1.0 MB")])
     logger.note(f"first prompt: [bold]{ESCAPE}[31m\u03b1")
     logger.start_progress()
-    metrics = {"reward/mean": 0.4312, "response/length_mean": 57.2, "timing/tokens_per_s": 1234.4, "timing/step": 12.04, "eval/accuracy": 0.51}
+    metrics = {
+        "reward/mean": 0.4312,
+        "response/length_mean": 57.2,
+        "timing/tokens_per_s": 1234.4,
+        "timing/step": 12.04,
+        "eval/accuracy": 0.51,
+    }
     logger.log_step(1, metrics, [])
     logger.log_step(20, {"reward/mean": None, "response/length_mean": 8.0}, [])
     logger.close()
@@ -181,7 +210,9 @@ def test_plain_output_is_one_readable_line_a_step(tmp_path: Path, capsys: pytest
     assert [line[20:] for line in (tmp_path / "run.log").read_text().splitlines()] == expected
 
 
-def test_without_progress_only_notes_and_warnings_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_progress_only_notes_and_warnings_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = RunLogger(config(progress=False), tmp_path, total_steps=2, start_step=0)
     logger.log_step(1, {"reward/mean": 0.5}, [])
     logger.warn("2 rewards timed out")
@@ -190,7 +221,9 @@ def test_without_progress_only_notes_and_warnings_are_printed(tmp_path: Path, ca
     assert "step 1/2  reward 0.500" in (tmp_path / "run.log").read_text()
 
 
-def test_verbose_prints_a_step_s_figures_and_what_is_else_kept_in_run_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_a_step_s_figures_and_what_is_else_kept_in_run_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for verbose in (False, True):
         logger = RunLogger(config(verbose=verbose), tmp_path / str(verbose), total_steps=2, start_step=0)
         logger.log_step(1, {"reward/mean": 0.5, "reward/std": 0.25, "learner/entropy": 0.3, "learner/kl": 0.0}, [])
@@ -202,7 +235,9 @@ def test_verbose_prints_a_step_s_figures_and_what_is_else_kept_in_run_log(tmp_pa
         assert "critical path" in (tmp_path / str(verbose) / "run.log").read_text()
 
 
-def test_what_health_finds_is_printed_once_and_kept_in_warnings_jsonl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_health_finds_is_printed_once_and_kept_in_warnings_jsonl(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = RunLogger(config(), tmp_path, total_steps=20, start_step=0)
     for step in range(1, 10):
         logger.log_step(step, {"response/cut": 1.0}, [])
@@ -236,7 +271,9 @@ def test_a_warning_of_every_step_is_said_once_in_twenty(tmp_path: Path, capsys: 
     ]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
 def test_durations_read_as_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -311,7 +348,9 @@ def test_wandb_auto_is_online_only_with_a_key(no_wandb_key: pytest.MonkeyPatch, 
     assert wandb_mode("auto") == "disabled"
 
 
-def test_wandb_online_without_a_key_is_refused_before_anything_is_written(no_wandb_key: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_online_without_a_key_is_refused_before_anything_is_written(
+    no_wandb_key: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="logging.wandb=online needs a key"):
         RunLogger(config(wandb="online"), tmp_path / "run", total_steps=1, start_step=0)
     assert not (tmp_path / "run").exists()
@@ -338,7 +377,11 @@ def test_wandb_offline_keeps_the_samples_table_and_a_resumed_run_its_id(
 def test_wandb_goes_offline_with_one_warning_when_the_server_cannot_be_reached(
     no_wandb_key: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"WANDB_API_KEY": "local-" + "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "1"}.items():
+    for name, value in {
+        "WANDB_API_KEY": "local-" + "0" * 40,
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "WANDB_INIT_TIMEOUT": "1",
+    }.items():
         no_wandb_key.setenv(name, value)
     log_steps(tmp_path, range(1, 2), wandb="online", progress=False)
     out, err = capfd.readouterr()
@@ -353,4 +396,10 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     log_steps(tmp_path, range(1, 5), tensorboard=True)
     log_steps(tmp_path, range(3, 6), start_step=2, tensorboard=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward/mean")
-    assert [(event.step, round(event.value, 6)) for event in events] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.5)]
+    assert [(event.step, round(event.value, 6)) for event in events] == [
+        (1, 0.1),
+        (2, 0.2),
+        (3, 0.3),
+        (4, 0.4),
+        (5, 0.5),
+    ]

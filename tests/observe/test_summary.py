@@ -8,7 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.observe.summary import sampled_text, smooth, write_summary
 
 
@@ -30,7 +38,9 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 def twelve_steps() -> list[dict]:
     """Rewards 0.1 to 1.2 (the second one None), lengths 10 to 120, evaluations at 0, 6 and 12."""
-    steps = [{"step": n, "reward/mean": n / 10, "response/length_mean": 10.0 * n, "timing/step": 2.0} for n in range(1, 13)]
+    steps = [
+        {"step": n, "reward/mean": n / 10, "response/length_mean": 10.0 * n, "timing/step": 2.0} for n in range(1, 13)
+    ]
     steps[1]["reward/mean"] = None
     steps[5]["eval/accuracy"], steps[11]["eval/accuracy"] = 0.5, 0.625
     return [{"step": 0, "eval/accuracy": 0.25}, *steps]
@@ -48,7 +58,8 @@ def test_summary_of_a_hand_written_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "step-12"
     checkpoint.mkdir(parents=True)
     lines = write_summary(config(), tmp_path, checkpoint=checkpoint, seconds=75.0).splitlines()
-    # First five rewards: 0.1 0.3 0.4 0.5 0.6 (0.38), last five: 0.8 to 1.2 (1.0). Tokens: 780 mean tokens x 8 samples in 24 s.
+    # First five rewards: 0.1 0.3 0.4 0.5 0.6 (0.38), last five: 0.8 to 1.2 (1.0). Tokens: 780 mean tokens x 8 samples
+    # in 24 s.
     assert lines[:7] == [
         "a $tiny_run$: 12 steps",
         "  held-out accuracy  0.250 -> 0.625 (before and after: step 0 and step 12)",
@@ -92,7 +103,13 @@ def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path: Path) -> Non
         ),
         (
             [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": -2.0}, {"step": 2, "reward/mean": 3.0}],
-            ["a $tiny_run$: 2 steps", "0.500 (step 0 only)", "-2.000 -> 3.000 (first and last step)", "none measured", "0 tokens"],
+            [
+                "a $tiny_run$: 2 steps",
+                "0.500 (step 0 only)",
+                "-2.000 -> 3.000 (first and last step)",
+                "none measured",
+                "0 tokens",
+            ],
         ),
     ],
 )
@@ -116,13 +133,25 @@ def test_the_printed_command_samples_from_the_checkpoint(tmp_path: Path) -> None
     words = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>").save_pretrained(checkpoint)
-    sizes = {"vocab_size": 3, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 3,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=16)).save_pretrained(checkpoint)
     run_dir = checkpoint.parent.parent
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
     (run_dir / "completions.jsonl").write_text(json.dumps({"step": 1, "prompt": "one 'two' \"one\""}) + "\n")
-    line = next(line for line in write_summary(config(), run_dir, checkpoint=checkpoint, seconds=1.0).splitlines() if "try it" in line)
-    done = subprocess.run(line[21:], shell=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    line = next(
+        line
+        for line in write_summary(config(), run_dir, checkpoint=checkpoint, seconds=1.0).splitlines()
+        if "try it" in line
+    )
+    done = subprocess.run(
+        line[21:], shell=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("one 'two' \"one\"")
 
@@ -132,4 +161,6 @@ def test_a_name_in_letters_that_the_font_lacks_is_no_warning(tmp_path: Path, rec
     settings = config()
     settings.run.name = "\u8bad\u7ec3 1"
     write_summary(settings, tmp_path, checkpoint=None, seconds=1.0)
-    assert (tmp_path / "reward_curve.png").is_file() and [str(each.message) for each in recwarn if "Glyph" in str(each.message)] == []
+    assert (tmp_path / "reward_curve.png").is_file() and [
+        str(each.message) for each in recwarn if "Glyph" in str(each.message)
+    ] == []

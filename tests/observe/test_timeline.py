@@ -18,7 +18,12 @@ def rollout(index: int, *phases: tuple[str, float, float], until: float) -> Work
 
 
 def timeline(folder, *, keep_steps=3, start_step=0, lines=None) -> Timeline:
-    return Timeline(folder / "trace.json", keep_steps=keep_steps, start_step=start_step, say=(lines if lines is not None else []).append)
+    return Timeline(
+        folder / "trace.json",
+        keep_steps=keep_steps,
+        start_step=start_step,
+        say=(lines if lines is not None else []).append,
+    )
 
 
 def events(folder, kind="X") -> list[dict]:
@@ -27,11 +32,14 @@ def events(folder, kind="X") -> list[dict]:
 
 def drawn(folder, pid=None) -> list[tuple[str, float, float, int]]:
     found = [event for event in events(folder) if event["cat"] != "driver" and pid in (None, event["pid"])]
-    return [(event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event["args"]["step"]) for event in found]
+    return [
+        (event["name"], event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, event["args"]["step"]) for event in found
+    ]
 
 
 def check_format(found: list[dict]) -> None:
-    """The fields that the Trace Event Format asks of complete and metadata events; complete events of one thread nest."""
+    """The fields that the Trace Event Format asks of complete and metadata events; complete events of one thread
+    nest."""
     for event in found:
         assert isinstance(event["name"], str) and isinstance(event["pid"], int)
         if event["ph"] == "M":
@@ -40,7 +48,9 @@ def check_format(found: list[dict]) -> None:
             assert event["ph"] == "X" and isinstance(event["tid"], int) and isinstance(event["cat"], str)
             assert isinstance(event["ts"], int) and isinstance(event["dur"], int) and event["dur"] >= 0
     complete = sorted((event for event in found if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"]))
-    for _, line in itertools.groupby(sorted(complete, key=lambda e: (e["pid"], e["tid"])), key=lambda e: (e["pid"], e["tid"])):
+    for _, line in itertools.groupby(
+        sorted(complete, key=lambda e: (e["pid"], e["tid"])), key=lambda e: (e["pid"], e["tid"])
+    ):
         around: list[float] = []
         for event in line:
             start, end = event["ts"], event["ts"] + event["dur"]
@@ -54,7 +64,12 @@ def test_phases_and_the_gaps_between_them_are_drawn_in_their_steps(tmp_path):
     run = timeline(tmp_path, lines=(lines := []))
     run.end_step(1, 100.0, 110.0)
     run.add([rollout(0, ("decode", 101.0, 108.0), ("prefill", 101.5, 102.0), ("sync", 109.0, 110.0), until=110.5)])
-    run.add([rollout(1, ("decode", 101.0, 104.0), until=110.0), WorkerPhases("driver", 0, "node-h", [Phase("sample", 100.5, 109.0, 0)], 110.0)])
+    run.add(
+        [
+            rollout(1, ("decode", 101.0, 104.0), until=110.0),
+            WorkerPhases("driver", 0, "node-h", [Phase("sample", 100.5, 109.0, 0)], 110.0),
+        ]
+    )
     run.end_step(2, 110.0, 120.0)
     run.add([rollout(0, ("decode", 112.0, 119.0), until=120.5)])
     run.close()
@@ -67,12 +82,17 @@ def test_phases_and_the_gaps_between_them_are_drawn_in_their_steps(tmp_path):
         ("decode", 112.0, 119.0, 2),
         ("idle", 119.0, 120.0, 2),
     ]
-    assert drawn(tmp_path, 100_002) == [("decode", 101.0, 104.0, 1), ("idle", 104.0, 110.0, 1)], "nothing is said of what was not told"
+    assert drawn(tmp_path, 100_002) == [("decode", 101.0, 104.0, 1), ("idle", 104.0, 110.0, 1)], (
+        "nothing is said of what was not told"
+    )
     assert [event["name"] for event in events(tmp_path) if event["cat"] == "driver"] == ["step 1", "sample", "step 2"]
     names = {event["args"]["name"] for event in events(tmp_path, "M") if event["name"] == "process_name"}
     assert names == {"rollout 0 on node-a", "rollout 1 on node-a", "driver on node-h"}
     check_format(json.loads((tmp_path / "trace.json").read_text()))
-    assert lines[0].startswith("step 1: critical path, 10.0 s: decode 70 % (rollout 0) > sync 10 %, wait 20 %") and len(lines) == 2
+    assert (
+        lines[0].startswith("step 1: critical path, 10.0 s: decode 70 % (rollout 0) > sync 10 %, wait 20 %")
+        and len(lines) == 2
+    )
 
 
 def test_a_worker_that_answers_late_or_is_still_decoding_is_drawn_later_in_its_own_step(tmp_path):
@@ -82,7 +102,12 @@ def test_a_worker_that_answers_late_or_is_still_decoding_is_drawn_later_in_its_o
     run.end_step(2, 110.0, 120.0)
     run.add([rollout(0, ("decode", 105.0, 113.0), until=121.0)])
     run.close()
-    assert drawn(tmp_path) == [("decode", 101.0, 103.0, 1), ("idle", 103.0, 105.0, 1), ("decode", 105.0, 113.0, 1), ("idle", 113.0, 120.0, 2)]
+    assert drawn(tmp_path) == [
+        ("decode", 101.0, 103.0, 1),
+        ("idle", 103.0, 105.0, 1),
+        ("decode", 105.0, 113.0, 1),
+        ("idle", 113.0, 120.0, 2),
+    ]
     check_format(json.loads((tmp_path / "trace.json").read_text()))
 
 
@@ -99,7 +124,8 @@ def test_only_the_last_steps_are_kept_and_a_whole_file_is_there_at_any_time(tmp_
         run_steps(run, step, step)
         if step > 1:
             run.flush()
-            assert {event["args"]["step"] for event in events(tmp_path)} == set(range(max(1, step - 3), step))  # this step is drawn with the next
+            # this step is drawn with the next
+            assert {event["args"]["step"] for event in events(tmp_path)} == set(range(max(1, step - 3), step))
     run.close()
     assert {event["args"]["step"] for event in events(tmp_path)} == {6, 7, 8}
 

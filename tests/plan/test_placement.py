@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from infsample_rl.config.cluster import ClusterConfig
 from infsample_rl.config.loading import load_config
-from infsample_rl.plan.placement import Node, WorkerGroup, layout_table, plan, refusal, reservations, total_cpus, total_gpus, worker_groups
+from infsample_rl.plan.placement import (
+    Node,
+    WorkerGroup,
+    layout_table,
+    plan,
+    refusal,
+    reservations,
+    total_cpus,
+    total_gpus,
+    worker_groups,
+)
 
 
 def layout(*overrides: str) -> list[tuple[str, int, float]]:
@@ -27,12 +37,18 @@ def on_nodes(places: dict, role: str) -> list[int]:
 
 
 def test_no_reference_worker_without_a_kl_term():
-    assert layout("objective=no_kl", "cluster.rollout_workers=3") == [("rollout", 3, 0.0), ("reward", 1, 0.0), ("learner", 2, 0.0)]
+    assert layout("objective=no_kl", "cluster.rollout_workers=3") == [
+        ("rollout", 3, 0.0),
+        ("reward", 1, 0.0),
+        ("learner", 2, 0.0),
+    ]
 
 
 def test_reference_workers_with_a_kl_in_loss_or_reward():
     assert ("reference", 1, 0.0) in layout("objective=default")
-    assert ("reference", 1, 0.0) in layout("objective=no_kl", "objective.kl_in_reward=true", "objective.kl_reward_coef=0.1")
+    assert ("reference", 1, 0.0) in layout(
+        "objective=no_kl", "objective.kl_in_reward=true", "objective.kl_reward_coef=0.1"
+    )
 
 
 def test_totals_of_eight_gpus():
@@ -49,13 +65,28 @@ def test_a_role_has_its_own_cpus_or_those_of_every_worker():
 def test_learner_ranks_are_packed_and_the_others_spread_in_reservations_of_their_own():
     config = load_config(["objective=default", "cluster.rollout_workers=3"])
     asked = [(item.name, item.strategy, len(item.workers)) for item in reservations(config)]
-    assert asked == [("learner", "PACK", 2), ("reference", "SPREAD", 1), ("rollout", "SPREAD", 3), ("reward", "SPREAD", 1)]
+    assert asked == [
+        ("learner", "PACK", 2),
+        ("reference", "SPREAD", 1),
+        ("rollout", "SPREAD", 3),
+        ("reward", "SPREAD", 1),
+    ]
     colocated = load_config(["objective=no_kl", "cluster.colocate=true"])
-    assert [(item.name, item.strategy) for item in reservations(colocated)] == [("learner", "PACK"), ("reward", "SPREAD")]
+    assert [(item.name, item.strategy) for item in reservations(colocated)] == [
+        ("learner", "PACK"),
+        ("reward", "SPREAD"),
+    ]
 
 
 def test_learner_and_engine_that_share_a_gpu_are_one_reservation_on_one_node():
-    config = load_config(["cluster.weight_sync=cuda_ipc", "cluster.learner_ranks=1", "cluster.learner_gpus=0.5", "cluster.rollout_gpus=0.25"])
+    config = load_config(
+        [
+            "cluster.weight_sync=cuda_ipc",
+            "cluster.learner_ranks=1",
+            "cluster.learner_gpus=0.5",
+            "cluster.rollout_gpus=0.25",
+        ]
+    )
     assert reservations(config)[0].strategy == "STRICT_PACK"
     assert reservations(config)[0].workers == [("learner", 0), ("rollout", 0), ("rollout", 1)]
 
@@ -75,7 +106,9 @@ def test_rollout_workers_are_spread_over_unequal_nodes():
 
 
 def test_packing_takes_a_second_node_when_one_does_not_hold_all_ranks():
-    config = load_config(["cluster.learner_ranks=6", "cluster.learner_gpus=1", "objective=no_kl", "cluster.rollout_workers=1"])
+    config = load_config(
+        ["cluster.learner_ranks=6", "cluster.learner_gpus=1", "objective=no_kl", "cluster.rollout_workers=1"]
+    )
     assert Counter(on_nodes(plan(config, [node("a", 16, 4), node("b", 16, 8)]), "learner")) == {1: 6}
     assert Counter(on_nodes(plan(config, [node("a", 16, 4), node("b", 16, 4)]), "learner")) == {0: 4, 1: 2}
 
@@ -83,9 +116,12 @@ def test_packing_takes_a_second_node_when_one_does_not_hold_all_ranks():
 def test_too_few_gpus_name_what_is_wanted_there_missing_and_the_way_without():
     config = load_config(["+experiment=kk_qwen3_1.7b"])
     assert refusal(config, [node("this machine", 4, 1)]) == (
-        "1 rollout worker (1 CPU and 1 GPU) + 1 reward worker (1 CPU) + 1 learner rank (1 CPU and 1 GPU) + 1 reference worker (1 CPU and 1 GPU) want "
-        "4 CPUs and 3 GPUs, but there are 4 CPUs and 1 GPU free (this machine: 4 of 4 CPUs, 1 of 1 GPUs); no place for 1 rollout worker (1 CPU and 1 "
-        "GPU), 1 reference worker (1 CPU and 1 GPU); without a GPU: cluster.rollout_gpus=0 cluster.learner_gpus=0 cluster.reference_gpus=0"
+        "1 rollout worker (1 CPU and 1 GPU) + 1 reward worker (1 CPU) + 1 learner rank (1 CPU and 1 GPU) + 1 reference "
+        "worker (1 CPU and 1 GPU) want "
+        "4 CPUs and 3 GPUs, but there are 4 CPUs and 1 GPU free (this machine: 4 of 4 CPUs, 1 of 1 GPUs); no place for "
+        "1 rollout worker (1 CPU and 1 "
+        "GPU), 1 reference worker (1 CPU and 1 GPU); without a GPU: cluster.rollout_gpus=0 cluster.learner_gpus=0 "
+        "cluster.reference_gpus=0"
     )
     assert refusal(config, [node("this machine", 4, 3)]) is None
 
@@ -93,8 +129,13 @@ def test_too_few_gpus_name_what_is_wanted_there_missing_and_the_way_without():
 def test_fewer_workers_are_proposed_where_some_fit():
     config = load_config(["objective=no_kl", "cluster.rollout_workers=8", "cluster.learner_ranks=1"])
     problem = refusal(config, [node("a", 2), node("b", 4)])
-    assert "no place for 3 rollout workers (1 CPU each), 1 reward worker (1 CPU); what fits: cluster.rollout_workers=4" in problem
-    colocated = load_config(["objective=no_kl", "cluster.learner_ranks=4", "cluster.rollout_workers=4", "cluster.colocate=true"])
+    assert (
+        "no place for 3 rollout workers (1 CPU each), 1 reward worker (1 CPU); what fits: cluster.rollout_workers=4"
+        in problem
+    )
+    colocated = load_config(
+        ["objective=no_kl", "cluster.learner_ranks=4", "cluster.rollout_workers=4", "cluster.colocate=true"]
+    )
     assert refusal(colocated, [node("a", 4)]).endswith("; what fits: cluster.learner_ranks=3 cluster.rollout_workers=3")
 
 
@@ -108,7 +149,10 @@ def test_what_other_work_holds_is_told_apart_from_what_is_not_there():
 def test_a_worker_larger_than_every_node_names_what_sets_its_size():
     config = load_config(["objective=no_kl", "cluster.learner_ranks=1", "cluster.learner_cpus=32"])
     problem = refusal(config, [node("a", 16), node("b", 24)])
-    assert "no place for 1 learner rank (32 CPUs)" in problem and "set by cluster.learner_cpus (cluster.cpus_per_worker=1)" in problem
+    assert (
+        "no place for 1 learner rank (32 CPUs)" in problem
+        and "set by cluster.learner_cpus (cluster.cpus_per_worker=1)" in problem
+    )
 
 
 def test_halves_of_two_gpus_are_no_whole_one():
@@ -121,7 +165,10 @@ def test_halves_of_two_gpus_are_no_whole_one():
 def test_many_nodes_are_told_in_one_line():
     config = load_config(["cluster.learner_gpus=1", "cluster.learner_ranks=64"])
     problem = refusal(config, [node(f"n{i}", 16, 4) for i in range(12)])
-    assert "48 GPUs free (12 nodes like n0: 16 of 16 CPUs, 4 of 4 GPUs)" in problem and "what fits: cluster.learner_ranks=48" in problem
+    assert (
+        "48 GPUs free (12 nodes like n0: 16 of 16 CPUs, 4 of 4 GPUs)" in problem
+        and "what fits: cluster.learner_ranks=48" in problem
+    )
 
 
 def test_the_layout_is_a_table_of_nodes():

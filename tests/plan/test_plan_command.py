@@ -1,4 +1,5 @@
-"""python -m infsample_rl.plan: main's arguments, a model's config alone, sums of lines, verdicts that hold when planned again."""
+"""python -m infsample_rl.plan: main's arguments, a model's config alone, sums of lines, verdicts that hold when planned
+again."""
 
 from __future__ import annotations
 
@@ -26,8 +27,16 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 def qwen3_8b(tmp_path_factory):
     """A folder with the config of Qwen3-8B and nothing else: no weights, no tokenizer."""
     folder = tmp_path_factory.mktemp("qwen3_8b")
-    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = Qwen3Config(**sizes, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False)
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    }
+    config = Qwen3Config(
+        **sizes, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False
+    )
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     return str(folder)
@@ -43,7 +52,13 @@ def lines(process):
 
 
 def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its_lines(qwen3_8b, capsys):
-    status, plan = plan_json(capsys, "+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=h100", "rollout.group_size=64")
+    status, plan = plan_json(
+        capsys,
+        "+experiment=math_qwen3_8b",
+        f"model.path={qwen3_8b}",
+        "cluster.device_type=h100",
+        "rollout.group_size=64",
+    )
     assert status == 0 and plan["fits"]
     assert [process["role"] for process in plan["processes"]] == ["rollout", "learner", "reference"]
     for process in plan["processes"]:
@@ -60,7 +75,13 @@ def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its
     assert plan["traffic"][0]["num_bytes"] == 2 * parameters
 
 
-COLOCATED = ("cluster.colocate=true", "cluster.rollout_workers=1", "cluster.learner_ranks=1", "cluster.rollout_gpus=1", "cluster.learner_gpus=1")
+COLOCATED = (
+    "cluster.colocate=true",
+    "cluster.rollout_workers=1",
+    "cluster.learner_ranks=1",
+    "cluster.rollout_gpus=1",
+    "cluster.learner_gpus=1",
+)
 
 
 def test_a_pool_that_takes_what_is_free_is_planned_beside_a_learner(capsys):
@@ -80,7 +101,12 @@ def test_a_pool_that_takes_what_is_free_where_nothing_is_does_not_fit(qwen3_8b, 
 
 
 @pytest.mark.parametrize(
-    "settings", [("rollout.schedule=arrival",), ("rollout.schedule=arrival", "model.dtype=bfloat16"), ("rollout.schedule=full_group",)]
+    "settings",
+    [
+        ("rollout.schedule=arrival",),
+        ("rollout.schedule=arrival", "model.dtype=bfloat16"),
+        ("rollout.schedule=full_group",),
+    ],
 )
 def test_the_largest_pool_fits_with_the_rows_it_has(settings):
     config = load_config(["objective=no_kl", *settings])
@@ -111,7 +137,12 @@ def test_a_gpu_that_is_found_is_the_known_one_it_is_named_like(name, gib, known)
 
 
 def test_a_reference_that_does_not_fit_is_told_what_helps(qwen3_8b, capsys):
-    arguments = ("+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "model.dtype=float32", "cluster.device_type=rtx4090")
+    arguments = (
+        "+experiment=math_qwen3_8b",
+        f"model.path={qwen3_8b}",
+        "model.dtype=float32",
+        "cluster.device_type=rtx4090",
+    )
     config = load_config(list(arguments))
     model = ModelOutline.of(config)
     device = device_of(config, "reference")
@@ -138,7 +169,10 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
     room = replace(DEVICES["l4"], memory_bytes=8 * 2**30)  # of more the longest row that is tried takes a part
     fewer = with_settings(config, data__prompts_per_step=512)
     tokens = largest_row(fewer, model, room)
-    assert plan_role(with_settings(fewer, learner__max_tokens_per_micro_batch=tokens), model, "learner").sum_bytes <= room.usable_bytes
+    assert (
+        plan_role(with_settings(fewer, learner__max_tokens_per_micro_batch=tokens), model, "learner").sum_bytes
+        <= room.usable_bytes
+    )
     more = with_settings(fewer, learner__max_tokens_per_micro_batch=int(1.1 * tokens))
     assert plan_role(more, model, "learner").sum_bytes > room.usable_bytes
 
@@ -146,7 +180,15 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
 def test_the_default_experiment_prints_a_table_for_every_process(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for text in ("2 x rollout, CPU", "2 x learner, CPU", "KV pool: prompts", "activations", "sum", "fits in host memory", "running steps"):
+    for text in (
+        "2 x rollout, CPU",
+        "2 x learner, CPU",
+        "KV pool: prompts",
+        "activations",
+        "sum",
+        "fits in host memory",
+        "running steps",
+    ):
         assert text in printed
 
 
@@ -157,18 +199,24 @@ def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     assert plan["decode"]["lengths"] == "llama3b_rgrl_step400_amc23_n50.jsonl"
     assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
     shutil.copy(recorded, tmp_path / "lengths.jsonl")
-    assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]  # a run folder
+    # a run folder
+    assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]
 
 
 def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
     """30 pools of 2 GB in some tens of GB."""
-    settings = [f"cluster.rollout_workers={100 * int(free_bytes(torch.device('cpu')) / 1e11 + 1)}", "rollout.kv_budget_bytes=2GB"]
+    settings = [
+        f"cluster.rollout_workers={100 * int(free_bytes(torch.device('cpu')) / 1e11 + 1)}",
+        "rollout.kv_budget_bytes=2GB",
+    ]
     assert main(settings) == 1
     printed = capsys.readouterr().out
     assert printed.count("DOES NOT FIT") == 1 and "free here: DOES NOT FIT" in printed
     assert "change first for the processes together: fewer or smaller of the" in printed
     status, plan = plan_json(capsys, *settings)
-    assert status == 1 and plan["host_bytes"] > plan["host_room"] and all(process["fits"] for process in plan["processes"])
+    assert (
+        status == 1 and plan["host_bytes"] > plan["host_room"] and all(process["fits"] for process in plan["processes"])
+    )
 
 
 @pytest.mark.parametrize(

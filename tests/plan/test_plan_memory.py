@@ -1,4 +1,5 @@
-"""What the parts of a plan follow: sharding, recomputation, adapters, the model's depth; and the measured peaks of real processes."""
+"""What the parts of a plan follow: sharding, recomputation, adapters, the model's depth; and the measured peaks of real
+processes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
@@ -44,7 +53,10 @@ def test_ranks_share_the_state_and_recomputation_leaves_a_fraction_of_the_activa
     config, model = settings()
     alone = plan_role(config, model, "learner").lines
     shared = plan_role(with_settings(config, cluster__learner_ranks=4), model, "learner").lines
-    assert shared["gradients"] == alone["gradients"] // 4 and shared["optimizer's moments"] == alone["optimizer's moments"] // 4
+    assert (
+        shared["gradients"] == alone["gradients"] // 4
+        and shared["optimizer's moments"] == alone["optimizer's moments"] // 4
+    )
     recomputed = plan_role(with_settings(config, learner__activation_checkpointing=1), model, "learner")
     assert recomputed.lines["activations"] < 0.2 * alone["activations"]
     assert recomputed.sum_bytes < 0.7 * sum(alone.values())
@@ -57,9 +69,16 @@ def test_moments_on_a_disk_leave_those_of_one_parameter_above_what_a_row_has_giv
     config, model = settings()
     alone = plan_role(config, model, "learner")
     disk = plan_role(with_settings(config, learner__moments_folder="/var/tmp"), model, "learner")
-    assert disk.sum_bytes == alone.sum_bytes - alone.lines["optimizer's moments"]  # a row takes more than the step of the largest parameter
+    # a row takes more than the step of the largest parameter
+    assert disk.sum_bytes == alone.sum_bytes - alone.lines["optimizer's moments"]
     assert moments_file_bytes(config, model) == alone.lines["optimizer's moments"]
-    short = with_settings(config, learner__max_tokens_per_micro_batch=16, data__max_prompt_tokens=8, rollout__max_new_tokens=8, rollout__group_size=2)
+    short = with_settings(
+        config,
+        learner__max_tokens_per_micro_batch=16,
+        data__max_prompt_tokens=8,
+        rollout__max_new_tokens=8,
+        rollout__group_size=2,
+    )
     lines = plan_role(short, model, "learner").lines
     kept = lines["weights"] + lines["gradients"]
     row = sum(lines.values()) - kept - lines["optimizer's moments"]
@@ -77,14 +96,21 @@ def test_adapters_take_the_place_of_gradients_and_moments():
     assert 0.45 < half["activations"] / lines["activations"] < 0.6, "adapters run in 16 bits too, on copies of nothing"
 
 
-@pytest.mark.parametrize(("every", "granularity"), [(0, "full"), (1, "full"), (3, "full"), (1, "selective"), (3, "selective")])
+@pytest.mark.parametrize(
+    ("every", "granularity"), [(0, "full"), (1, "full"), (3, "full"), (1, "selective"), (3, "selective")]
+)
 def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(every, granularity):
-    config, model = settings(f"learner.activation_checkpointing={every}", f"learner.recompute_granularity={granularity}")
+    config, model = settings(
+        f"learner.activation_checkpointing={every}", f"learner.recompute_granularity={granularity}"
+    )
     deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
     shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
     from infsample_rl.plan.row_memory import _trace
 
-    row, of_deep = [(20, [30] * 6), (20, [10])], RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape)
+    row, of_deep = (
+        [(20, [30] * 6), (20, [10])],
+        RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape),
+    )
     for groups, in_passes in ((row, False), (row[:1], True)):
         extended = fullest_moment(of_deep, groups, in_passes=in_passes)
         whole = _trace(of_deep, 8, groups, in_passes)
@@ -95,7 +121,9 @@ def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_t
     config, model = settings()
     prompt, pool = 200, model.num_layers * 2 * model.architecture.num_key_value_heads * model.head_dim * 4
     of_row = RowSettings(model=model, dtype=torch.float32, learner=config.learner, masters=False, flex_attention=False)
-    whole, passes = (sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True))
+    whole, passes = (
+        sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True)
+    )
     assert whole < passes < whole + 3 * prompt * pool
     shorter = sum(fullest_moment(of_row, [(prompt, [50])], in_passes=True).values())
     assert shorter < 0.8 * passes
@@ -132,16 +160,27 @@ def save_policy(folder, kind, vocab, **sizes):
     return str(folder)
 
 
-# Shapes and settings other than those the formulas were written with: (architecture, vocabulary, sizes, part, settings).
+# Shapes and settings other than those the formulas were written with: (architecture, vocabulary, sizes, part,
+# settings).
 KEPT_APART = {
-    "qwen3 tied, learner": ("qwen3", 5000, (288, 5, 768, 6, 3, 48, True), "learner", ("learner.max_tokens_per_micro_batch=640",)),
+    "qwen3 tied, learner": (
+        "qwen3",
+        5000,
+        (288, 5, 768, 6, 3, 48, True),
+        "learner",
+        ("learner.max_tokens_per_micro_batch=640",),
+    ),
     "llama untied, recomputed": (
         *("llama", 7000, (448, 7, 1200, 7, 7, 64, False), "learner"),
         ("learner.max_tokens_per_micro_batch=900", "learner.activation_checkpointing=1"),
     ),
     "qwen3 untied, recomputed selectively": (
         *("qwen3", 6000, (416, 6, 1248, 8, 2, 48, False), "learner"),
-        ("learner.max_tokens_per_micro_batch=800", "learner.activation_checkpointing=1", "learner.recompute_granularity=selective"),
+        (
+            "learner.max_tokens_per_micro_batch=800",
+            "learner.activation_checkpointing=1",
+            "learner.recompute_granularity=selective",
+        ),
     ),
     "llama untied, passes": (
         *("llama", 5000, (416, 6, 1100, 13, 13, 32, False), "learner"),
@@ -152,8 +191,20 @@ KEPT_APART = {
         ("learner.max_tokens_per_micro_batch=700", "learner.logprob_chunk_tokens=128", "model.dtype=bfloat16"),
     ),
     "llama tied, rollout": ("llama", 9000, (384, 6, 1024, 6, 6, 64, True), "rollout", ("rollout.slots=150",)),
-    "qwen3 untied, rollout": ("qwen3", 6000, (512, 3, 1536, 8, 4, 64, False), "rollout", ("rollout.kv_budget_bytes=150MB",)),
-    "qwen2 tied, reference": ("qwen2", 8000, (352, 5, 960, 11, 11, 32, True), "reference", ("reference.max_tokens_per_micro_batch=900",)),
+    "qwen3 untied, rollout": (
+        "qwen3",
+        6000,
+        (512, 3, 1536, 8, 4, 64, False),
+        "rollout",
+        ("rollout.kv_budget_bytes=150MB",),
+    ),
+    "qwen2 tied, reference": (
+        "qwen2",
+        8000,
+        (352, 5, 960, 11, 11, 32, True),
+        "reference",
+        ("reference.max_tokens_per_micro_batch=900",),
+    ),
     "llama, adapters": (
         *("llama", 6000, (416, 5, 1100, 13, 13, 32, False), "learner"),
         ("learner.max_tokens_per_micro_batch=800", "learner.lora_rank=12"),
@@ -162,7 +213,13 @@ KEPT_APART = {
         *("qwen3", 5000, (320, 6, 900, 5, 5, 64, True), "rollout"),
         ("rollout.kv_budget_bytes=120MB", "rollout.kv_dtype=int8", "objective.importance=token_tis"),
     ),
-    "llama bf16, rollout": ("llama", 8000, (448, 4, 1200, 7, 7, 64, True), "rollout", ("rollout.kv_budget_bytes=120MB", "model.dtype=bfloat16")),
+    "llama bf16, rollout": (
+        "llama",
+        8000,
+        (448, 4, 1200, 7, 7, 64, True),
+        "rollout",
+        ("rollout.kv_budget_bytes=120MB", "model.dtype=bfloat16"),
+    ),
 }
 
 
@@ -170,10 +227,20 @@ KEPT_APART = {
 @pytest.mark.parametrize("name", KEPT_APART)
 def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one_on_models_kept_apart(name, tmp_path):
     kind, vocab, (hidden, layers, inner, heads, kv_heads, head_dim, tied), part, options = KEPT_APART[name]
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner, "num_attention_heads": heads}
+    sizes = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+    }
     sizes |= {"num_key_value_heads": kv_heads, "head_dim": head_dim, "tie_word_embeddings": tied}
     path = save_policy(tmp_path / "model", kind, vocab, **sizes)
-    common = ["data.max_prompt_tokens=48", "rollout.max_new_tokens=80", "rollout.group_size=24", "data.prompts_per_step=2"]
+    common = [
+        "data.max_prompt_tokens=48",
+        "rollout.max_new_tokens=80",
+        "rollout.group_size=24",
+        "data.prompts_per_step=2",
+    ]
     command = [sys.executable, "-m", "benchmarks.plan_point", part, f"model.path={path}", *common, *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""What a reward function cannot do: outlive its call, fill memory, disk or logs, find a key, reach the network or other files."""
+"""What a reward function cannot do: outlive its call, fill memory, disk or logs, find a key, reach the network or other
+files."""
 
 import os
 import pickle
@@ -16,7 +17,9 @@ from infsample_rl.reward.linux_sandbox import SANDBOX_VERSION, landlock_version
 from infsample_rl.reward.process_pool import ProcessPool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what holds a reward process is Linux's")
-needs_sandbox = pytest.mark.skipif(landlock_version() < SANDBOX_VERSION, reason="this kernel cannot hold reward.isolation=sandbox")
+needs_sandbox = pytest.mark.skipif(
+    landlock_version() < SANDBOX_VERSION, reason="this kernel cannot hold reward.isolation=sandbox"
+)
 
 ROOT = Path(__file__).parents[2]
 PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "", "columns": {"answer": "3"}})
@@ -129,7 +132,9 @@ def open_pool(rewards):
 
     def start(name: str, kwargs: dict | None = None, **settings) -> ProcessPool:
         functions = [RewardFunctionConfig(name=f"{rewards}:{name}", kwargs=kwargs or {})]
-        pools.append(ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0, "retries": 0} | settings)), functions))
+        pools.append(
+            ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0, "retries": 0} | settings)), functions)
+        )
         return pools[-1]
 
     yield start
@@ -152,11 +157,20 @@ def alive(folder: Path) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize(("how", "isolation"), [pytest.param("hang", "limits", marks=pytest.mark.slow), ("die", "limits"), ("return", "none")])
+@pytest.mark.parametrize(
+    ("how", "isolation"),
+    [pytest.param("hang", "limits", marks=pytest.mark.slow), ("die", "limits"), ("return", "none")],
+)
 def test_two_hundred_daemons_that_ignore_sigterm_end_with_their_function_process(open_pool, tmp_path, how, isolation):
-    pool = open_pool("two_hundred", {"folder": str(tmp_path)}, timeout_s=20.0 if how != "hang" else 8.0, isolation=isolation)
+    pool = open_pool(
+        "two_hundred", {"folder": str(tmp_path)}, timeout_s=20.0 if how != "hang" else 8.0, isolation=isolation
+    )
     value, problem = call(pool, how)
-    assert (value, problem) == {"hang": (None, "timed out after 8 s"), "die": (None, "its process died (exit code 3)"), "return": (1.0, "")}[how]
+    assert (value, problem) == {
+        "hang": (None, "timed out after 8 s"),
+        "die": (None, "its process died (exit code 3)"),
+        "return": (1.0, ""),
+    }[how]
     pool.close()
     assert len(list(tmp_path.iterdir())) == 200 and alive(tmp_path) == []
 
@@ -180,12 +194,20 @@ def test_a_flood_of_output_is_cut_and_said_and_the_reward_counts(rewards):
 
 
 def test_a_flood_of_the_reply_pipe_is_cut(open_pool):
-    assert call(open_pool("flood_replies")) == (None, "its process died (the function wrote into the pipe of the replies)")
+    assert call(open_pool("flood_replies")) == (
+        None,
+        "its process died (the function wrote into the pipe of the replies)",
+    )
 
 
-@pytest.mark.parametrize("reply", ['{"values": 1}', '{"values": [1, 2], "problems": ["", ""]}', "[]", '{"values": ["x"], "problems": [""]}'])
+@pytest.mark.parametrize(
+    "reply", ['{"values": 1}', '{"values": [1, 2], "problems": ["", ""]}', "[]", '{"values": ["x"], "problems": [""]}']
+)
 def test_a_reply_of_the_wrong_shape_costs_its_process_not_the_worker(open_pool, reply):
-    assert call(open_pool("forge"), reply) == (None, "its process died (the function wrote into the pipe of the replies)")
+    assert call(open_pool("forge"), reply) == (
+        None,
+        "its process died (the function wrote into the pipe of the replies)",
+    )
 
 
 def test_memory_beyond_the_limit_is_refused_and_the_setting_named(open_pool):
@@ -261,9 +283,13 @@ def test_a_function_cannot_signal_processes_above_it(open_pool):
 def test_a_sandbox_has_no_network_and_no_other_files(open_pool, tmp_path, statement):
     (tmp_path / "secret").write_text("x")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        value, problem = call(open_pool("do", isolation="sandbox"), statement.format(port=server.getsockname()[1], folder=tmp_path))
+        value, problem = call(
+            open_pool("do", isolation="sandbox"), statement.format(port=server.getsockname()[1], folder=tmp_path)
+        )
     assert value is None
-    assert "reward.isolation=sandbox has no network, and only the files of" in problem or "CalledProcessError" in problem
+    assert (
+        "reward.isolation=sandbox has no network, and only the files of" in problem or "CalledProcessError" in problem
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["secret"] and (tmp_path / "secret").read_text() == "x"
 
 
@@ -285,7 +311,9 @@ asyncio.run(asyncio.sleep(0))
 import numpy, math_verify
 open("{tmp_path}/shared/home", "w").write(home)
 """
-    pool = open_pool("do", isolation="sandbox", read_paths=[str(tmp_path / "given")], write_paths=[str(tmp_path / "shared")])
+    pool = open_pool(
+        "do", isolation="sandbox", read_paths=[str(tmp_path / "given")], write_paths=[str(tmp_path / "shared")]
+    )
     assert call(pool, statement) == (1.0, "")
     assert (tmp_path / "shared" / "file").read_text() == "y"
     home = Path((tmp_path / "shared" / "home").read_text())
@@ -309,10 +337,14 @@ check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name="gsm8k"
 
 
 @needs_sandbox
-@pytest.mark.parametrize(("isolation", "said"), [("limits", ""), ("sandbox", "needs Landlock version 3 (Linux 6.2 or newer")])
+@pytest.mark.parametrize(
+    ("isolation", "said"), [("limits", ""), ("sandbox", "needs Landlock version 3 (Linux 6.2 or newer")]
+)
 def test_where_the_system_has_no_landlock_the_sandbox_is_refused_by_name(isolation, said):
     """The call is forbidden to a real process, as a container's profile may do."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_LANDLOCK, isolation], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LANDLOCK, isolation], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert (done.returncode == 0) == (not said), done.stderr
     assert said in done.stderr and ("reward.isolation=limits asks for less" in done.stderr) == bool(said)
 
@@ -330,7 +362,8 @@ TELLS = {
     "quoted": "raise ValueError('Invalid header value %r' % ('Bearer ' + os.environ['JUDGE_API_KEY']).encode())",
     "cut": "raise ValueError('x' * 285 + ' ' + os.environ['JUDGE_API_KEY'])",
     "printed at the end of the share": "print('x' * (65530 - 4) + os.environ['JUDGE_API_KEY'].strip(), flush=True)",
-    "printed in two": "k = os.environ['JUDGE_API_KEY'].strip(); os.write(1, k[:9].encode()); time.sleep(0.5); os.write(1, k[9:].encode())",
+    "printed in two": "k = os.environ['JUDGE_API_KEY'].strip(); os.write(1, k[:9].encode()); time.sleep(0.5); "
+    "os.write(1, k[9:].encode())",
 }
 
 

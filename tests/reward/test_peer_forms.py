@@ -1,4 +1,5 @@
-"""Reward functions of the shape TRL's, verl's and OpenRLHF's users write, as they are; and the rules their data sets need."""
+"""Reward functions of the shape TRL's, verl's and OpenRLHF's users write, as they are; and the rules their data sets
+need."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.reward.rule_data_source import rule_of
@@ -105,7 +114,12 @@ def open_worker(tiny_qwen3, tmp_path):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
         listed = [RewardFunctionConfig(**entry | {"name": f"{path}:{entry['name']}"}) for entry in entries]
         data = DataConfig(source=str(source), answer_field=answer_field)
-        config = Config(model=ModelConfig(path=str(tiny_qwen3)), data=data, reward=RewardConfig(functions=listed), run=RunConfig(steps=8))
+        config = Config(
+            model=ModelConfig(path=str(tiny_qwen3)),
+            data=data,
+            reward=RewardConfig(functions=listed),
+            run=RunConfig(steps=8),
+        )
         workers.append(RewardWorker(config))
         return workers[-1]
 
@@ -125,7 +139,9 @@ def prompt_of(tiny_qwen3, tmp_path):
         else:
             path.write_text(json.dumps(row) + "\n")
         model, reward = ModelConfig(path=str(tiny_qwen3)), RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
-        config = Config(model=model, data=DataConfig(source=str(path), **settings), reward=reward, rollout=RolloutConfig())
+        config = Config(
+            model=model, data=DataConfig(source=str(path), **settings), reward=reward, rollout=RolloutConfig()
+        )
         return build_train_prompts(config, load_tokenizer(model), None).next_batch(1)[0]
 
     return read
@@ -146,7 +162,9 @@ def test_numbers_stay_numbers_for_functions_and_a_rows_own_answer_its_own(open_w
     assert open_worker("kinds").score_texts(prompt_of(row), ["x"]).components["kinds"] == [42.0]
     assert prompt_of(row).columns["answer"] == "42"
     other = prompt_of(row, answer_field="target")
-    assert other.columns["answer"] == "7" and open_worker("kinds", answer_field="target").score_texts(other, ["x"]).components["kinds"] == [42.0]
+    assert other.columns["answer"] == "7" and open_worker("kinds", answer_field="target").score_texts(
+        other, ["x"]
+    ).components["kinds"] == [42.0]
     assert open_worker("labelled", answer_field="target").score_texts(other, ["x"]).rewards == [7.0]
     assert open_worker("labelled").score_texts(prompt_of(row), ["x"]).rewards == [42.0]
 
@@ -171,7 +189,12 @@ def test_a_sample_that_every_trl_function_leaves_out_has_no_reward_and_is_said(o
 def test_trl_functions_see_how_far_the_run_is(open_worker, prompt_of):
     worker = open_worker("warms_up")
     token_ids = np.array(worker.tokenizer("3")["input_ids"], np.int32)
-    given = {"token_ids": token_ids, "logprobs": np.zeros(len(token_ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop"}
+    given = {
+        "token_ids": token_ids,
+        "logprobs": np.zeros(len(token_ids), np.float32),
+        "sampling_logprobs": None,
+        "finish_reason": "stop",
+    }
     completion = Completion(prompt_index=0, sample_index=0, policy_version=2, **given)
     assert worker.score(prompt_of(trl_row()), [completion]).rewards == [2 / 8]
 
@@ -203,7 +226,11 @@ def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it
     prompt = prompt_of({"input": "1 + 2 = ?", "label": WORKED}, prompt_field="input", answer_field="label")
     result = open_worker("reward_func", "reward_plain", answer_field="label").score_texts(prompt, ["3", " 4"])
     assert result.failures == []
-    assert result.components == {"reward_func": [1.0, 0.0], "reward_func/length": [1.0, 2.0], "reward_plain": [3.0, 3.0]}
+    assert result.components == {
+        "reward_func": [1.0, 0.0],
+        "reward_func/length": [1.0, 2.0],
+        "reward_plain": [3.0, 3.0],
+    }
     named_answer = prompt_of({"input": "1 + 2 = ?", "answer": WORKED}, prompt_field="input")
     assert open_worker("reward_func").score_texts(named_answer, ["3"]).rewards == [1.0]
 

@@ -18,13 +18,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def open_pool(user_file, folder, **settings) -> ProcessPool:
-    functions = [RewardFunctionConfig(name=f"{user_file}:acts", kwargs={"folder": str(folder)}), RewardFunctionConfig(name="gsm8k")]
+    functions = [
+        RewardFunctionConfig(name=f"{user_file}:acts", kwargs={"folder": str(folder)}),
+        RewardFunctionConfig(name="gsm8k"),
+    ]
     reward = RewardConfig(functions=functions, **{"timeout_s": 0.5, **settings})
     return ProcessPool(reward, functions)
 
 
 def score(pool, responses, function=0):
-    results = pool.submit(function, PROMPT, [[{"text": text, "token_ids": []}] for text in responses]).result(timeout=30)
+    results = pool.submit(function, PROMPT, [[{"text": text, "token_ids": []}] for text in responses]).result(
+        timeout=30
+    )
     return [result.values[0] for result in results], [result.problems[0] for result in results]
 
 
@@ -70,7 +75,9 @@ def test_a_dying_call_is_tried_again_then_none(user_file, tmp_path, act, how):
     pool.close()
 
 
-@pytest.mark.parametrize(("act", "problem"), [("write x\n", "wrote into the pipe of the replies"), ("write x", "timed out after 0.5 s")])
+@pytest.mark.parametrize(
+    ("act", "problem"), [("write x\n", "wrote into the pipe of the replies"), ("write x", "timed out after 0.5 s")]
+)
 def test_bytes_in_the_reply_pipe_cannot_hold_the_parent(user_file, tmp_path, act, problem):
     pool = open_pool(user_file, tmp_path, retries=0)
     started = time.monotonic()
@@ -137,7 +144,9 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="hanging processes end with their parent by a Linux call")
 def test_processes_end_with_a_killed_parent_even_while_one_hangs(user_file):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(user_file)], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(user_file)], stdout=subprocess.PIPE, text=True, env=environment
+    )
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z" for pid in pids)
     parent.send_signal(signal.SIGKILL)

@@ -21,7 +21,15 @@ def refusal(name, **kwargs) -> str:
 
 
 def test_all_that_works_passes(user_file):
-    names = ["gsm8k", "kk", "math", "reasoning_gym", f"{user_file}:brevity", f"{user_file}:compute_score", f"{user_file}:awaited"]
+    names = [
+        "gsm8k",
+        "kk",
+        "math",
+        "reasoning_gym",
+        f"{user_file}:brevity",
+        f"{user_file}:compute_score",
+        f"{user_file}:awaited",
+    ]
     check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name=name) for name in names]))
     check(f"{user_file}:compute_score", bonus=1.0)
 
@@ -30,12 +38,19 @@ def test_all_that_works_passes(user_file):
     ("name", "message"),
     [
         ("gsm8", "unknown name 'gsm8'; give gsm8k, math, kk, reasoning_gym, .*; did you mean gsm8k?"),
-        ("accuracy", "unknown name 'accuracy'; give gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function or model:"),
+        (
+            "accuracy",
+            "unknown name 'accuracy'; give gsm8k, math, kk, reasoning_gym, data_source, think_format, "
+            "path/to/file.py:function or model:",
+        ),
         ("model:", "unknown name 'model:'"),
         ("FILE", "names no function of the file: give .*user_rewards.py:FUNCTION"),
         ("FILE:brevty", "has no function brevty; its functions are brevity, .*; did you mean brevity?"),
         ("FILE:not_a_function", "is not a function but int; its functions are brevity, "),
-        ("FILE:neither", r"neither\(responses\) fits no form: \(prompts, completions, \*\*columns\) as for TRL, \(data_source, "),
+        (
+            "FILE:neither",
+            r"neither\(responses\) fits no form: \(prompts, completions, \*\*columns\) as for TRL, \(data_source, ",
+        ),
         ("FILE:by_position", "takes completions by position only"),
         ("FILE:unknown_input", "needs reference, which verl's form does not give"),
         ("FOLDER/user_reward.py:brevity", "no file .*; did you mean .*user_rewards.py?"),
@@ -79,7 +94,9 @@ def test_settings_a_function_does_not_take_are_refused(user_file):
 
 def test_a_module_beside_the_file_can_be_imported(tmp_path):
     (tmp_path / "beside_the_reward.py").write_text("ONE = 1.0\n")
-    (tmp_path / "reward.py").write_text("from beside_the_reward import ONE\ndef f(completions, **columns):\n    return [ONE] * len(completions)\n")
+    (tmp_path / "reward.py").write_text(
+        "from beside_the_reward import ONE\ndef f(completions, **columns):\n    return [ONE] * len(completions)\n"
+    )
     check(tmp_path / "reward.py:f")
 
 
@@ -88,6 +105,9 @@ def test_component_names_are_short_and_different():
     functions = [RewardFunctionConfig(name=name) for name in names]
     assert component_names(functions) == ["gsm8k", "brevity", "brevity_2", "model:judge", "model:judge_2"]
     taken = [RewardFunctionConfig(name=name) for name in ("a.py:mean", "b.py:mean", "a.py:failed")]
-    named = [RewardFunctionConfig(name=f"{file}.py:{name}") for file, name in (("a", "length_2"), ("b", "length"), ("c", "length"))]
+    named = [
+        RewardFunctionConfig(name=f"{file}.py:{name}")
+        for file, name in (("a", "length_2"), ("b", "length"), ("c", "length"))
+    ]
     assert component_names(named) == ["length_2", "length", "length_3"]
     assert component_names(taken) == ["mean_2", "mean_3", "failed_2"]  # reward/mean and reward/failed are the run's own

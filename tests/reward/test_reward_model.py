@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.check import check_reward_functions
@@ -20,7 +27,8 @@ def function(folder, **kwargs) -> RewardFunctionConfig:
 
 def qwen3_config(labels: int, pad: int | None) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=16, num_labels=labels, pad_token_id=pad, max_position_embeddings=512,
     )  # fmt: skip
 
@@ -34,12 +42,29 @@ def bert_folder(tmp_path_factory):
 def save_bert(folder, weight_scale: float):
     """A random BERT classifier with one label and a vocabulary of fifteen words."""
     folder.mkdir()
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "three", "and", "is", "what", "it", "be", "brief", "."]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "one",
+        "two",
+        "three",
+        "and",
+        "is",
+        "what",
+        "it",
+        "be",
+        "brief",
+        ".",
+    ]
     (folder / "vocab.txt").write_text("\n".join(words))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(1)
     config = BertConfig(
-        vocab_size=len(words), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, num_labels=1,
+        vocab_size=len(words), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        num_labels=1,
         max_position_embeddings=64, initializer_range=weight_scale,
     )  # fmt: skip
     BertForSequenceClassification(config).save_pretrained(folder)
@@ -71,7 +96,9 @@ def one_by_one(model: RewardModel) -> list[float]:
     scores = []
     for response in RESPONSES:
         ids, types = model._encode(MESSAGES, response)
-        inputs = {"input_ids": torch.tensor([ids])} | ({"token_type_ids": torch.tensor([types])} if "Bert" in type(plain).__name__ else {})
+        inputs = {"input_ids": torch.tensor([ids])} | (
+            {"token_type_ids": torch.tensor([types])} if "Bert" in type(plain).__name__ else {}
+        )
         with torch.no_grad():
             scores.append(plain(**inputs).logits.item())
     return scores
@@ -141,7 +168,10 @@ def test_a_language_model_with_one_label_but_no_head_is_refused(tiny_qwen3, tmp_
 
 
 def test_unknown_settings_are_refused(bert_folder):
-    for kwargs, message in (({"dtypo": "float32"}, "takes no setting 'dtypo'"), ({"dtype": "int8"}, "must be one of float32, bfloat16, float16")):
+    for kwargs, message in (
+        ({"dtypo": "float32"}, "takes no setting 'dtypo'"),
+        ({"dtype": "int8"}, "must be one of float32, bfloat16, float16"),
+    ):
         with pytest.raises(ValueError, match=message):
             check_reward_functions(RewardConfig(functions=[function(bert_folder, **kwargs)]))
 
@@ -155,4 +185,6 @@ def test_a_model_and_a_rule_are_summed(bert_folder, tiny_qwen3):
     first, second, third = result.components["model:bert"]
     assert result.components["gsm8k"] == [1.0, 0.0, 0.0]
     assert result.rewards == [10.0 + first, second, None] and third is None
-    assert result.failures == ["model:bert: prompt and response are 70 tokens, the model takes 64 on prompt row 1 (1 sample)"]
+    assert result.failures == [
+        "model:bert: prompt and response are 70 tokens, the model takes 64 on prompt row 1 (1 sample)"
+    ]

@@ -11,18 +11,36 @@ from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, R
 from infsample_rl.reward.worker import RewardWorker, failure_lines, weighted_sum
 from infsample_rl.types import Completion, Prompt
 
-COLUMNS = {"answer": "3", "level": 2, "data_source": "sums", "reward_model": {"ground_truth": "3"}, "extra_info": {"split": "train"}}
+COLUMNS = {
+    "answer": "3",
+    "level": 2,
+    "data_source": "sums",
+    "reward_model": {"ground_truth": "3"},
+    "extra_info": {"split": "train"},
+}
 
 
 def make_prompt(columns=None) -> Prompt:
     messages = [{"role": "user", "content": "1 + 2 = ?"}]
     columns = COLUMNS if columns is None else columns
-    return Prompt(prompt_index=0, row=17, messages=messages, text="<user>1 + 2 = ?", token_ids=np.array([1], np.int32), columns=columns)
+    return Prompt(
+        prompt_index=0,
+        row=17,
+        messages=messages,
+        text="<user>1 + 2 = ?",
+        token_ids=np.array([1], np.int32),
+        columns=columns,
+    )
 
 
 def completion_of(worker: RewardWorker, sample_index: int, text: str) -> Completion:
     ids = np.array(worker.tokenizer(text)["input_ids"], np.int32)
-    figures = {"logprobs": np.zeros(len(ids), np.float32), "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    figures = {
+        "logprobs": np.zeros(len(ids), np.float32),
+        "sampling_logprobs": None,
+        "finish_reason": "stop",
+        "policy_version": 0,
+    }
     return Completion(prompt_index=0, sample_index=sample_index, token_ids=ids, **figures)
 
 
@@ -33,7 +51,10 @@ def open_worker(tiny_qwen3, user_file):
 
     def build(*functions, **settings) -> RewardWorker:
         configs = [function if isinstance(function, dict) else {"name": function} for function in functions]
-        configs = [{**config, "name": f"{user_file}{config['name']}" if config["name"].startswith(":") else config["name"]} for config in configs]
+        configs = [
+            {**config, "name": f"{user_file}{config['name']}" if config["name"].startswith(":") else config["name"]}
+            for config in configs
+        ]
         reward = RewardConfig(functions=[RewardFunctionConfig(**config) for config in configs], **settings)
         config = Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), reward=reward)
         workers.append(RewardWorker(config))
@@ -46,7 +67,9 @@ def open_worker(tiny_qwen3, user_file):
 
 def test_completions_are_decoded_without_special_tokens(open_worker):
     worker = open_worker("gsm8k", ":brevity")
-    completions = [completion_of(worker, index, text) for index, text in enumerate(("It is 3<|im_end|>", "4<|im_end|>", ""))]
+    completions = [
+        completion_of(worker, index, text) for index, text in enumerate(("It is 3<|im_end|>", "4<|im_end|>", ""))
+    ]
     before = time.time()
     result = worker.score(make_prompt(), completions)
     assert result.components == {"gsm8k": [1.0, 0.0, 0.0], "brevity": [-7.0, -1.0, 0.0]}
@@ -58,18 +81,27 @@ def test_completions_are_decoded_without_special_tokens(open_worker):
 def test_rewards_get_the_text_before_the_first_stop_string(tiny_qwen3):
     reward = RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
     rollout = RolloutConfig(stop_strings=["\n\n", "</a>"])
-    worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), rollout=rollout, reward=reward))
+    worker = RewardWorker(
+        Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), rollout=rollout, reward=reward)
+    )
     given = []
     worker.score_texts = lambda prompt, texts, token_ids, step: given.append((texts, [len(row) for row in token_ids]))
     try:
-        worker.score(make_prompt(), [completion_of(worker, index, text) for index, text in enumerate(("3</a>", "4\n\n5</a>", "6</b", "</a"))])
+        worker.score(
+            make_prompt(),
+            [completion_of(worker, index, text) for index, text in enumerate(("3</a>", "4\n\n5</a>", "6</b", "</a"))],
+        )
     finally:
         worker.close()
     assert given == [(["3", "4", "6</b", "</a"], [5, 8, 4, 3])]  # the tokens are all there
 
 
 def test_rewards_are_the_weighted_sum(open_worker):
-    worker = open_worker({"name": "gsm8k", "weight": 2.0}, {"name": ":brevity", "weight": 0.5}, {"name": ":compute_score", "kwargs": {"bonus": 0.25}})
+    worker = open_worker(
+        {"name": "gsm8k", "weight": 2.0},
+        {"name": ":brevity", "weight": 0.5},
+        {"name": ":compute_score", "kwargs": {"bonus": 0.25}},
+    )
     result = worker.score_texts(make_prompt(), ["3", "13"])
     scores = {"gsm8k": [1.0, 0.0], "brevity": [-1.0, -2.0], "compute_score": [1.25, 0.25]}
     assert result.components == scores | {"compute_score/acc": [1.0, 1.0]}
@@ -160,13 +192,19 @@ def test_order_is_kept_over_several_processes_and_threads(open_worker):
     worker = open_worker(":acts", ":brevity", processes=2)
     texts = ["x" * length for length in (5, 1, 4, 2, 3)]
     results = {}
-    threads = [threading.Thread(target=lambda key=key: results.update({key: worker.score_texts(make_prompt(), texts[key:])})) for key in range(3)]
+    threads = [
+        threading.Thread(target=lambda key=key: results.update({key: worker.score_texts(make_prompt(), texts[key:])}))
+        for key in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for key in range(3):
-        assert results[key].components == {"acts": [float(len(t)) for t in texts[key:]], "brevity": [-float(len(t)) for t in texts[key:]]}
+        assert results[key].components == {
+            "acts": [float(len(t)) for t in texts[key:]],
+            "brevity": [-float(len(t)) for t in texts[key:]],
+        }
 
 
 def test_no_samples_give_no_rewards(open_worker):
@@ -188,7 +226,10 @@ def test_a_sum_that_overflows_is_none():
 
 def test_a_reward_that_no_advantage_could_hold_is_said(open_worker, tmp_path):
     path = tmp_path / "huge.py"
-    path.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1e200 if solution_str == 'a' else 1.0\n")
+    path.write_text(
+        "def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1e200 if solution_str == 'a' "
+        "else 1.0\n"
+    )
     result = open_worker(f"{path}:score").score_texts(make_prompt(), ["a", "b"])
     assert result.rewards == [None, 1.0]
     assert result.failures == ["score: no reward: a weighted value is above 1e+18 on prompt row 17 (1 sample)"]
@@ -196,5 +237,9 @@ def test_a_reward_that_no_advantage_could_hold_is_said(open_worker, tmp_path):
 
 def test_equal_failures_are_one_line():
     problems = {"gsm8k": ["late", "", "late"], "kk": ["bad", "late", ""]}
-    expected = ["gsm8k: late on prompt row 3 (2 samples)", "kk: bad on prompt row 3 (1 sample)", "kk: late on prompt row 3 (1 sample)"]
+    expected = [
+        "gsm8k: late on prompt row 3 (2 samples)",
+        "kk: bad on prompt row 3 (1 sample)",
+        "kk: late on prompt row 3 (1 sample)",
+    ]
     assert failure_lines(problems, 3) == expected

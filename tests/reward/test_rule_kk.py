@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from infsample_rl.data.kk_puzzles import STYLES, answer_text, parse_answer, random_names, random_puzzles, reasoning_text, record
+from infsample_rl.data.kk_puzzles import (
+    STYLES,
+    answer_text,
+    parse_answer,
+    random_names,
+    random_puzzles,
+    reasoning_text,
+    record,
+)
 from infsample_rl.reward.kk_roles import final_roles
 from infsample_rl.reward.rule_kk import gold_roles, score
 
@@ -62,7 +70,8 @@ ZOEY_KNIGHT_ETHAN_KNAVE = [
     "Answer: knight, knave",
     "Answer: Zoey is a knight, the other is a knave",
     "Zoey is a knight, Ethan, on the other hand, is a knave",
-    "Try Zoey knave, Ethan knave.\nZoey knave: false, no.\nTry Zoey knight, Ethan knave.\nAll fit. Answer: Zoey is a knight, Ethan is a knave.",
+    "Try Zoey knave, Ethan knave.\nZoey knave: false, no.\nTry Zoey knight, Ethan knave.\nAll fit. Answer: Zoey is a "
+    "knight, Ethan is a knave.",
     "Zoey:\nKnight\nEthan:\nKnave",
     "Zoey's role is knight. Ethan's role is knave.",
     "Zoey does not lie. Ethan does not tell the truth.",
@@ -216,7 +225,14 @@ def test_worked_reasoning_is_scored_as_its_own_generator_reads_it():
         {"answer": {"Zoey": True, "Ethan": False}},
         {"names": PAIR, "answer": "Only Zoey is a knight; the rest are knaves"},
         {"reward_model": {"ground_truth": "Zoey: knight, Ethan: knave"}},
-        {"reward_model": {"ground_truth": {"solution_text_format": "(1) Zoey is a knight\n(2) Ethan is a knave", "statements": "..."}}},
+        {
+            "reward_model": {
+                "ground_truth": {
+                    "solution_text_format": "(1) Zoey is a knight\n(2) Ethan is a knave",
+                    "statements": "...",
+                }
+            }
+        },
     ],
 )
 def test_every_form_of_the_solution(columns):
@@ -224,8 +240,17 @@ def test_every_form_of_the_solution(columns):
 
 
 @pytest.mark.parametrize(
-    "columns", [{}, {"answer": "42"}, {"answer": [True, False]}, {"names": PAIR, "solution": [True]}, {"answer": {"Zoey": "jester"}}]
+    "columns",
+    [
+        {},
+        {"answer": "42"},
+        {"answer": [True, False]},
+        {"names": PAIR, "solution": [True]},
+        {"answer": {"Zoey": "jester"}},
+    ],
 )
 def test_a_row_without_a_solution_is_an_error(columns):
-    with pytest.raises(ValueError, match="no right answer|gives roles to nobody|do not fit together|unknown role 'jester'"):
+    with pytest.raises(
+        ValueError, match="no right answer|gives roles to nobody|do not fit together|unknown role 'jester'"
+    ):
         score("Zoey is a knight", columns)

@@ -9,13 +9,16 @@ COLUMNS = {"task": "basic_arithmetic", "entry": {"question": "3 * 4 =", "answer"
 
 
 @pytest.mark.parametrize(
-    "response", ["12", " 12\n", "Answer: 12", "**Answer:** 12.", "<answer>12</answer>", r"\boxed{12}", "3 * 4 = 12", "That is 12."]
+    "response",
+    ["12", " 12\n", "Answer: 12", "**Answer:** 12.", "<answer>12</answer>", r"\boxed{12}", "3 * 4 = 12", "That is 12."],
 )
 def test_a_right_number_scores_one_in_every_phrasing(response):
     assert score(response, COLUMNS) == 1.0
 
 
-@pytest.mark.parametrize("response", ["", "13", "Answer: 13", "I think 12, no, 13", "Answer: 13. 12 would be too little"])
+@pytest.mark.parametrize(
+    "response", ["", "13", "Answer: 13", "I think 12, no, 13", "Answer: 13. 12 would be too little"]
+)
 def test_another_number_scores_less_than_one(response):
     assert score(response, COLUMNS) < 1.0
 

@@ -39,7 +39,9 @@ def make_model():
         torch.manual_seed(0)
         settings = SIZES | FAMILIES.get(family, {}) | changes
         if family in UNGROUPED:
-            settings = {name: value for name, value in settings.items() if name not in ("num_key_value_heads", "head_dim")}
+            settings = {
+                name: value for name, value in settings.items() if name not in ("num_key_value_heads", "head_dim")
+            }
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), dtype=torch.float32).eval()
 
     return build
@@ -64,7 +66,8 @@ def tokenizer(make_tokenizer):
 
 @pytest.fixture(scope="session")
 def make_variant(make_model):
-    """Build a random model of every kind the decoders know, with random biases: make_variant("qwen3 with biases", hidden_size=128)."""
+    """Build a random model of every kind the decoders know, with random biases: make_variant("qwen3 with biases",
+    hidden_size=128)."""
     changed = {
         "qwen3 with biases": ("qwen3", {"attention_bias": True}),
         "llama": ("llama", {"num_key_value_heads": 1}),
@@ -96,8 +99,11 @@ interpreter._patch_lang_tensor = patch_and_index
 
 @pytest.fixture(scope="session")
 def interpreted():
-    """Runs a function in a process where Triton interprets: it reads the switch when it is imported, and a GPU run must not have it."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})) as pool:
+    """Runs a function in a process where Triton interprets: it reads the switch when it is imported, and a GPU run must
+    not have it."""
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), initializer=exec, initargs=(START, {})
+    ) as pool:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")

@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
 
@@ -108,9 +116,15 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
 
 
 def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config):
-    halves = [[RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)] for part in ([0, 1], [2, 3])]
+    halves = [
+        [RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)]
+        for part in ([0, 1], [2, 3])
+    ]
     reports = []
-    for work in (*halves, [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])]):
+    for work in (
+        *halves,
+        [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])],
+    ):
         worker = RolloutWorker(config, 0)
         worker.engine.watch._every = 1
         collect(worker.stream(work, step=1))
@@ -126,7 +140,10 @@ def test_figures_are_floats_by_metric_name(config):
     collect(worker.stream(WORK, step=0))
     stats = worker.stats()
     counts = {"recomputed_tokens", "preemptions", "parked_tokens", "predict_seconds"}
-    assert stats.keys() == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "peak_memory_bytes"} | counts
+    assert (
+        stats.keys()
+        == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "peak_memory_bytes"} | counts
+    )
     assert all(isinstance(value, float) for value in stats.values())
     assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1
     assert torch.get_num_threads() == 1

@@ -1,4 +1,5 @@
-"""The ways a step can be arranged, with the real command on Ray: same samples, same update, or exactly the difference that was asked for."""
+"""The ways a step can be arranged, with the real command on Ray: same samples, same update, or exactly the difference
+that was asked for."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
             "logging.wandb=disabled",
             *changes,
         ]
-        done = subprocess.run([sys.executable, "-m", "infsample_rl.main", *arguments], capture_output=True, text=True, timeout=400, cwd=folder.parent)
+        done = subprocess.run([sys.executable, "-m", "infsample_rl.main", *arguments], capture_output=True,
+        text=True, timeout=400, cwd=folder.parent)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], done.stdout
 
@@ -65,7 +67,8 @@ def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
 
 def same_everywhere(row: dict) -> dict:
     """What no arrangement may change: samples, rewards and the update."""
-    return {name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner", "step")}
+    return {name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner",
+    "step")}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,8 @@ def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
 
 @pytest.mark.slow
 def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_same(train, apart):
-    one_slot = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.prompts_at_once=1"]  # the slowest there is, so that the lead is sure
+    # the slowest there is, so that the lead is sure
+    one_slot = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.prompts_at_once=1"]
     rows, _ = train("cluster.colocate=true", "cluster.decode_steps_per_turn=1", *one_slot)
     assert all(row["timing/backward_lead"] > 0 and row["timing/overlap"] > 0 for row in rows)
     assert all(row["timing/overlap"] == 0 for row in apart)
@@ -99,7 +103,8 @@ def test_one_step_off_policy_trains_samples_of_the_weights_before_with_importanc
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
     assert rows[0]["reward/mean"] == apart[0]["reward/mean"]  # the first step is on policy
     assert rows[0]["learner/logprob_diff_max"] < 1e-4 < rows[1]["learner/logprob_diff_max"]
-    assert rows[0]["learner/importance_mean"] == pytest.approx(1, abs=1e-5) and abs(rows[1]["learner/importance_mean"] - 1) > 1e-5
+    assert rows[0]["learner/importance_mean"] == pytest.approx(1,
+    abs=1e-5) and abs(rows[1]["learner/importance_mean"] - 1) > 1e-5
     assert rows[1]["learner/engine_ess"] < rows[0]["learner/engine_ess"] == pytest.approx(1, abs=1e-6)
 
 

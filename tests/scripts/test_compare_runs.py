@@ -15,9 +15,13 @@ def test_runs_of_one_name_and_without_a_reward_are_all_listed(tmp_path):
     for name, reward in (("first", 0.5), ("second", None)):
         run = tmp_path / name / "run"
         run.mkdir(parents=True)
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": reward} | figures) + '\n{"step": 2, "rew')
+        (run / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "reward/mean": reward} | figures) + '\n{"step": 2, "rew'
+        )
     runs = [tmp_path / "first" / "run", tmp_path / "second" / "run"]
-    done = subprocess.run([sys.executable, SCRIPT, "--out", tmp_path / "curves.png", *runs], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path / "curves.png", *runs], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2:] == [
         "| first/run | - | 0.50 -> 0.50 | 40 -> 40 | 2.0 | 320 |",

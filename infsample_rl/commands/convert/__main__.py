@@ -1,12 +1,14 @@
 """Another trainer's configuration into ours: python -m infsample_rl convert trl|verl|openrlhf FILE [ARGUMENT ...]
 
-FILE      trl: a YAML file of its command line, a Python script with GRPOConfig or RLOOConfig, or a shell script; verl: a shell script
-          with `verl.trainer.main_ppo key=value ...`, or a Hydra YAML file; openrlhf: a shell script with `openrlhf.cli.train_ppo_ray --flags`
-ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME, data.train_batch_size=64
+FILE      trl: a YAML file of its command line, a Python script with GRPOConfig or RLOOConfig, or a shell script; verl:
+          a shell script with `verl.trainer.main_ppo key=value ...`, or a Hydra YAML file; openrlhf: a shell script with
+          `openrlhf.cli.train_ppo_ray --flags`
+ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME,
+data.train_batch_size=64
 
-The experiment is printed, every setting with its origin, below it what has no equivalent, differs, changes nothing or is unknown.
-Nothing of FILE is run.
-Exit codes: 0 done; 1 it failed; 2 an input is wrong, or the settings contradict each other here (said after they are printed).
+The experiment is printed, every setting with its origin, below it what has no equivalent, differs, changes nothing or
+is unknown. Nothing of FILE is run. Exit codes: 0 done; 1 it failed; 2 an input is wrong, or the settings contradict
+each other here (said after they are printed).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def _convert(peer: str, path: Path, words: list[Word], environment: dict[str, st
 
 
 def check_experiment(text: str) -> None:
-    """Compose the printed experiment and check it as a run would, but for models and data. ValueError where it cannot run."""
+    """Compose the printed experiment and check it as a run would, but for models and data. ValueError where it cannot
+    run."""
     with tempfile.TemporaryDirectory() as folder:
         experiment = Path(folder) / "experiment" / "converted.yaml"
         experiment.parent.mkdir()
@@ -62,7 +65,9 @@ def _run(arguments: list[str]) -> int:
     peer, path = arguments[0], Path(arguments[1])
     conversion = convert_file(peer, path, arguments[2:])
     name = re.sub(r"\W+", "_", path.stem).strip("_") or "converted"
-    text = experiment_yaml(conversion, command=f"python -m infsample_rl convert {shlex.join(_without_keys(arguments))}", name=name)
+    text = experiment_yaml(
+        conversion, command=f"python -m infsample_rl convert {shlex.join(_without_keys(arguments))}", name=name
+    )
     print(text, end="")
     check_experiment(text)
     return 0

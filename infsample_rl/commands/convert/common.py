@@ -1,4 +1,5 @@
-"""Steps that all three conversions share: rows long enough, workers on GPUs, reward functions, and the refusal of what is missing."""
+"""Steps that all three conversions share: rows long enough, workers on GPUs, reward functions, and the refusal of what
+is missing."""
 
 from __future__ import annotations
 
@@ -7,9 +8,14 @@ from typing import Any
 
 from infsample_rl.commands.convert.conversion import Conversion, default_of
 
-ENGINE = "the engine here has one KV pool of rollout.slots=4 full responses; kv_budget_bytes=24GB or auto makes it larger and faster, never different"
+ENGINE = (
+    "the engine here has one KV pool of rollout.slots=4 full responses; kv_budget_bytes=24GB or auto makes it "
+    "larger and faster, never different"
+)
 SHARDED = "how the policy is spread over GPUs; any way gives the same gradient here"
-MICRO_BATCH = "rows here are packed; learner.max_tokens_per_micro_batch is their length, and the gradient does not depend on it"
+MICRO_BATCH = (
+    "rows here are packed; learner.max_tokens_per_micro_batch is their length, and the gradient does not depend on it"
+)
 LOGGED = "what is printed or logged"
 
 
@@ -20,7 +26,9 @@ def need(conversion: Conversion, ours: str, how: str) -> None:
         raise ValueError(f"nothing in the file says what {ours} is to be{unclear}; {how} behind the file's name")
 
 
-def set_row_lengths(conversion: Conversion, prompt_tokens: int, new_tokens: int, *theirs: str, row_tokens: int | None = None) -> None:
+def set_row_lengths(
+    conversion: Conversion, prompt_tokens: int, new_tokens: int, *theirs: str, row_tokens: int | None = None
+) -> None:
     """Learner and reference rows that hold a prompt and a response."""
     longest = prompt_tokens + new_tokens
     for ours in ("learner.max_tokens_per_micro_batch", "reference.max_tokens_per_micro_batch"):
@@ -30,14 +38,25 @@ def set_row_lengths(conversion: Conversion, prompt_tokens: int, new_tokens: int,
 
 
 def place_colocated(conversion: Conversion, gpus: int, *theirs: str, separate_reference: bool = False) -> None:
-    """Sampling and training in one process on every GPU. A reference of its own (KL in the reward) takes one GPU, or a share of the only one."""
+    """Sampling and training in one process on every GPU. A reference of its own (KL in the reward) takes one GPU, or a
+    share of the only one."""
     share = 0.75 if separate_reference and gpus == 1 else 1
     ranks = gpus - 1 if separate_reference and gpus > 1 else gpus
     conversion.set("cluster.colocate", True, *theirs, why="sampling and training on the same GPUs")
-    for ours, value in (("rollout_workers", ranks), ("rollout_gpus", share), ("learner_ranks", ranks), ("learner_gpus", share)):
+    for ours, value in (
+        ("rollout_workers", ranks),
+        ("rollout_gpus", share),
+        ("learner_ranks", ranks),
+        ("learner_gpus", share),
+    ):
         conversion.set(f"cluster.{ours}", value, *theirs)
     if separate_reference:
-        conversion.set("cluster.reference_gpus", 0.25 if gpus == 1 else 1, *theirs, why="KL in the reward needs the reference beside the learner")
+        conversion.set(
+            "cluster.reference_gpus",
+            0.25 if gpus == 1 else 1,
+            *theirs,
+            why="KL in the reward needs the reference beside the learner",
+        )
 
 
 def place_apart(conversion: Conversion, rollout: int, learner: int, reference: int, *theirs: str) -> None:
@@ -68,7 +87,9 @@ def reward_entry(name: str, weight: float = 1.0, **kwargs: Any) -> dict[str, Any
 def first_of(conversion: Conversion, name: str, values: list[Any]) -> Any:
     """The first of several files or data sets; the others are said to be left out."""
     if len(values) > 1:
-        conversion.no_equivalent.append(f"{name}: {', '.join(map(str, values[1:]))} beside {values[0]}; data.source is one: join them into one file")
+        conversion.no_equivalent.append(
+            f"{name}: {', '.join(map(str, values[1:]))} beside {values[0]}; data.source is one: join them into one file"
+        )
     return values[0]
 
 

@@ -1,6 +1,7 @@
 """The book of one conversion: what a peer's file gives, what ours becomes of it, and what becomes of the rest.
 
-Every setting of theirs ends in exactly one place: mapped, or listed as without equivalent, as without effect on what is learnt, or as unknown.
+Every setting of theirs ends in exactly one place: mapped, or listed as without equivalent, as without effect on what is
+learnt, or as unknown.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Row:
 
 
 class Conversion:
-    """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out or only a shell could resolve."""
+    """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out or only a shell could
+    resolve."""
 
     def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any], version: str) -> None:
         self.unresolved = {name: entry for name, entry in given.items() if is_unresolved(entry.value)}
@@ -85,9 +87,14 @@ class Conversion:
         return self.given[name].value if name in self.given else self.defaults.get(name)
 
     def set(self, ours: str, value: Any, *theirs: str, why: str = "") -> None:
-        """Set one of ours, made of `theirs`. Left out where nothing of theirs is in the file and our default is the same."""
+        """Set one of ours, made of `theirs`. Left out where nothing of theirs is in the file and our default is the
+        same."""
         self._read.update(theirs)
-        if not any(name in self.given or name in self.unresolved for name in theirs) and not why and value == default_of(ours):
+        if (
+            not any(name in self.given or name in self.unresolved for name in theirs)
+            and not why
+            and value == default_of(ours)
+        ):
             return
         self._shown.update(theirs)
         origin = ", ".join(self._spelled(name) for name in theirs)
@@ -105,7 +112,8 @@ class Conversion:
             self.lacks(name, why)
 
     def fill(self, part: Callable[..., None], *arguments: Any) -> None:
-        """Call `part` with this book; ValueError in one line that names the setting whose value theirs would not take either."""
+        """Call `part` with this book; ValueError in one line that names the setting whose value theirs would not take
+        either."""
         try:
             part(self, *arguments)
         except (NotTaken, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, OverflowError):
@@ -125,7 +133,8 @@ class Conversion:
                 raise ValueError(f"{self._spelled(row.theirs)} is not a value that {self.version} takes") from None
 
     def finish(self, ignored: Mapping[str, str]) -> None:
-        """Put every setting that is not shown yet into its list; `ignored`: pattern of names -> why they do not change what is learnt."""
+        """Put every setting that is not shown yet into its list; `ignored`: pattern of names -> why they do not change
+        what is learnt."""
         for name in self.given:
             if name in self._shown:
                 continue
@@ -136,7 +145,9 @@ class Conversion:
             else:
                 self.without_effect.append(f"{self._spelled(name)}: {why}")
         for name, entry in self.unresolved.items():
-            self.unknown.append(f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name")
+            self.unknown.append(
+                f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name"
+            )
 
     def _spelled(self, name: str) -> str:
         if name in self.given:
@@ -144,7 +155,10 @@ class Conversion:
             return f"{name}={value}, {self.given[name].place}"
         default = short(self.defaults.get(name))
         if name in self.unresolved:
-            return f"{name} is given, {self.unresolved[name].place}, and could not be resolved; {default} is the default of {self.version}"
+            return (
+                f"{name} is given, {self.unresolved[name].place}, and could not be resolved; {default} is the "
+                f"default of {self.version}"
+            )
         return f"{name}={default}, the default of {self.version}"
 
 

@@ -179,7 +179,13 @@ ALIASES = {  # flags of 0.8 and 0.9
     "train_max_tokens_per_gpu": "train.max_tokens_per_gpu",
 }
 ADVANTAGES = {"group_norm": "std", "dr_grpo": "mean_only", "rloo": "rloo", "reinforce_baseline": "mean_only"}
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
 
 ROWS = (
     Row("logger.wandb.run_name", "run.name", str),
@@ -204,7 +210,11 @@ ROWS = (
     Row("actor.adam.lr", "learner.lr", number),
     Row("actor.adam.eps", "learner.adam_epsilon", number),
     Row("actor.adam.weight_decay", "learner.weight_decay", number),
-    Row("actor.lr_scheduler", "learner.lr_schedule", choose(SCHEDULES, "take learner.lr_schedule=constant, linear or cosine")),
+    Row(
+        "actor.lr_scheduler",
+        "learner.lr_schedule",
+        choose(SCHEDULES, "take learner.lr_schedule=constant, linear or cosine"),
+    ),
     Row("actor.max_norm", "learner.max_grad_norm", number),
     Row("actor.gradient_checkpointing_enable", "learner.activation_checkpointing", lambda value: int(truth(value))),
     Row("ds.adam_offload", "learner.offload_optimizer", truth),

@@ -24,7 +24,8 @@ class Unknown(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A function or class the script names. Example: Name(name="correct", module=None) is defined in the script itself."""
+    """A function or class the script names. Example: Name(name="correct", module=None) is defined in the script
+    itself."""
 
     name: str
     module: str | None
@@ -52,7 +53,8 @@ class Script:
         self.modules: dict[str, str] = {}  # imported name -> its module
         self.functions: set[str] = set()
         self.values: dict[str, ast.expr] = {}  # the last value a name is given
-        self.attributes: list[tuple[str, str, ast.expr, int]] = []  # training_args.beta = 0.1 -> (training_args, beta, value, line)
+        # training_args.beta = 0.1 -> (training_args, beta, value, line)
+        self.attributes: list[tuple[str, str, ast.expr, int]] = []
         self.calls: list[Call] = []
         for node in ast.walk(self.tree):
             self._enter(node)
@@ -69,14 +71,23 @@ class Script:
             elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                 self.attributes.append((target.value.id, target.attr, node.value, node.lineno))
         elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else node.func.id
+                if isinstance(node.func, ast.Name)
+                else ""
+            )
             keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
             self.calls.append(Call(name, node.lineno, list(node.args), keywords))
 
     @property
     def runs_when_imported(self) -> bool:
-        """Whether a call of the trainer's train() stands outside every function and every `if`: importing the script would train."""
-        calls = [node.value for node in self.tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+        """Whether a call of the trainer's train() stands outside every function and every `if`: importing the script
+        would train."""
+        calls = [
+            node.value for node in self.tree.body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        ]
         return any(ast.unparse(call.func).endswith(".train") for call in calls)
 
     def calls_of(self, *names: str) -> list[Call]:
@@ -90,7 +101,11 @@ class Script:
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(item) for item in node.elts]
         if isinstance(node, ast.Dict):
-            return {self.value(key): self.value(item) for key, item in zip(node.keys, node.values, strict=True) if key is not None}
+            return {
+                self.value(key): self.value(item)
+                for key, item in zip(node.keys, node.values, strict=True)
+                if key is not None
+            }
         if isinstance(node, ast.Name):
             return self._of_name(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
@@ -102,7 +117,9 @@ class Script:
         if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):  # script_args.dataset_name or "openai/gsm8k"
             return self._first_known(node.values)
         if isinstance(node, ast.JoinedStr):
-            return "".join(str(self.value(part.value if isinstance(part, ast.FormattedValue) else part)) for part in node.values)
+            return "".join(
+                str(self.value(part.value if isinstance(part, ast.FormattedValue) else part)) for part in node.values
+            )
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg}
         raise Unknown(ast.unparse(node))
@@ -113,7 +130,9 @@ class Script:
         if isinstance(node, ast.Name) and node.id in self.values:
             return self.known(self.values[node.id])
         if isinstance(node, ast.Dict):
-            pairs = [(self.value(key), item) for key, item in zip(node.keys, node.values, strict=True) if key is not None]
+            pairs = [
+                (self.value(key), item) for key, item in zip(node.keys, node.values, strict=True) if key is not None
+            ]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
             pairs = [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
         else:
@@ -141,12 +160,17 @@ class Script:
         raise Unknown(ast.unparse(node))
 
     def system_prompt_and_question(self) -> tuple[str | None, str | None]:
-        """What [{"role": "system", "content": TEXT}, {"role": "user", "content": row["question"]}] says; None where there is no such thing."""
+        """What [{"role": "system", "content": TEXT}, {"role": "user", "content": row["question"]}] says; None where
+        there is no such thing."""
         system = question = None
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.Dict):
                 continue
-            entries = {key.value: value for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)}
+            entries = {
+                key.value: value
+                for key, value in zip(node.keys, node.values, strict=True)
+                if isinstance(key, ast.Constant)
+            }
             role, content = entries.get("role"), entries.get("content")
             if not isinstance(role, ast.Constant) or content is None:
                 continue
@@ -155,7 +179,9 @@ class Script:
                     system = str(self.value(content))
                 except Unknown:
                     continue
-            elif role.value == "user" and isinstance(content, ast.Subscript) and isinstance(content.slice, ast.Constant):
+            elif (
+                role.value == "user" and isinstance(content, ast.Subscript) and isinstance(content.slice, ast.Constant)
+            ):
                 question = str(content.slice.value)
         return system, question
 

@@ -13,7 +13,8 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read_scalar(text: str) -> Any:
-    """A word as number, true, false, null, list or object; else as text without its quotes. Not as YAML 1.1: `no` and `off` stay text."""
+    """A word as number, true, false, null, list or object; else as text without its quotes. Not as YAML 1.1: `no` and
+    `off` stay text."""
     word = text.strip()
     if word.lower() in _WORDS:
         return _WORDS[word.lower()]

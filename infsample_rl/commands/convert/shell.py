@@ -1,6 +1,8 @@
-"""The command of a shell script, as words: variables, arrays, ${NAME:-default} and $((arithmetic)) resolved, nothing executed.
+"""The command of a shell script, as words: variables, arrays, ${NAME:-default} and $((arithmetic)) resolved, nothing
+executed.
 
-What only a shell could know, a command's output or an unset variable, stays in the word as it is written; is_unresolved() finds it.
+What only a shell could know, a command's output or an unset variable, stays in the word as it is written;
+is_unresolved() finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _OPERATORS = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_BRACED = re.compile(r"\$\{(?:(\w+)(\[[@*]\])?(?::?([-=?+]))?)?")  # ${NAME or ${NAME[@] or ${NAME:-, before the word that } ends
+# ${NAME or ${NAME[@] or ${NAME:-, before the word that } ends
+_BRACED = re.compile(r"\$\{(?:(\w+)(\[[@*]\])?(?::?([-=?+]))?)?")
 _UNRESOLVED = re.compile(r"\$[({A-Za-z_@*#0-9]|`")
 
 
@@ -48,8 +51,11 @@ class _Reader:
         return self.text.count("\n", 0, self.at) + 1
 
 
-def read_commands(text: str, environment: Mapping[str, str], *, keep: Callable[[list[str]], bool]) -> tuple[list[list[Word]], bool]:
-    """The commands whose words `keep` accepts, and whether the script branches or loops: all its branches are read, in order."""
+def read_commands(
+    text: str, environment: Mapping[str, str], *, keep: Callable[[list[str]], bool]
+) -> tuple[list[list[Word]], bool]:
+    """The commands whose words `keep` accepts, and whether the script branches or loops: all its branches are read, in
+    order."""
     reader, found = _Reader(text, dict(environment)), []
     while reader.at < len(text):
         words = _statement(reader)
@@ -132,7 +138,8 @@ def _array(reader: _Reader) -> list[str]:
 
 
 def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True, in_quotes: bool = False) -> list[Word]:
-    """One word of the source; an unquoted variable may be several words of the command, or none. `in_quotes`: the word of "${NAME:-it's}"."""
+    """One word of the source; an unquoted variable may be several words of the command, or none. `in_quotes`: the word
+    of "${NAME:-it's}"."""
     line, parts, current, quoted = reader.line, [], "", False
     text = reader.text
     while reader.at < len(text) and text[reader.at] not in ends:
@@ -146,7 +153,11 @@ def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True, i
             end = text.find("'", reader.at + 1)
             end = len(text) if end < 0 else end
             current, quoted, reader.at = current + text[reader.at + 1 : end], True, end + 1
-        elif (found := _QUOTED_ARRAY.match(text, reader.at)) and not current and isinstance(reader.variables.get(found[1]), list):
+        elif (
+            (found := _QUOTED_ARRAY.match(text, reader.at))
+            and not current
+            and isinstance(reader.variables.get(found[1]), list)
+        ):
             parts += reader.variables[found[1]]
             reader.at = found.end()
         elif character == '"':
@@ -154,7 +165,9 @@ def _word(reader: _Reader, *, ends: str = " \t\r\n;&|<>", splits: bool = True, i
         elif character in "$`":
             value = _expansion(reader, in_quotes=in_quotes)
             whole = value if isinstance(value, list) else [value]
-            pieces = [piece for item in whole for piece in (item.split() if splits and not is_unresolved(item) else [item])]
+            pieces = [
+                piece for item in whole for piece in (item.split() if splits and not is_unresolved(item) else [item])
+            ]
             if pieces:
                 parts += [current + pieces[0], *pieces[1:]][:-1] if len(pieces) > 1 else []
                 current = pieces[-1] if len(pieces) > 1 else current + pieces[0]
@@ -204,7 +217,8 @@ def _expansion(reader: _Reader, *, in_quotes: bool) -> str | list[str]:
 
 
 def _parameter(reader: _Reader, braced: re.Match[str], *, in_quotes: bool) -> str | list[str]:
-    """What ${NAME}, ${NAME[@]}, ${NAME:-default}, ${NAME:=default} or ${NAME:+other} stands for; itself where only a shell could say."""
+    """What ${NAME}, ${NAME[@]}, ${NAME:-default}, ${NAME:=default} or ${NAME:+other} stands for; itself where only a
+    shell could say."""
     name, has_index, operation = braced.groups()
     reader.at = braced.end()
     other = " ".join(word.text for word in _word(reader, ends="}", splits=False, in_quotes=in_quotes))
@@ -271,7 +285,8 @@ def _arithmetic(text: str, variables: dict[str, str | list[str]]) -> str:
     def value(node: ast.expr) -> int:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Pow) and not 0 <= left.bit_length() * right <= 128:  # a fraction, or far beyond a shell's 64 bits
+            # a fraction, or far beyond a shell's 64 bits
+            if isinstance(node.op, ast.Pow) and not 0 <= left.bit_length() * right <= 128:
                 raise ValueError(text)
             return _OPERATORS[type(node.op)](left, right)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -305,5 +320,12 @@ def read_flags(words: list[Word]) -> tuple[dict[str, tuple[object, int]], list[W
             others.append(word)
         else:
             before, line = flags[name]
-            flags[name] = (word.text if before is True else [*before, word.text] if isinstance(before, list) else [before, word.text], line)
+            flags[name] = (
+                word.text
+                if before is True
+                else [*before, word.text]
+                if isinstance(before, list)
+                else [before, word.text],
+                line,
+            )
     return flags, others

@@ -16,7 +16,16 @@ from infsample_rl.commands.convert.common import (
     set_row_lengths,
 )
 from infsample_rl.commands.convert.conversion import Conversion, Given, as_list, number, truth, whole
-from infsample_rl.commands.convert.trl_table import DEFAULTS, IGNORED, LOSSES, NEAREST_LOSSES, OWN_REWARDS, RLOO_DEFAULTS, ROWS, VERSION
+from infsample_rl.commands.convert.trl_table import (
+    DEFAULTS,
+    IGNORED,
+    LOSSES,
+    NEAREST_LOSSES,
+    OWN_REWARDS,
+    RLOO_DEFAULTS,
+    ROWS,
+    VERSION,
+)
 from infsample_rl.config import ALL_PROBLEMS
 
 
@@ -50,8 +59,14 @@ def _data(c: Conversion) -> None:
         if len(mixture) > 1:
             c.lacks("datasets", "data.source is one data set: join them; the first is taken")
     elif c.is_given("dataset_name"):
-        c.set("data.source", _with_config(local_path(str(c.value("dataset_name"))), c.value("dataset_config")), "dataset_name", "dataset_config")
-    for name, ours in (("prompt_field", "data.prompt_field"), ("system_prompt", "data.system_prompt")):  # read from the script
+        c.set(
+            "data.source",
+            _with_config(local_path(str(c.value("dataset_name"))), c.value("dataset_config")),
+            "dataset_name",
+            "dataset_config",
+        )
+    # read from the script
+    for name, ours in (("prompt_field", "data.prompt_field"), ("system_prompt", "data.system_prompt")):
         if c.is_given(name):
             c.set(ours, c.value(name), name)
     if str(c.value("eval_strategy")) in ("no", "False"):
@@ -69,9 +84,15 @@ def _data(c: Conversion) -> None:
         c.set("data.max_prompt_tokens", longest, "max_prompt_length")
         c.set("data.long_prompts", "truncate", "max_prompt_length")
     else:
-        c.differs.append("data.max_prompt_tokens=1024: TRL has no bound; a longer prompt is refused at start, with the length that would do")
+        c.differs.append(
+            "data.max_prompt_tokens=1024: TRL has no bound; a longer prompt is refused at start, with the length that "
+            "would do"
+        )
     set_row_lengths(c, longest, whole(new), "max_completion_length")
-    c.differs.append("prompts of plain text go through the chat template here, in TRL only lists of messages do; data.apply_chat_template=false")
+    c.differs.append(
+        "prompts of plain text go through the chat template here, in TRL only lists of messages do; "
+        "data.apply_chat_template=false"
+    )
 
 
 def _with_config(source: str, config: Any) -> str:
@@ -88,20 +109,33 @@ def _steps(c: Conversion) -> None:
     if c.value("generation_batch_size") is not None:
         generation, names = whole(c.value("generation_batch_size")), [*names, "generation_batch_size"]
     elif c.value("steps_per_generation") is not None:
-        generation, names = per_device * processes * whole(c.value("steps_per_generation")), [*names, "steps_per_generation"]
+        generation, names = (
+            per_device * processes * whole(c.value("steps_per_generation")),
+            [*names, "steps_per_generation"],
+        )
     if generation < update:  # several generation batches make one update: all of one policy
-        c.differs.append(f"a step samples the {update} responses of an update at once; TRL samples them in batches of {generation}")
+        c.differs.append(
+            f"a step samples the {update} responses of an update at once; TRL samples them in batches of {generation}"
+        )
         generation = update
     if generation % group:
-        raise ValueError(f"{generation} responses a generation batch are no whole groups of num_generations={group}: TRL refuses that too")
+        raise ValueError(
+            f"{generation} responses a generation batch are no whole groups of num_generations={group}: TRL refuses "
+            "that too"
+        )
     prompts, updates = generation // group, max(1, generation // update)
     c.set("data.prompts_per_step", prompts, *names, why=f"{generation} responses / {group}")
     if updates > prompts:
-        c.lacks("steps_per_generation", f"{updates} updates from {prompts} prompts; here an update has whole groups: {prompts}")
+        c.lacks(
+            "steps_per_generation",
+            f"{updates} updates from {prompts} prompts; here an update has whole groups: {prompts}",
+        )
         updates = prompts
     if updates > 1:
         c.set("objective.mini_batches", updates, *names, why="updates from one generation batch")
-        c.differs.append("an update of a step is made of whole prompts here, of single responses drawn at random in TRL")
+        c.differs.append(
+            "an update of a step is made of whole prompts here, of single responses drawn at random in TRL"
+        )
     if not c.is_given("num_processes"):
         c.differs.append("the number of processes is not in the file: one GPU is taken; add --num_processes N")
     per_step = updates * whole(c.value("num_iterations"))
@@ -121,13 +155,19 @@ def _durations(c: Conversion, updates: int) -> None:
     elif str(c.value("save_strategy")) in ("no", "False"):
         c.set("run.checkpoint_every", 0, "save_strategy")
     else:
-        c.lacks("save_strategy" if str(c.value("save_strategy")) != "steps" else "save_steps", "set run.checkpoint_every, in steps")
+        c.lacks(
+            "save_strategy" if str(c.value("save_strategy")) != "steps" else "save_steps",
+            "set run.checkpoint_every, in steps",
+        )
     _evaluation(c, updates)
     warmup = number(c.value("warmup_steps"))
     if str(c.value("lr_scheduler_type")) == "constant":
         for name in ("warmup_steps", "warmup_ratio"):
             if c.is_given(name):
-                c.lacks(name, "lr_scheduler_type=constant has no warm-up in transformers; learner.warmup_steps if it is wanted")
+                c.lacks(
+                    name,
+                    "lr_scheduler_type=constant has no warm-up in transformers; learner.warmup_steps if it is wanted",
+                )
     elif 0 < warmup < 1:
         c.set("learner.warmup_ratio", warmup, "warmup_steps")
     elif warmup > 0:
@@ -138,7 +178,12 @@ def _durations(c: Conversion, updates: int) -> None:
     if isinstance(extra, dict) and "min_lr_rate" in extra:
         c.set("learner.min_lr_ratio", number(extra["min_lr_rate"]), "lr_scheduler_kwargs")
     elif isinstance(extra, dict) and "min_lr" in extra:
-        c.set("learner.min_lr_ratio", number(extra["min_lr"]) / number(c.value("learning_rate")), "lr_scheduler_kwargs", "learning_rate")
+        c.set(
+            "learner.min_lr_ratio",
+            number(extra["min_lr"]) / number(c.value("learning_rate")),
+            "lr_scheduler_kwargs",
+            "learning_rate",
+        )
     elif extra:
         c.lacks("lr_scheduler_kwargs", "learner.min_lr_ratio is all there is")
 
@@ -158,7 +203,12 @@ def _evaluation(c: Conversion, updates: int) -> None:
     elif every < 1 and total <= 0:
         c.lacks(name, "a share of max_steps, which is not given: set run.eval_every, in steps")
     else:
-        c.set("run.eval_every", max(1, math.ceil((every * total if every < 1 else every) / updates)), name, why=f"{updates} updates a step")
+        c.set(
+            "run.eval_every",
+            max(1, math.ceil((every * total if every < 1 else every) / updates)),
+            name,
+            why=f"{updates} updates a step",
+        )
 
 
 def _objective(c: Conversion, trainer: str) -> None:
@@ -172,21 +222,33 @@ def _objective(c: Conversion, trainer: str) -> None:
     if loss in NEAREST_LOSSES:
         c.lacks("loss_type", f"nearest: objective.loss={ours}")
     if loss == "bnpo":
-        c.differs.append("loss_type=bnpo divides by the tokens of each micro-batch; objective.loss=dapo by those of the update")
+        c.differs.append(
+            "loss_type=bnpo divides by the tokens of each micro-batch; objective.loss=dapo by those of the update"
+        )
     if level == "sequence" and loss not in ("luspo", "vespo"):
         ours = "gspo"
         if loss != "grpo":
-            c.differs.append(f"importance_sampling_level=sequence with loss_type={loss} weighs long responses more; gspo weighs all alike")
+            c.differs.append(
+                f"importance_sampling_level=sequence with loss_type={loss} weighs long responses more; gspo weighs all "
+                "alike"
+            )
     c.set("objective.loss", ours, "loss_type", "importance_sampling_level")
     if ours == "cispo" and high < 1:
-        c.lacks("epsilon_high", f"a cap of {high} on the ratio itself scales every gradient by {high}; objective.clip_high=0 caps at 1")
+        c.lacks(
+            "epsilon_high",
+            f"a cap of {high} on the ratio itself scales every gradient by {high}; objective.clip_high=0 caps at 1",
+        )
         c.set("objective.clip_high", 0.0, "epsilon_high")
     else:
         c.set("objective.clip_high", high - (1.0 if ours == "cispo" else 0.0), "epsilon_high", "epsilon")
     scale = {"True": "group", "False": "none"}.get(str(c.value("scale_rewards")), c.value("scale_rewards"))
     c.set("objective.advantage", "std" if scale == "group" else "mean_only", "scale_rewards")
     if scale == "batch":
-        c.lacks("scale_rewards", "objective.advantage=mean_only is its advantage times the batch's standard deviation; std divides by the group's")
+        c.lacks(
+            "scale_rewards",
+            "objective.advantage=mean_only is its advantage times the batch's standard deviation; std divides by the "
+            "group's",
+        )
     if scale == "group":
         c.differs.append("1e-4 is added to the group's standard deviation in TRL, 1e-6 here")
     _kl_in_loss(c)
@@ -195,18 +257,28 @@ def _objective(c: Conversion, trainer: str) -> None:
 def _kl_in_loss(c: Conversion) -> None:
     beta = number(c.value("beta"))
     corrected = truth(c.value("use_bias_correction_kl"))
-    c.set("objective.kl", "none" if beta == 0 else "k2" if corrected else "k3", "beta", *(["use_bias_correction_kl"] if beta else []))
+    c.set(
+        "objective.kl",
+        "none" if beta == 0 else "k2" if corrected else "k3",
+        "beta",
+        *(["use_bias_correction_kl"] if beta else []),
+    )
     c.set("objective.kl_coef", beta, "beta")
     if beta > 0 and corrected:
         c.differs.append(
-            "objective.kl=k2: with one update a step it has the very gradient of TRL's k3 times the ratio (use_bias_correction_kl); what is logged "
+            "objective.kl=k2: with one update a step it has the very gradient of TRL's k3 times the ratio "
+            "(use_bias_correction_kl); what is logged "
             "as KL is d^2/2"
         )
 
 
 def _rloo(c: Conversion, high: float) -> None:
     c.set("objective.advantage", "rloo", why="RLOOTrainer")
-    c.set("objective.loss", "dr_grpo", why="RLOOTrainer sums a response's log-probabilities; dr_grpo does up to the constant max_new_tokens")
+    c.set(
+        "objective.loss",
+        "dr_grpo",
+        why="RLOOTrainer sums a response's log-probabilities; dr_grpo does up to the constant max_new_tokens",
+    )
     c.set("objective.clip_high", high, "epsilon_high", "epsilon")
     c.set("objective.kl", "none", why="RLOOTrainer has the KL in the reward")
     c.set("objective.kl_coef", 0.0, why="RLOOTrainer has the KL in the reward")
@@ -216,7 +288,9 @@ def _rloo(c: Conversion, high: float) -> None:
         c.set("objective.kl_reward_coef", beta, "beta")
     c.refuse("normalize_advantages", (False,), "advantages are not divided by the batch's standard deviation")
     c.refuse("reward_clip_range", (None,), "clip in the reward function")
-    c.differs.append("RLOOTrainer clips the ratio of a whole response; here the ratio of a token; the same with one update a step")
+    c.differs.append(
+        "RLOOTrainer clips the ratio of a whole response; here the ratio of a token; the same with one update a step"
+    )
 
 
 def _importance(c: Conversion) -> None:
@@ -225,14 +299,19 @@ def _importance(c: Conversion) -> None:
     if not truth(c.value("use_vllm")) or not truth(c.value("vllm_importance_sampling_correction")):
         return
     if mode.endswith("_truncate"):
-        c.set("objective.importance", "token_tis" if mode.startswith("token") else "sequence_tis", "vllm_importance_sampling_mode")
+        c.set(
+            "objective.importance",
+            "token_tis" if mode.startswith("token") else "sequence_tis",
+            "vllm_importance_sampling_mode",
+        )
         cap = c.value("vllm_importance_sampling_clip_max")
         if cap is not None:
             c.set("objective.importance_cap", number(cap), "vllm_importance_sampling_clip_max")
     else:
         c.lacks(
             "vllm_importance_sampling_mode",
-            "samples are weighted, never masked (objective.importance=sequence_tis); the engine here computes as the learner does, and a run stops "
+            "samples are weighted, never masked (objective.importance=sequence_tis); the engine here computes as the "
+            "learner does, and a run stops "
             "where they differ (objective.mismatch_stop)",
         )
     c.refuse("vllm_importance_sampling_clip_min", (None,), "weights are capped from above only")
@@ -245,8 +324,16 @@ def _model(c: Conversion) -> None:
     full = c.is_given("bf16") and not truth(c.value("bf16")) and not truth(c.value("fp16"))
     deciding = ("model_init_kwargs",) if {"dtype", "torch_dtype"} & extra.keys() else ("dtype", "bf16", "fp16")
     names = [name for name in deciding if c.is_given(name)] or ["fp16"]
-    computed = "float32" if full and dtype in ("float32", "None", "auto") else dtype if dtype in ("bfloat16", "float16") else half
-    c.set("model.dtype", computed, *names, why="" if names != ["fp16"] else "mixed precision, bf16 unless said otherwise")
+    computed = (
+        "float32"
+        if full and dtype in ("float32", "None", "auto")
+        else dtype
+        if dtype in ("bfloat16", "float16")
+        else half
+    )
+    c.set(
+        "model.dtype", computed, *names, why="" if names != ["fp16"] else "mixed precision, bf16 unless said otherwise"
+    )
     if dtype in ("bfloat16", "float16"):
         c.differs.append(f"weights in {dtype} have float32 masters here, none in TRL")
     for key in extra:
@@ -257,7 +344,12 @@ def _model(c: Conversion) -> None:
     c.set("learner.lora_rank", whole(c.value("lora_r")), "lora_r", "use_peft")
     c.set("learner.lora_alpha", number(c.value("lora_alpha")), "lora_alpha")
     targets = [str(target).strip(", ") for target in as_list(c.value("lora_target_modules"))]
-    c.set("learner.lora_targets", targets or ["q_proj", "v_proj"], "lora_target_modules", why="" if targets else "peft's choice for most models")
+    c.set(
+        "learner.lora_targets",
+        targets or ["q_proj", "v_proj"],
+        "lora_target_modules",
+        why="" if targets else "peft's choice for most models",
+    )
     if number(c.value("lora_dropout")) > 0:
         c.lacks("lora_dropout", "adapters have no dropout here: the policy that samples has none")
     for name in ("use_rslora", "use_dora"):
@@ -281,7 +373,9 @@ def _rewards(c: Conversion) -> None:
             c.no_equivalent.append(f"reward_funcs: {name}; write it into a file and give path/to/file.py:function")
             continue
         if name == "reasoning_accuracy_reward":
-            c.differs.append("reasoning_accuracy_reward reads the answer behind </think>; reward math reads the last answer stated")
+            c.differs.append(
+                "reasoning_accuracy_reward reads the answer behind </think>; reward math reads the last answer stated"
+            )
         entries.append(reward_entry(ours, weight))
     if entries:
         given = [name for name in ("reward_funcs", "reward_model_name_or_path", "reward_weights") if c.is_given(name)]
@@ -290,11 +384,16 @@ def _rewards(c: Conversion) -> None:
 
 
 def reward_name(name: str) -> str | None:
-    """One of our names for a reward function of TRL's: a rule, file.py:function, model:PATH; None where there is none."""
+    """One of our names for a reward function of TRL's: a rule, file.py:function, model:PATH; None where there is
+    none."""
     short = name.rpartition(".")[2]
     if short in OWN_REWARDS and name in (short, f"trl.rewards.{short}"):
         return OWN_REWARDS[short]
-    if name.startswith("model:") or ".py:" in name or name in ("gsm8k", "math", "kk", "reasoning_gym", "data_source", "think_format"):
+    if (
+        name.startswith("model:")
+        or ".py:" in name
+        or name in ("gsm8k", "math", "kk", "reasoning_gym", "data_source", "think_format")
+    ):
         return name
     module, dot, function = name.rpartition(".")
     if dot and not name.startswith("trl.") and name.replace(".", "").replace("_", "").isalnum():
@@ -303,7 +402,8 @@ def reward_name(name: str) -> str | None:
 
 
 def _overlong(c: Conversion, call: str, weight: float) -> None:
-    """get_soft_overlong_punishment(max_completion_len, soft_punish_cache) is DAPO's equation 13, which is a setting here."""
+    """get_soft_overlong_punishment(max_completion_len, soft_punish_cache) is DAPO's equation 13, which is a setting
+    here."""
     values = {"max_completion_len": 1280, "soft_punish_cache": 256}
     try:
         node = ast.parse(call, mode="eval").body
@@ -316,7 +416,10 @@ def _overlong(c: Conversion, call: str, weight: float) -> None:
     c.set("objective.overlong_buffer_tokens", whole(values["soft_punish_cache"]), "reward_funcs")
     c.set("objective.overlong_penalty", weight, "reward_funcs", why="its weight")
     if values["max_completion_len"] != c.value("max_completion_length"):
-        c.differs.append(f"the punishment begins before {values['max_completion_len']} tokens in TRL, before rollout.max_new_tokens here")
+        c.differs.append(
+            f"the punishment begins before {values['max_completion_len']} tokens in TRL, before rollout.max_new_tokens "
+            "here"
+        )
 
 
 def _workers(c: Conversion, trainer: str) -> None:
@@ -346,7 +449,13 @@ def _refusals(c: Conversion) -> None:
     c.refuse("sync_ref_model", (False,), "the reference stays frozen")
     c.refuse("top_entropy_quantile", (1, 1.0), "every token is trained")
     c.refuse("use_adaptive_entropy", (False,), "objective.entropy_coef stays as it is")
-    for name in ("delta", "off_policy_mask_threshold", "router_aux_loss_coef", "max_tool_calling_iterations", "vllm_structured_outputs_regex"):
+    for name in (
+        "delta",
+        "off_policy_mask_threshold",
+        "router_aux_loss_coef",
+        "max_tool_calling_iterations",
+        "vllm_structured_outputs_regex",
+    ):
         c.refuse(name, (None,), "nothing here does that")
     for name in ("load_in_4bit", "load_in_8bit"):
         c.refuse(name, (None, False), "weights are model.dtype")

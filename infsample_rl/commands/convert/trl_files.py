@@ -46,7 +46,9 @@ def _scalar(value: object) -> Any:
 def _read_shell(path: Path, environment: dict[str, str]) -> tuple[dict[str, Given], str]:
     commands, _ = read_commands(path.read_text(encoding="utf-8"), environment, keep=_is_training)
     if not commands:
-        raise ValueError(f"{path} holds no command that trains with TRL: trl grpo, or accelerate launch or python with a script")
+        raise ValueError(
+            f"{path} holds no command that trains with TRL: trl grpo, or accelerate launch or python with a script"
+        )
     words = commands[0]
     given, trainer = {}, "rloo" if any(word.text == "rloo" for word in words) else "grpo"
     flags = read_words(words, path.name)
@@ -59,7 +61,11 @@ def _read_shell(path: Path, environment: dict[str, str]) -> tuple[dict[str, Give
 
 
 def _is_training(words: list[str]) -> bool:
-    return bool(words) and words[0] in LAUNCHERS and any(word in ("grpo", "rloo") or word.endswith(".py") for word in words[1:])
+    return (
+        bool(words)
+        and words[0] in LAUNCHERS
+        and any(word in ("grpo", "rloo") or word.endswith(".py") for word in words[1:])
+    )
 
 
 def read_script(path: Path) -> tuple[dict[str, Given], str]:
@@ -67,7 +73,9 @@ def read_script(path: Path) -> tuple[dict[str, Given], str]:
     script = Script(path.read_text(encoding="utf-8"), str(path))
     configs, trainers = script.calls_of(*CONFIGS), script.calls_of(*TRAINERS)
     if not configs and not trainers:
-        raise ValueError(f"{path} calls neither of {', '.join((*CONFIGS, *TRAINERS))}: it does not train with TRL's GRPO")
+        raise ValueError(
+            f"{path} calls neither of {', '.join((*CONFIGS, *TRAINERS))}: it does not train with TRL's GRPO"
+        )
     given: dict[str, Given] = {}
     for call in configs[:1]:
         for name, node in call.keywords.items():
@@ -90,7 +98,9 @@ def _enter(given: dict[str, Given], script: Script, name: str, node: ast.expr) -
 
 
 def _enter_trainer(given: dict[str, Given], script: Script, call: Call, path: Path) -> None:
-    arguments = dict(zip(("model", "reward_funcs", "args", "train_dataset"), call.arguments, strict=False)) | call.keywords
+    arguments = (
+        dict(zip(("model", "reward_funcs", "args", "train_dataset"), call.arguments, strict=False)) | call.keywords
+    )
     if "model" in arguments:
         _enter(given, script, "model_name_or_path", arguments["model"])
     if "reward_funcs" in arguments:
@@ -98,7 +108,11 @@ def _enter_trainer(given: dict[str, Given], script: Script, call: Call, path: Pa
             names = [_spelled(name, path) for name in script.names(arguments["reward_funcs"])]
             given["reward_funcs"] = Given(names, f"line {arguments['reward_funcs'].lineno}")
         except Unknown as error:
-            _note(given, f"line {call.line}: reward_funcs={error} is made by code: write the function into a file and give path/to/file.py:function")
+            _note(
+                given,
+                f"line {call.line}: reward_funcs={error} is made by code: write the function into a file and give "
+                "path/to/file.py:function",
+            )
     lora = arguments.get("peft_config")
     if isinstance(lora, ast.Name) and lora.id in script.values:
         lora = script.values[lora.id]
@@ -125,7 +139,10 @@ def _spelled(name: Name, path: Path) -> str:
 def _enter_dataset(given: dict[str, Given], script: Script) -> None:
     for call in script.calls_of("load_dataset")[:1]:
         arguments = dict(zip(("dataset_name", "dataset_config"), call.arguments, strict=False))
-        arguments |= {{"path": "dataset_name", "name": "dataset_config"}.get(name, name): node for name, node in call.keywords.items()}
+        arguments |= {
+            {"path": "dataset_name", "name": "dataset_config"}.get(name, name): node
+            for name, node in call.keywords.items()
+        }
         for name in ("dataset_name", "dataset_config"):
             if name in arguments:
                 _enter(given, script, name, arguments[name])
@@ -141,10 +158,17 @@ def _enter_dataset(given: dict[str, Given], script: Script) -> None:
         given["prompt_field"] = Given(question, "the script's user message")
     for call in script.calls_of("map", "filter"):
         made = ast.unparse(call.arguments[0]) if call.arguments else ""
-        _note(given, f"line {call.line}: .{call.name}({made}) is not run: save what it makes and give the file as data.source")
+        _note(
+            given,
+            f"line {call.line}: .{call.name}({made}) is not run: save what it makes and give the file as data.source",
+        )
     if any(str(name).partition(":")[0].endswith(".py") for name in as_list(_value(given, "reward_funcs"))):
         needs = ", ".join(sorted({module.partition(".")[0] for module in script.modules.values()}))
-        _note(given, f"the script is imported for its reward functions, with what it imports ({needs}); better move them to a file of their own")
+        _note(
+            given,
+            f"the script is imported for its reward functions, with what it imports ({needs}); better move them to a "
+            "file of their own",
+        )
         if script.runs_when_imported:
             _note(given, 'the script trains when it is imported: put that under `if __name__ == "__main__"`')
 

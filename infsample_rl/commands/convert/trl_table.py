@@ -76,7 +76,13 @@ LORA_CONFIG = {
 OPTIMIZERS = {name: "adamw" for name in ("adamw_torch", "adamw_torch_fused", "adamw_hf")} | {
     name: "adamw_8bit" for name in ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 }
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "cispo": "cispo", "bnpo": "dapo"}
 NEAREST_LOSSES = {"sapo": "grpo", "luspo": "gspo", "vespo": "gspo"}
 OWN_REWARDS = {"accuracy_reward": "math", "reasoning_accuracy_reward": "math", "think_format_reward": "think_format"}
@@ -102,7 +108,11 @@ ROWS = (
     Row("epsilon", "objective.clip_low", number),
     Row("entropy_coef", "objective.entropy_coef", number),
     Row("learning_rate", "learner.lr", number),
-    Row("lr_scheduler_type", "learner.lr_schedule", choose(SCHEDULES, "take learner.lr_schedule=constant, linear or cosine")),
+    Row(
+        "lr_scheduler_type",
+        "learner.lr_schedule",
+        choose(SCHEDULES, "take learner.lr_schedule=constant, linear or cosine"),
+    ),
     Row("weight_decay", "learner.weight_decay", number),
     Row("adam_beta1", "learner.beta1", number),
     Row("adam_beta2", "learner.beta2", number),

@@ -51,7 +51,10 @@ def read(path: Path, words: list[Word], environment: dict[str, str]) -> dict[str
 
 
 def _is_training(words: list[str]) -> bool:
-    return any(word.startswith(("verl.trainer.main_", "recipe.")) or word.endswith(("main_ppo.py", "main_dapo.py")) for word in words)
+    return any(
+        word.startswith(("verl.trainer.main_", "recipe.")) or word.endswith(("main_ppo.py", "main_dapo.py"))
+        for word in words
+    )
 
 
 def _overrides(words: list[Word]) -> dict[str, Given]:
@@ -110,22 +113,44 @@ def _data(c: Conversion) -> None:
     )
     if not overlong and truncation in ("right", "middle"):
         c.lacks("data.truncation", "questions are cut from the left (data.long_prompts=truncate), or dropped")
-    c.refuse(f"{ROLLOUT}.ignore_eos", (None, False), "a sample ends at the model's end token or one of rollout.stop_token_ids")
-    c.refuse(f"{ROLLOUT}.do_sample", (None, True), "samples of a training step are drawn; run.eval_temperature=0 is for evaluations")
+    c.refuse(
+        f"{ROLLOUT}.ignore_eos",
+        (None, False),
+        "a sample ends at the model's end token or one of rollout.stop_token_ids",
+    )
+    c.refuse(
+        f"{ROLLOUT}.do_sample",
+        (None, True),
+        "samples of a training step are drawn; run.eval_temperature=0 is for evaluations",
+    )
     c.refuse("data.train_max_samples", (-1, None), "cut the file")
-    c.refuse("data.custom_cls.path", (None,), "a data set class of your own; write its rows into a Parquet or JSONL file")
+    c.refuse(
+        "data.custom_cls.path", (None,), "a data set class of your own; write its rows into a Parquet or JSONL file"
+    )
     c.refuse(f"{ROLLOUT}.multi_turn.enable", (False,), "one turn; tools are not called")
     c.refuse("data.reward_fn_key", ("data_source",), "verl's column data_source is what reward functions get")
-    row_tokens = whole(c.value(f"{ACTOR}.ppo_max_token_len_per_gpu")) if truth(c.value(f"{ACTOR}.use_dynamic_bsz")) else None
-    names = [f"{ACTOR}.ppo_max_token_len_per_gpu"] if row_tokens else ["data.max_prompt_length", "data.max_response_length"]
-    set_row_lengths(c, whole(c.value("data.max_prompt_length")), whole(c.value("data.max_response_length")), *names, row_tokens=row_tokens)
+    row_tokens = (
+        whole(c.value(f"{ACTOR}.ppo_max_token_len_per_gpu")) if truth(c.value(f"{ACTOR}.use_dynamic_bsz")) else None
+    )
+    names = (
+        [f"{ACTOR}.ppo_max_token_len_per_gpu"] if row_tokens else ["data.max_prompt_length", "data.max_response_length"]
+    )
+    set_row_lengths(
+        c,
+        whole(c.value("data.max_prompt_length")),
+        whole(c.value("data.max_response_length")),
+        *names,
+        row_tokens=row_tokens,
+    )
 
 
 def _steps(c: Conversion) -> None:
     prompts, mini = whole(c.value("data.train_batch_size")), whole(c.value(f"{ACTOR}.ppo_mini_batch_size"))
     updates = max(1, prompts // mini)
     if prompts % mini and mini < prompts:
-        raise ValueError(f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={mini}: verl refuses that too")
+        raise ValueError(
+            f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={mini}: verl refuses that too"
+        )
     c.set("objective.mini_batches", updates, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
     if c.value("trainer.total_training_steps") is not None:
         c.set("run.steps", whole(c.value("trainer.total_training_steps")), "trainer.total_training_steps")
@@ -144,10 +169,23 @@ def _steps(c: Conversion) -> None:
 def _objective(c: Conversion) -> None:
     estimator = c.value("algorithm.adv_estimator")
     by_std = truth(c.value("algorithm.norm_adv_by_std_in_grpo"))
-    known = {"grpo": "std" if by_std else "mean_only", "rloo": "rloo", "grpo_vectorized": "std" if by_std else "mean_only", "rloo_vectorized": "rloo"}
+    known = {
+        "grpo": "std" if by_std else "mean_only",
+        "rloo": "rloo",
+        "grpo_vectorized": "std" if by_std else "mean_only",
+        "rloo_vectorized": "rloo",
+    }
     if estimator not in known:
-        c.lacks("algorithm.adv_estimator", "nearest: objective.advantage=std; there is no critic, and a baseline is the group's own")
-    c.set("objective.advantage", known.get(estimator, "std"), "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo")
+        c.lacks(
+            "algorithm.adv_estimator",
+            "nearest: objective.advantage=std; there is no critic, and a baseline is the group's own",
+        )
+    c.set(
+        "objective.advantage",
+        known.get(estimator, "std"),
+        "algorithm.adv_estimator",
+        "algorithm.norm_adv_by_std_in_grpo",
+    )
     mode, aggregation = c.value(f"{ACTOR}.policy_loss.loss_mode"), c.value(f"{ACTOR}.loss_agg_mode")
     names = (f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode")
     if aggregation not in AGGREGATIONS:
@@ -164,27 +202,50 @@ def _objective(c: Conversion) -> None:
         c.lacks(f"{ACTOR}.clip_ratio_low", "objective.loss=cispo caps the ratio from above only")
     c.value(f"{ACTOR}.clip_ratio_c")
     if mode == "vanilla":
-        c.differs.append("verl bounds the loss of A < 0 at clip_ratio_c |A|, here it is not bounded; the same with one update a step")
+        c.differs.append(
+            "verl bounds the loss of A < 0 at clip_ratio_c |A|, here it is not bounded; the same with one update a step"
+        )
     is_level = c.value(f"{CORRECTION}.rollout_is")
     if is_level in ("token", "sequence"):
         c.set("objective.importance", f"{is_level}_tis", f"{CORRECTION}.rollout_is")
-        c.set("objective.importance_cap", number(c.value(f"{CORRECTION}.rollout_is_threshold")), f"{CORRECTION}.rollout_is_threshold")
+        c.set(
+            "objective.importance_cap",
+            number(c.value(f"{CORRECTION}.rollout_is_threshold")),
+            f"{CORRECTION}.rollout_is_threshold",
+        )
     c.refuse(f"{CORRECTION}.rollout_rs", (None,), "samples are weighted, never rejected")
     if truth(c.value("algorithm.filter_groups.enable")):
         c.set("objective.dynamic_sampling", True, "algorithm.filter_groups.enable")
         rounds = whole(c.value("algorithm.filter_groups.max_num_gen_batches"))
-        c.set("objective.dynamic_sampling_rounds", rounds or 1000, "algorithm.filter_groups.max_num_gen_batches", why="" if rounds else "no bound")
-        if c.value("algorithm.filter_groups.metric") not in ("reward", "score", "acc", "seq_reward", "seq_final_reward"):
+        c.set(
+            "objective.dynamic_sampling_rounds",
+            rounds or 1000,
+            "algorithm.filter_groups.max_num_gen_batches",
+            why="" if rounds else "no bound",
+        )
+        if c.value("algorithm.filter_groups.metric") not in (
+            "reward",
+            "score",
+            "acc",
+            "seq_reward",
+            "seq_final_reward",
+        ):
             c.lacks("algorithm.filter_groups.metric", "groups are dropped where all rewards are equal")
 
 
 def _aggregation_notes(c: Conversion, loss: str, aggregation: Any) -> None:
     if loss == "gspo" and aggregation != "seq-mean-token-mean":
-        c.differs.append(f"loss_agg_mode={aggregation} with gspo weighs long responses more; objective.loss=gspo weighs all responses alike")
+        c.differs.append(
+            f"loss_agg_mode={aggregation} with gspo weighs long responses more; objective.loss=gspo weighs all "
+            "responses alike"
+        )
     if loss == "cispo" and aggregation != "token-mean":
         c.differs.append(f"objective.loss=cispo takes the mean over tokens, verl {aggregation}")
     if aggregation == "seq-mean-token-sum":
-        c.differs.append("seq-mean-token-sum is max_new_tokens times objective.loss=dr_grpo: one direction, clipped at another length")
+        c.differs.append(
+            "seq-mean-token-sum is max_new_tokens times objective.loss=dr_grpo: one direction, clipped at another "
+            "length"
+        )
     scale = c.value(f"{ACTOR}.loss_scale_factor")
     if scale is not None and loss == "dr_grpo" and whole(scale) != whole(c.value("data.max_response_length")):
         c.lacks(f"{ACTOR}.loss_scale_factor", "the constant is rollout.max_new_tokens")
@@ -195,14 +256,21 @@ def _kl(c: Conversion) -> None:
     kind = c.value(f"{ACTOR}.kl_loss_type")
     if in_loss and kind not in KL_LOSSES:
         c.lacks(f"{ACTOR}.kl_loss_type", "nearest: objective.kl=k3")
-    c.set("objective.kl", KL_LOSSES.get(kind, "k3") if in_loss else "none", f"{ACTOR}.use_kl_loss", *([f"{ACTOR}.kl_loss_type"] if in_loss else []))
+    c.set(
+        "objective.kl",
+        KL_LOSSES.get(kind, "k3") if in_loss else "none",
+        f"{ACTOR}.use_kl_loss",
+        *([f"{ACTOR}.kl_loss_type"] if in_loss else []),
+    )
     c.set(
         "objective.kl_coef",
         number(c.value(f"{ACTOR}.kl_loss_coef")) if in_loss else 0.0,
         f"{ACTOR}.kl_loss_coef" if in_loss else f"{ACTOR}.use_kl_loss",
     )
     if in_loss and str(kind).endswith("+"):
-        c.differs.append("objective.kl=k2 has the gradient of verl's straight-through estimators; what is logged as KL is d^2/2")
+        c.differs.append(
+            "objective.kl=k2 has the gradient of verl's straight-through estimators; what is logged as KL is d^2/2"
+        )
     coefficient = number(c.value("algorithm.kl_ctrl.kl_coef"))
     if truth(c.value("algorithm.use_kl_in_reward")) and coefficient > 0:
         c.set("objective.kl_in_reward", True, "algorithm.use_kl_in_reward")
@@ -220,14 +288,23 @@ def _optimizer(c: Conversion) -> None:
     steps = whole(c.value(f"{OPTIM}.lr_warmup_steps") or 0)
     ratio = number(c.value(f"{OPTIM}.lr_warmup_steps_ratio") or 0)
     if steps > 0:
-        c.set("learner.warmup_steps", steps * _updates(c), f"{OPTIM}.lr_warmup_steps", why="in updates" if _updates(c) > 1 else "")
+        c.set(
+            "learner.warmup_steps",
+            steps * _updates(c),
+            f"{OPTIM}.lr_warmup_steps",
+            why="in updates" if _updates(c) > 1 else "",
+        )
     elif ratio > 0:
         c.set("learner.warmup_ratio", ratio, f"{OPTIM}.lr_warmup_steps_ratio")
     if number(c.value(f"{OPTIM}.weight_decay")) > 0:
         c.differs.append("weight decay is of matrices only here, of every parameter in verl")
     if "learner.lora_rank" in c.settings and c.settings["learner.lora_rank"].value > 0:
         c.set("learner.lora_alpha", number(c.value(f"{MODEL}.lora_alpha")), f"{MODEL}.lora_alpha")
-        c.set("learner.lora_targets", [str(name) for name in as_list(c.value(f"{MODEL}.target_modules"))], f"{MODEL}.target_modules")
+        c.set(
+            "learner.lora_targets",
+            [str(name) for name in as_list(c.value(f"{MODEL}.target_modules"))],
+            f"{MODEL}.target_modules",
+        )
         c.refuse(f"{MODEL}.lora_adapter_path", (None,), "merge it first (python -m infsample_rl merge)")
 
 
@@ -243,7 +320,12 @@ def _evaluation(c: Conversion) -> None:
         c.set("data.eval_source", None, "data.val_files")
         return
     c.set("run.eval_every", max(0, every), "trainer.test_freq")
-    c.set("run.eval_prompts", count if count > 0 else ALL_PROBLEMS, "data.val_max_samples", why="all of them" if count <= 0 else "")
+    c.set(
+        "run.eval_prompts",
+        count if count > 0 else ALL_PROBLEMS,
+        "data.val_max_samples",
+        why="all of them" if count <= 0 else "",
+    )
     greedy = not truth(c.value(f"{ROLLOUT}.val_kwargs.do_sample"))
     names = [f"{ROLLOUT}.val_kwargs.do_sample"] if greedy else [f"{ROLLOUT}.val_kwargs.temperature"]
     temperature = 0.0 if greedy else number(c.value(f"{ROLLOUT}.val_kwargs.temperature"))
@@ -257,21 +339,37 @@ def _rewards(c: Conversion) -> None:
     path = c.value("reward.custom_reward_function.path")
     kwargs = dict(c.value("reward.custom_reward_function.reward_kwargs") or {})
     if truth(c.value("reward.reward_model.enable") or False) and c.value("reward.reward_model.model_path"):
-        c.set("reward.functions", [reward_entry(f"model:{c.value('reward.reward_model.model_path')}")], "reward.reward_model.model_path")
+        c.set(
+            "reward.functions",
+            [reward_entry(f"model:{c.value('reward.reward_model.model_path')}")],
+            "reward.reward_model.model_path",
+        )
     elif path:
         name = f"{local_path(str(path))}:{c.value('reward.custom_reward_function.name')}"
-        theirs = [f"reward.custom_reward_function.{key}" for key in ("path", "name", *(["reward_kwargs"] if kwargs else []))]
+        theirs = [
+            f"reward.custom_reward_function.{key}" for key in ("path", "name", *(["reward_kwargs"] if kwargs else []))
+        ]
         c.set("reward.functions", [reward_entry(name, **kwargs)], *theirs)
     else:
-        c.set("reward.functions", [reward_entry("data_source")], why="the rule of each row's data_source, as verl's default does")
-        c.differs.append("reward data_source scores with the rules gsm8k and math here: maths answers by math-verify, 1 or 0")
+        c.set(
+            "reward.functions",
+            [reward_entry("data_source")],
+            why="the rule of each row's data_source, as verl's default does",
+        )
+        c.differs.append(
+            "reward data_source scores with the rules gsm8k and math here: maths answers by math-verify, 1 or 0"
+        )
     manager = c.value("reward.reward_manager.name")
     if manager not in ("naive", "dapo", "batch", "prime"):
         c.lacks("reward.reward_manager.name", "reward functions are called one sample at a time")
     shaping = "reward.reward_kwargs.overlong_buffer_cfg"
     if truth(c.value(f"{shaping}.enable") or False):
         c.set("objective.overlong_buffer_tokens", whole(c.value(f"{shaping}.len")), f"{shaping}.len")
-        c.set("objective.overlong_penalty", number(c.value(f"{shaping}.penalty_factor") or 1.0), f"{shaping}.penalty_factor")
+        c.set(
+            "objective.overlong_penalty",
+            number(c.value(f"{shaping}.penalty_factor") or 1.0),
+            f"{shaping}.penalty_factor",
+        )
     else:
         for name in ("len", "penalty_factor"):
             c.value(f"{shaping}.{name}")
@@ -283,9 +381,14 @@ def _workers(c: Conversion) -> None:
     place_colocated(c, gpus, "trainer.n_gpus_per_node", "trainer.nnodes", separate_reference=separate)
     if not separate and c.settings.get("objective.kl") is not None and c.settings["objective.kl"].value != "none":
         c.set("reference.placement", "learner", f"{ACTOR}.use_kl_loss", why="beside the policy, as in verl")
-        c.set("reference.offload", truth(c.value(f"{REF}.fsdp_config.param_offload")), f"{REF}.fsdp_config.param_offload")
+        c.set(
+            "reference.offload", truth(c.value(f"{REF}.fsdp_config.param_offload")), f"{REF}.fsdp_config.param_offload"
+        )
     if whole(c.value(f"{ROLLOUT}.tensor_model_parallel_size")) > 1:
-        c.lacks(f"{ROLLOUT}.tensor_model_parallel_size", "an engine is whole on one GPU: the policy in 16 bits and its KV pool must fit there")
+        c.lacks(
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            "an engine is whole on one GPU: the policy in 16 bits and its KV pool must fit there",
+        )
     place_reward_model(c)
     loggers = [str(name) for name in as_list(c.value("trainer.logger"))]
     c.set("logging.wandb", "auto" if "wandb" in loggers else "disabled", "trainer.logger")

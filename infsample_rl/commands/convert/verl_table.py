@@ -8,9 +8,15 @@ from infsample_rl.commands.convert.common import ENGINE, LOGGED, MICRO_BATCH, SH
 from infsample_rl.commands.convert.conversion import Row, choose, number, truth, whole
 
 VERSION = "verl 0.9.1"
-ACTOR, ROLLOUT, MODEL, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model", "actor_rollout_ref.ref"
+ACTOR, ROLLOUT, MODEL, REF = (
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.ref",
+)
 OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
-WHOLE = ("data.apply_chat_template_kwargs", f"{MODEL}.override_config", "reward.custom_reward_function.reward_kwargs")  # dicts that stay dicts
+# dicts that stay dicts
+WHOLE = ("data.apply_chat_template_kwargs", f"{MODEL}.override_config", "reward.custom_reward_function.reward_kwargs")
 DEFAULTS: dict[str, Any] = {
     "data.train_batch_size": 1024,
     "data.max_prompt_length": 512,
@@ -116,7 +122,12 @@ KL_LOSSES = {
     "low_var_kl+": "k2",
     "k3+": "k2",
 }
-AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo", "seq-mean-token-sum": "dr_grpo"}
+AGGREGATIONS = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+    "seq-mean-token-sum": "dr_grpo",
+}
 
 ROWS = (
     Row("trainer.experiment_name", "run.name", str),
@@ -127,7 +138,11 @@ ROWS = (
     Row(f"{MODEL}.path", "model.path", lambda value: local_path(str(value))),
     Row(f"{MODEL}.tokenizer_path", "model.tokenizer_path", str),
     Row(f"{MODEL}.trust_remote_code", "model.trust_remote_code", truth),
-    Row(f"{ACTOR}.fsdp_config.dtype", "model.dtype", choose({name: name for name in ("bfloat16", "float16", "float32")}, "take model.dtype")),
+    Row(
+        f"{ACTOR}.fsdp_config.dtype",
+        "model.dtype",
+        choose({name: name for name in ("bfloat16", "float16", "float32")}, "take model.dtype"),
+    ),
     Row("data.prompt_key", "data.prompt_field", str),
     Row("data.train_batch_size", "data.prompts_per_step", whole),
     Row("data.max_prompt_length", "data.max_prompt_tokens", whole),
@@ -140,9 +155,17 @@ ROWS = (
     Row(f"{ROLLOUT}.top_k", "rollout.top_k", lambda value: max(0, whole(value))),
     Row(f"{ACTOR}.ppo_epochs", "objective.epochs", whole),
     Row(f"{ACTOR}.entropy_coeff", "objective.entropy_coef", number),
-    Row(f"{OPTIM}.optimizer", "learner.optimizer", choose({"AdamW": "adamw", "Adam": "adamw"}, "take learner.optimizer=adamw or adamw_8bit")),
+    Row(
+        f"{OPTIM}.optimizer",
+        "learner.optimizer",
+        choose({"AdamW": "adamw", "Adam": "adamw"}, "take learner.optimizer=adamw or adamw_8bit"),
+    ),
     Row(f"{OPTIM}.lr", "learner.lr", number),
-    Row(f"{OPTIM}.lr_scheduler_type", "learner.lr_schedule", choose({"constant": "constant", "cosine": "cosine"}, "constant, linear or cosine")),
+    Row(
+        f"{OPTIM}.lr_scheduler_type",
+        "learner.lr_schedule",
+        choose({"constant": "constant", "cosine": "cosine"}, "constant, linear or cosine"),
+    ),
     Row(f"{OPTIM}.min_lr_ratio", "learner.min_lr_ratio", number),
     Row(f"{OPTIM}.weight_decay", "learner.weight_decay", number),
     Row(f"{ACTOR}.grad_clip", "learner.max_grad_norm", number),
@@ -180,7 +203,8 @@ IGNORED = {
     f"{ACTOR}.checkpoint.*": "checkpoints hold the model and all that a resumed run needs",
     f"{ACTOR}.shuffle": "an update is made of the step's prompts in their order",
     f"{ACTOR}.data_loader_seed": "run.seed",
-    f"{ACTOR}.clip_ratio": "not read by verl either where clip_ratio_low and clip_ratio_high are set, as they are by default",
+    f"{ACTOR}.clip_ratio": "not read by verl either where clip_ratio_low and clip_ratio_high are set, as they are by "
+    "default",
     f"{ACTOR}.calculate_entropy": "entropy is always logged",
     f"{ACTOR}.use_prefix_grouper": "a prompt is computed once for all its responses in any case",
     f"{ACTOR}.kl_loss_*": "only with use_kl_loss",

@@ -1,4 +1,5 @@
-"""A conversion as an experiment file of ours: a comment behind every setting says where it comes from, comments below what is left."""
+"""A conversion as an experiment file of ours: a comment behind every setting says where it comes from, comments below
+what is left."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
     lines = [
         "# @package _global_",
         f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.version}.",
-        f"# Save it as DIR/experiment/{name}.yaml and run: python -m infsample_rl.main --config-dir DIR +experiment={name}",
+        f"# Save it as DIR/experiment/{name}.yaml and run: python -m infsample_rl.main --config-dir DIR "
+        f"+experiment={name}",
     ]
     for section in SECTIONS:
         inside = {key: setting for key, setting in conversion.settings.items() if key.startswith(section + ".")}

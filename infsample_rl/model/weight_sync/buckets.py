@@ -1,4 +1,5 @@
-"""The stream of weights in buckets: filled by the learner, copied in place by the engine. manifest.py says what lies where."""
+"""The stream of weights in buckets: filled by the learner, copied in place by the engine. manifest.py says what lies
+where."""
 
 from __future__ import annotations
 
@@ -15,14 +16,21 @@ from infsample_rl.types import WeightManifest
 
 
 def fill_buckets(
-    tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, buffers: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+    tensors: Iterable[tuple[str, Tensor]],
+    manifest: WeightManifest,
+    buffers: Iterable[Tensor],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> Iterator[Tensor]:
-    """Each bucket as soon as it is full: the filled part of the next of `buffers` (uint8 [bucket_bytes], on any device).
+    """Each bucket as soon as it is full: the filled part of the next of `buffers` (uint8 [bucket_bytes], on any
+    device).
 
-    Takes one tensor at a time, and takes all of them. RuntimeError when they are not those of the manifest, in its order.
+    Takes one tensor at a time, and takes all of them. RuntimeError when they are not those of the manifest, in its
+    order.
     """
     source, flat = iter(tensors), torch.empty(0)
-    for pieces, size, buffer in zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), buffers, strict=False):
+    for pieces, size, buffer in zip(
+        layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), buffers, strict=False
+    ):
         for piece in pieces:
             if piece.start == 0:
                 flat = _next_tensor(source, manifest, piece.entry)
@@ -39,13 +47,16 @@ def _next_tensor(source: Iterator[tuple[str, Tensor]], manifest: WeightManifest,
     got, tensor = next(source, ("nothing", torch.empty(0)))
     if (got, tensor.dtype, tuple(tensor.shape)) != (name, getattr(torch, dtype), shape):
         raise RuntimeError(
-            f"weights version {manifest.version}: the manifest goes on with {name}, {dtype} {shape}; given was {got}, {tensor.dtype} "
+            f"weights version {manifest.version}: the manifest goes on with {name}, {dtype} {shape}; given was {got}, "
+            f"{tensor.dtype} "
             f"{tuple(tensor.shape)}"
         )
     return tensor.detach().reshape(-1)
 
 
-def stream_buckets(tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> Iterator[np.ndarray]:
+def stream_buckets(
+    tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[np.ndarray]:
     """Buckets as numpy uint8 arrays, for an object store, which copies: each is valid until the next is asked for."""
     buffer = torch.empty(min(bucket_bytes, manifest.num_bytes), dtype=torch.uint8)
     for bucket in fill_buckets(tensors, manifest, itertools.repeat(buffer), bucket_bytes):
@@ -53,14 +64,21 @@ def stream_buckets(tensors: Iterable[tuple[str, Tensor]], manifest: WeightManife
 
 
 @torch.no_grad()
-def unpack_buckets(model: nn.Module, manifest: WeightManifest, buckets: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for too few bytes or too many."""
+def unpack_buckets(
+    model: nn.Module, manifest: WeightManifest, buckets: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+) -> None:
+    """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for
+    too few bytes or too many."""
     parameters = dict(model.named_parameters())
     source = iter(buckets)
-    for number, (pieces, size) in enumerate(zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)):
+    for number, (pieces, size) in enumerate(
+        zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)
+    ):
         bucket = next(source, torch.empty(0))
         if len(bucket) != size:
-            raise RuntimeError(f"weights version {manifest.version}: bucket {number} has {len(bucket)} bytes, not {size}")
+            raise RuntimeError(
+                f"weights version {manifest.version}: bucket {number} has {len(bucket)} bytes, not {size}"
+            )
         for piece in pieces:
             name, dtype_name, *_ = manifest.entries[piece.entry]
             dtype = getattr(torch, dtype_name)

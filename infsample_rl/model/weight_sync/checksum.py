@@ -1,8 +1,9 @@
 """Checksums that prove that engine and learner hold bitwise the same weights, computed where the weights are.
 
-A parameter's checksum is a sum modulo 2^64 over its bytes, taken as 64-bit words: every word, xored with a number of its place,
-goes through splitmix64's mixing (Steele and others, OOPSLA 2014). That is one to one, so a single changed word always shows;
-several, swapped rows among them, cancel by a chance of 2^-64. It depends on no bucket, order of transfer or device.
+A parameter's checksum is a sum modulo 2^64 over its bytes, taken as 64-bit words: every word, xored with a number of
+its place, goes through splitmix64's mixing (Steele and others, OOPSLA 2014). That is one to one, so a single changed
+word always shows; several, swapped rows among them, cancel by a chance of 2^-64. It depends on no bucket, order of
+transfer or device.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def _mix(words: Tensor) -> Tensor:
     scratch = torch.empty_like(words)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, None)):
         torch.bitwise_right_shift(words, shift, out=scratch)
-        words.bitwise_xor_(scratch.bitwise_and_(2 ** (64 - shift) - 1))  # the shift kept the sign, splitmix64's does not
+        # the shift kept the sign, splitmix64's does not
+        words.bitwise_xor_(scratch.bitwise_and_(2 ** (64 - shift) - 1))
         if factor is not None:
             words.mul_(factor - _WORD)
     return words
@@ -49,7 +51,8 @@ def checksum(tensor: Tensor) -> int:
     for start in range(0, raw.numel(), block.nbytes):
         part = raw[start : start + block.nbytes]
         block.view(-1)[part.numel() // 8 :].zero_()
-        block.view(torch.uint8).view(-1)[: part.numel()].copy_(part)  # a copy: a parameter may begin anywhere in its storage
+        # a copy: a parameter may begin anywhere in its storage
+        block.view(torch.uint8).view(-1)[: part.numel()].copy_(part)
         sums.append(_mix(block.bitwise_xor_(_places(raw.device)[:width])).sum(dim=1))
     rows = torch.cat(sums)[: -(-raw.numel() // (8 * width))].tolist()  # without those that are padding alone
     return sum(value * (2 * number + 1) for number, value in enumerate(rows)) % _WORD
@@ -68,7 +71,11 @@ def differences(model: nn.Module, manifest: WeightManifest, sums: dict[str, int]
     They are compared in the dtype that was published; misfit() has refused an engine's that holds less.
     """
     parameters = dict(model.named_parameters())
-    wrong = [name for name, dtype, *_ in manifest.entries if checksum(parameters[name].detach().to(getattr(torch, dtype))) != sums.get(name)]
+    wrong = [
+        name
+        for name, dtype, *_ in manifest.entries
+        if checksum(parameters[name].detach().to(getattr(torch, dtype))) != sums.get(name)
+    ]
     if not wrong:
         return None
     return f"{len(wrong)} parameters differ from the learner's after loading: {', '.join(wrong[:3])}"

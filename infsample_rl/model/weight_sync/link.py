@@ -26,8 +26,9 @@ from infsample_rl.model.weight_sync.transport import broadcast_backend, choose_t
 class WeightLink:
     """One member's end of the line, as in Mailbox; made by all members at once.
 
-    broadcast: NCCL when `device` is a GPU, of which every member has its own, else gloo. cuda_ipc: member 0's buffers are mapped by
-    the others, once; on the CPU the same code shares host memory. Two buffers of `bucket_bytes` on `device` live as long as the link.
+    broadcast: NCCL when `device` is a GPU, of which every member has its own, else gloo. cuda_ipc: member 0's buffers
+    are mapped by the others, once; on the CPU the same code shares host memory. Two buffers of `bucket_bytes` on
+    `device` live as long as the link.
     """
 
     def __init__(
@@ -76,11 +77,14 @@ class WeightLink:
             self.mail.hear_all(f"taken/{number}")
 
     def take(self, sizes: list[int]) -> Iterator[Tensor]:
-        """A rollout worker: every bucket in order, each valid until the next is asked for; the next one comes in meanwhile."""
+        """A rollout worker: every bucket in order, each valid until the next is asked for; the next one comes in
+        meanwhile."""
         for number, size in enumerate(sizes):
             if self._group is not None:
                 for ahead in range(number + (number > 0), min(number + 2, len(sizes))):
-                    self._works[ahead] = self._group.broadcast([self._buffers[ahead % 2][: sizes[ahead]]], dist.BroadcastOptions())
+                    self._works[ahead] = self._group.broadcast(
+                        [self._buffers[ahead % 2][: sizes[ahead]]], dist.BroadcastOptions()
+                    )
                 self._finish(number)
                 yield self._buffers[number % 2][:size]
             else:
@@ -113,12 +117,16 @@ class WeightLink:
 
 
 def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int, members: int) -> WeightLink:
-    """The link of a run: member 0 is learner rank 0 with its host_store(), the others are the rollout workers with their open_store()."""
+    """The link of a run: member 0 is learner rank 0 with its host_store(), the others are the rollout workers with
+    their open_store()."""
     transport = choose_transport(cluster)
     on_gpu = transport == "cuda_ipc" or broadcast_backend(cluster) == "nccl"
     device = torch.device("cuda" if on_gpu else "cpu")
-    # While member 0 waits for a rollout worker, the other ranks wait for it in a collective: that one must not run out first.
-    return WeightLink(store, transport, member=member, members=members, device=device, timeout_s=cluster.collective_timeout_s / 2)
+    # While member 0 waits for a rollout worker, the other ranks wait for it in a collective: that one must not run out
+    # first.
+    return WeightLink(
+        store, transport, member=member, members=members, device=device, timeout_s=cluster.collective_timeout_s / 2
+    )
 
 
 def _process_group(mail: Mailbox, device: torch.device) -> Any:
@@ -142,5 +150,7 @@ def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> l
     mail.until(lambda: mail.store.check([f"buffers/{mail.member}"]), "learner rank 0 did not share its buffers")
     of_learner = mail.store.get(f"place/{mail.member}").decode()
     if place != of_learner:
-        raise RuntimeError(f"{mail.name} is on GPU {place}, learner rank 0 on {of_learner}: cluster.weight_sync=cuda_ipc needs one GPU")
+        raise RuntimeError(
+            f"{mail.name} is on GPU {place}, learner rank 0 on {of_learner}: cluster.weight_sync=cuda_ipc needs one GPU"
+        )
     return pickle.loads(mail.store.get(f"buffers/{mail.member}"))

@@ -15,7 +15,8 @@ from infsample_rl.types import WeightManifest
 
 
 def check_shared(engine: nn.Module, learner: nn.Module, version: int) -> WeightSyncReport:
-    """Prove that nothing needs copying: every parameter lies at the same address. RuntimeError names the first that does not."""
+    """Prove that nothing needs copying: every parameter lies at the same address. RuntimeError names the first that
+    does not."""
     addresses = {name: parameter.data_ptr() for name, parameter in learner.named_parameters()}
     for name, parameter in engine.named_parameters():
         if parameter.data_ptr() != addresses[name]:
@@ -27,7 +28,8 @@ def check_shared(engine: nn.Module, learner: nn.Module, version: int) -> WeightS
 def load_local(
     engine: nn.Module, tensors: Iterable[tuple[str, Tensor]], manifest: WeightManifest, *, with_checksum: bool = False
 ) -> WeightSyncReport:
-    """Copy full parameters, one at a time, into the engine's model in place. Runs `tensors` to its end; other ranks gather with it."""
+    """Copy full parameters, one at a time, into the engine's model in place. Runs `tensors` to its end; other ranks
+    gather with it."""
     source, started, sums = iter(tensors), time.monotonic(), dict[str, int]()
     parameters, loaded = dict(engine.named_parameters()), set[str]()
     problem = misfit(engine, manifest)
@@ -49,4 +51,6 @@ def load_local(
     if problem is not None:
         raise RuntimeError(f"engine beside its learner, weights version {manifest.version}: {problem}")
     checksum = digest(sums) if sums else None
-    return WeightSyncReport(version=manifest.version, num_bytes=manifest.num_bytes, seconds=time.monotonic() - started, checksum=checksum)
+    return WeightSyncReport(
+        version=manifest.version, num_bytes=manifest.num_bytes, seconds=time.monotonic() - started, checksum=checksum
+    )

@@ -1,7 +1,7 @@
 """Words between learner rank 0 and the rollout workers, through a TCP store that rank 0 hosts.
 
-Every wait has an end: at the time limit, when another member says that it failed, or when the store's host is gone; the error
-names whom it waited for.
+Every wait has an end: at the time limit, when another member says that it failed, or when the store's host is gone; the
+error names whom it waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def member_name(member: int) -> str:
 
 
 class Mailbox:
-    """One member's end: 0 is learner rank 0, 1 to members - 1 are the rollout workers. Every word belongs to one transfer."""
+    """One member's end: 0 is learner rank 0, 1 to members - 1 are the rollout workers. Every word belongs to one
+    transfer."""
 
     def __init__(self, store: dist.TCPStore, member: int, members: int, timeout_s: float) -> None:
         self.store, self.member, self.members, self.timeout_s = store, member, members, timeout_s
@@ -46,7 +47,8 @@ class Mailbox:
         self.store.set(self._key(what), json.dumps(value))
 
     def hear(self, what: str, member: int = 0) -> Any:
-        """Wait for what `member` tells. RuntimeError at the time limit, when a member failed, when the learner is gone."""
+        """Wait for what `member` tells. RuntimeError at the time limit, when a member failed, when the learner is
+        gone."""
         key = self._key(what)
         self.until(lambda: self.store.check([key]), f"{member_name(member)} did not send '{what}'")
         self._read.append(key)
@@ -64,14 +66,19 @@ class Mailbox:
 
     def silent(self, what: str) -> list[str]:
         """The rollout workers that have not told this."""
-        return [member_name(member) for member in range(1, self.members) if not self.store.check([self._key(f"{what}/{member}")])]
+        return [
+            member_name(member)
+            for member in range(1, self.members)
+            if not self.store.check([self._key(f"{what}/{member}")])
+        ]
 
     def fail(self, reason: str) -> None:
         """Tell every member that waits that this transfer failed."""
         self.store.set(self._key("failed"), json.dumps(f"{self.name}: {reason}"))
 
     def until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait. RuntimeError at the time limit, saying `what` did not happen, or with what another member failed with."""
+        """Wait. RuntimeError at the time limit, saying `what` did not happen, or with what another member failed
+        with."""
         started = looked = time.monotonic()
         pause = 0.0002
         try:

@@ -1,8 +1,8 @@
 """What is published and where it lies: one manifest for every transport, and whether it fits a model.
 
-The weights are one stream of bytes, every tensor's in the order of the manifest, cut into buckets. A tensor may lie in several
-buckets, and every bucket but the last has the same size, so that no transport ever holds more than a bucket or two, however
-large the embedding is.
+The weights are one stream of bytes, every tensor's in the order of the manifest, cut into buckets. A tensor may lie in
+several buckets, and every bucket but the last has the same size, so that no transport ever holds more than a bucket or
+two, however large the embedding is.
 """
 
 from __future__ import annotations
@@ -33,24 +33,32 @@ class Piece:
 
 
 def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Shape]:
-    """The shapes of what will be sent, once for a whole run: runs `tensors`, on a learner rank a collective, to its end."""
+    """The shapes of what will be sent, once for a whole run: runs `tensors`, on a learner rank a collective, to its
+    end."""
     return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
 
 
-def shapes_of_architecture(architecture: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> list[Shape]:
-    """The parameters, tied ones once, of a model that is not built: only its outline is, on the meta device, which takes no memory."""
+def shapes_of_architecture(
+    architecture: PretrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> list[Shape]:
+    """The parameters, tied ones once, of a model that is not built: only its outline is, on the meta device, which
+    takes no memory."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
     return [(name, dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 def plan_weights(shapes: Iterable[Shape], version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
-    """The manifest of these parameters: where in the stream each begins, aligned to its elements. RuntimeError for an empty one."""
+    """The manifest of these parameters: where in the stream each begins, aligned to its elements. RuntimeError for an
+    empty one."""
     entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
     end = 0
     for name, dtype, shape in shapes:
         if 0 in shape:
-            raise RuntimeError(f"weights version {version}: {name} of shape {shape} has no elements; give the shapes of whole parameters")
+            raise RuntimeError(
+                f"weights version {version}: {name} of shape {shape} has no elements; give the shapes of whole "
+                "parameters"
+            )
         begin = -(-end // dtype.itemsize) * dtype.itemsize
         entries.append((name, str(dtype).removeprefix("torch."), shape, *divmod(begin, bucket_bytes)))
         end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -76,7 +84,8 @@ def layout(manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> list[l
 
 
 def misfit(model: nn.Module, manifest: WeightManifest, version: int | None = None) -> str | None:
-    """Why these weights cannot be loaded into `model`, or None: a wrong version, a missing, extra, differently shaped name, a lossy dtype.
+    """Why these weights cannot be loaded into `model`, or None: a wrong version, a missing, extra, differently shaped
+    name, a lossy dtype.
 
     named_parameters() lists a tied parameter once, under its first name, which is the name it is published under.
     """
@@ -91,9 +100,15 @@ def misfit(model: nn.Module, manifest: WeightManifest, version: int | None = Non
     for name, dtype, shape, _, _ in manifest.entries:
         own = parameters[name]
         if tuple(own.shape) != tuple(shape):
-            return f"weights version {manifest.version}: {name} has shape {tuple(shape)}, the engine's model has {tuple(own.shape)}"
+            return (
+                f"weights version {manifest.version}: {name} has shape {tuple(shape)}, the engine's model has "
+                f"{tuple(own.shape)}"
+            )
         if torch.promote_types(own.dtype, getattr(torch, dtype)) != own.dtype:
-            return f"weights version {manifest.version}: {name} is {dtype}, the engine's model has {str(own.dtype).removeprefix('torch.')}"
+            return (
+                f"weights version {manifest.version}: {name} is {dtype}, the engine's model has "
+                f"{str(own.dtype).removeprefix('torch.')}"
+            )
         if not own.is_contiguous():
             return f"weights version {manifest.version}: the engine's {name} is not contiguous"
     return None

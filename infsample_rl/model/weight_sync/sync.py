@@ -1,4 +1,5 @@
-"""One version of the weights from the learner to an engine, over any transport: sent, checked, loaded, proved, reported.
+"""One version of the weights from the learner to an engine, over any transport: sent, checked, loaded, proved,
+reported.
 
 broadcast, cuda_ipc   send_weights on learner rank 0, receive_weights on every rollout worker, at the same time
 object_store          buckets.stream_buckets on learner rank 0, then load_published on every rollout worker
@@ -28,8 +29,8 @@ def send_weights(
 ) -> WeightSyncReport:
     """Learner rank 0: bring every rollout worker to `tensors`, one at a time, and wait until all have loaded them.
 
-    Always runs `tensors` to its end, as other ranks gather with it. RuntimeError names who refused, failed or did not answer;
-    after a refusal the link still works, after a failure it is closed.
+    Always runs `tensors` to its end, as other ranks gather with it. RuntimeError names who refused, failed or did not
+    answer; after a refusal the link still works, after a failure it is closed.
     """
     source, started, sums = iter(tensors), time.monotonic(), dict[str, int]()
     failure = None
@@ -62,7 +63,12 @@ def _offer(link: WeightLink, manifest: WeightManifest, *, with_checksum: bool) -
     """Send the manifest and hear whether it fits everywhere; RuntimeError, here and there, when it does not."""
     _check_open(link)
     link.mail.begin()
-    offer = {"version": manifest.version, "entries": manifest.entries, "num_bytes": manifest.num_bytes, "bucket_bytes": link.bucket_bytes}
+    offer = {
+        "version": manifest.version,
+        "entries": manifest.entries,
+        "num_bytes": manifest.num_bytes,
+        "bucket_bytes": link.bucket_bytes,
+    }
     link.mail.tell("offer", offer | {"with_checksum": with_checksum})
     try:
         refusals = "; ".join(answer for answer in link.mail.hear_all("answer") if answer)
@@ -77,7 +83,8 @@ def _offer(link: WeightLink, manifest: WeightManifest, *, with_checksum: bool) -
 def receive_weights(link: WeightLink, model: nn.Module, version: int) -> WeightSyncReport:
     """A rollout worker: take the weights of `version` into `model`, in place, while learner rank 0 runs send_weights.
 
-    RuntimeError when they do not fit, when another worker refused them, when the learner is gone, or for a wrong checksum.
+    RuntimeError when they do not fit, when another worker refused them, when the learner is gone, or for a wrong
+    checksum.
     """
     _check_open(link)
     mail, started = link.mail, time.monotonic()
@@ -123,9 +130,11 @@ def load_published(
     sums: dict[str, int] | None = None,
     worker: str = "rollout worker",
 ) -> WeightSyncReport:
-    """Load what stream_buckets published, in place, one bucket at a time. `sums`: the learner's checksums, where they are wanted.
+    """Load what stream_buckets published, in place, one bucket at a time. `sums`: the learner's checksums, where they
+    are wanted.
 
-    RuntimeError when the weights do not fit, are of another version than `version` (None: of any), or differ after loading.
+    RuntimeError when the weights do not fit, are of another version than `version` (None: of any), or differ after
+    loading.
     """
     started = time.monotonic()
     load_buckets(model, manifest, buckets, version)
@@ -153,4 +162,6 @@ def _check_open(link: WeightLink) -> None:
 
 def _report(manifest: WeightManifest, started: float, sums: dict[str, int]) -> WeightSyncReport:
     checksum = digest(sums) if sums else None
-    return WeightSyncReport(version=manifest.version, num_bytes=manifest.num_bytes, seconds=time.monotonic() - started, checksum=checksum)
+    return WeightSyncReport(
+        version=manifest.version, num_bytes=manifest.num_bytes, seconds=time.monotonic() - started, checksum=checksum
+    )

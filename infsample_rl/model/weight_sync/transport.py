@@ -11,7 +11,8 @@ _STORE_SPARE = 64 * 2**20
 def choose_transport(cluster: ClusterConfig) -> str:
     """local, object_store, broadcast or cuda_ipc. ValueError for cuda_ipc without a GPU that learner and engine share.
 
-    auto: local when colocated (nothing travels), broadcast where learner and engines have whole GPUs, else object_store.
+    auto: local when colocated (nothing travels), broadcast where learner and engines have whole GPUs, else
+    object_store.
     """
     if cluster.colocate:
         return "local"
@@ -23,7 +24,8 @@ def choose_transport(cluster: ClusterConfig) -> str:
 
 
 def broadcast_backend(cluster: ClusterConfig) -> str:
-    """nccl where learner rank 0 and every engine have a GPU of their own, as NCCL demands; else gloo, through host memory."""
+    """nccl where learner rank 0 and every engine have a GPU of their own, as NCCL demands; else gloo, through host
+    memory."""
     return "nccl" if cluster.learner_gpus == 1 and cluster.rollout_gpus == 1 else "gloo"
 
 
@@ -31,26 +33,34 @@ def _check_shared_gpu(cluster: ClusterConfig) -> None:
     for name in ("learner_gpus", "rollout_gpus"):
         count = {"learner_gpus": cluster.learner_gpus, "rollout_gpus": cluster.rollout_gpus}[name]
         if count == 0:
-            raise ValueError(f"cluster.{name} must be > 0 with cluster.weight_sync=cuda_ipc, got 0; without a GPU: cluster.weight_sync=object_store")
+            raise ValueError(
+                f"cluster.{name} must be > 0 with cluster.weight_sync=cuda_ipc, got 0; without a GPU: "
+                "cluster.weight_sync=object_store"
+            )
     together = cluster.learner_ranks * cluster.learner_gpus + cluster.most_rollout_workers * cluster.rollout_gpus
     if together > 1:
         raise ValueError(
-            "cluster.weight_sync=cuda_ipc needs learner and engines on one GPU: cluster.learner_ranks x learner_gpus + rollout_workers (or "
-            f"max_workers) x rollout_gpus <= 1, got {cluster.learner_ranks} x {cluster.learner_gpus:g} + {cluster.most_rollout_workers} x "
+            "cluster.weight_sync=cuda_ipc needs learner and engines on one GPU: cluster.learner_ranks x learner_gpus + "
+            "rollout_workers (or "
+            f"max_workers) x rollout_gpus <= 1, got {cluster.learner_ranks} x {cluster.learner_gpus:g} + "
+            f"{cluster.most_rollout_workers} x "
             f"{cluster.rollout_gpus:g}; "
             "the nearest that works on more GPUs is cluster.weight_sync=broadcast"
         )
 
 
 def check_object_store(num_bytes: int, capacity: int) -> None:
-    """ValueError when an object store of `capacity` bytes cannot hold one version of weights of `num_bytes` and what else is on its way.
+    """ValueError when an object store of `capacity` bytes cannot hold one version of weights of `num_bytes` and what
+    else is on its way.
 
     `num_bytes`: plan_weights(shapes_of_architecture(...)).num_bytes; `capacity`: of the node of learner rank 0.
     """
     needed = num_bytes + int(_STORE_MARGIN * num_bytes) + _STORE_SPARE
     if needed > capacity:
         raise ValueError(
-            f"Ray's object store must have >= {needed:,} bytes for cluster.weight_sync=object_store (weights {num_bytes:,}, and a tenth of "
-            f"them and {_STORE_SPARE:,} for samples), got {capacity:,}: run `ray start --head --object-store-memory={needed}` and set "
+            f"Ray's object store must have >= {needed:,} bytes for cluster.weight_sync=object_store (weights "
+            f"{num_bytes:,}, and a tenth of "
+            f"them and {_STORE_SPARE:,} for samples), got {capacity:,}: run `ray start --head "
+            f"--object-store-memory={needed}` and set "
             "cluster.address=auto, or take cluster.weight_sync=broadcast"
         )

@@ -40,8 +40,8 @@ class Listed:
 def choose_completions(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
     """What the page lists and shows; None where nothing was recorded.
 
-    {"fields": FIELDS, "rows": [[*FIELDS, components, kinds, place in texts or -1]], "texts": [[place in prompts, response]], "prompts": [...],
-    "recorded": all in the file, "random_complete": whether the random choice took all}
+    {"fields": FIELDS, "rows": [[*FIELDS, components, kinds, place in texts or -1]], "texts": [[place in prompts,
+    response]], "prompts": [...], "recorded": all in the file, "random_complete": whether the random choice took all}
     """
     listed = [_listed(place, record) for place, record in read_lines(run_dir / COMPLETIONS, notes)]
     if not listed:
@@ -53,9 +53,15 @@ def choose_completions(run_dir: Path, notes: list[str]) -> dict[str, Any] | None
     if recorded > MOST_LISTED:
         with_text = {completion.offset for completion in chosen}
         others = [completion for completion in listed if completion.offset not in with_text]
-        kept = sorted([*chosen, *random.Random(SEED).sample(others, max(0, MOST_LISTED - len(chosen)))], key=lambda completion: completion.offset)
+        kept = sorted(
+            [*chosen, *random.Random(SEED).sample(others, max(0, MOST_LISTED - len(chosen)))],
+            key=lambda completion: completion.offset,
+        )
     prompts, texts, places = _read_texts(run_dir / COMPLETIONS, chosen)
-    rows = [[*item.values, item.components, "".join(sorted(kind[0] for kind in item.kinds)), places.get(item.offset, -1)] for item in kept]
+    rows = [
+        [*item.values, item.components, "".join(sorted(kind[0] for kind in item.kinds)), places.get(item.offset, -1)]
+        for item in kept
+    ]
     return {
         "fields": [*FIELDS, "components", "kinds", "text"],
         "rows": rows,
@@ -67,7 +73,11 @@ def choose_completions(run_dir: Path, notes: list[str]) -> dict[str, Any] | None
 
 
 def _listed(place: int, record: Record) -> Listed:
-    values = [record["step"], *(number(record.get(name)) for name in FIELDS[1:-1]), str(record.get("finish_reason", ""))]
+    values = [
+        record["step"],
+        *(number(record.get(name)) for name in FIELDS[1:-1]),
+        str(record.get("finish_reason", "")),
+    ]
     components = record.get("components")
     parts = {str(name): number(value) for name, value in components.items()} if isinstance(components, dict) else {}
     texts = [len(str(record.get(name, ""))) for name in ("prompt", "response")]
@@ -75,7 +85,8 @@ def _listed(place: int, record: Record) -> Listed:
 
 
 def _mark_best_and_worst(listed: list[Listed]) -> None:
-    """Of each step whose rewards differ, by reward; of equal ones that whose advantage is furthest from 0: the rare success, the rare failure."""
+    """Of each step whose rewards differ, by reward; of equal ones that whose advantage is furthest from 0: the rare
+    success, the rare failure."""
     by_step: dict[int, list[Listed]] = {}
     for completion in listed:
         if completion.values[3] is not None:

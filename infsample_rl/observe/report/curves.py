@@ -1,4 +1,5 @@
-"""Metrics as charts: which belong together, with titles and units, thinned so that a run of any length is drawn by a few hundred points."""
+"""Metrics as charts: which belong together, with titles and units, thinned so that a run of any length is drawn by a
+few hundred points."""
 
 from __future__ import annotations
 
@@ -29,8 +30,15 @@ class Curve:
 
 LEARNING = (
     Curve("Reward", "reward", {"reward/mean": "mean of the step's samples"}, spread="reward/std"),
-    Curve("Held-out accuracy", "share", {"eval/accuracy": "all samples", "eval/pass@1": "first sample of each problem"}),
-    Curve("Response length", "tokens", {"response/length_mean": "mean", "response/length_max": "longest"}, spread="response/length_std"),
+    Curve(
+        "Held-out accuracy", "share", {"eval/accuracy": "all samples", "eval/pass@1": "first sample of each problem"}
+    ),
+    Curve(
+        "Response length",
+        "tokens",
+        {"response/length_mean": "mean", "response/length_max": "longest"},
+        spread="response/length_std",
+    ),
     Curve(
         "Signal",
         "share",
@@ -41,11 +49,20 @@ LEARNING = (
 )
 POLICY = (
     Curve("Entropy", "nats per token", {"learner/entropy": "policy"}),
-    Curve("KL to the reference", "nats per token", {"learner/kl": "policy from reference"}, note="0 where the objective has no KL term"),
+    Curve(
+        "KL to the reference",
+        "nats per token",
+        {"learner/kl": "policy from reference"},
+        note="0 where the objective has no KL term",
+    ),
     Curve(
         "Mismatch of engine and learner",
         "nats",
-        {"learner/logprob_diff_mean": "mean difference", "learner/logprob_diff_max": "largest difference", "learner/logprob_diff_k3": "KL (k3)"},
+        {
+            "learner/logprob_diff_mean": "mean difference",
+            "learner/logprob_diff_max": "largest difference",
+            "learner/logprob_diff_k3": "KL (k3)",
+        },
         note="log-probabilities of the same tokens, computed by both",
         log=True,
     ),
@@ -53,7 +70,12 @@ POLICY = (
     Curve("Gradient norm", "norm", {"learner/grad_norm": "before clipping"}),
     Curve("Learning rate", "rate", {"learner/lr": "learning rate"}),
     Curve("Clipped", "share of tokens", {"learner/clip_fraction": "outside the clip range"}, only_if_not_zero=True),
-    Curve("Effective sample size", "share", {"learner/engine_ess": "of importance weights"}, note="1: engine and learner agree"),
+    Curve(
+        "Effective sample size",
+        "share",
+        {"learner/engine_ess": "of importance weights"},
+        note="1: engine and learner agree",
+    ),
 )
 SPEED = (
     Curve("Speed of sampling", "tokens/s", {"timing/tokens_per_s": "all rollout workers"}),
@@ -71,7 +93,12 @@ PREDICTOR = (
         note="0.7: off by a factor of two; of samples that ended by themselves",
     ),
     Curve("Error in tokens", "tokens", {"predictor/token_error": "first prediction"}),
-    Curve("Order within a prompt", "Kendall's tau", {"predictor/tau": "first prediction"}, note="1: the right order; 0: no better than chance"),
+    Curve(
+        "Order within a prompt",
+        "Kendall's tau",
+        {"predictor/tau": "first prediction"},
+        note="1: the right order; 0: no better than chance",
+    ),
     Curve(
         "Decode steps that predictions save",
         "running steps",
@@ -79,12 +106,17 @@ PREDICTOR = (
         note="above 0 for long enough: predictions are used",
     ),
     Curve("Predictions in use", "1: yes", {"predictor/used": "in the step"}),
-    Curve("Time spent on predicting", "s", {"predictor/seconds": "a step, slowest worker", "predictor/fit_seconds": "the driver's fit after it"}),
+    Curve(
+        "Time spent on predicting",
+        "s",
+        {"predictor/seconds": "a step, slowest worker", "predictor/fit_seconds": "the driver's fit after it"},
+    ),
 )
 
 
 def charts(runs: Sequence[RunFolder], curves: Sequence[Curve]) -> list[Chart]:
-    """Those of the curves that some run has values of. One run: all metrics of a curve; several: its first one, a line a run."""
+    """Those of the curves that some run has values of. One run: all metrics of a curve; several: its first one, a line
+    a run."""
     return [chart for chart in (_chart(runs, curve) for curve in curves) if chart["lines"]]
 
 
@@ -107,7 +139,10 @@ def other_metrics(runs: Sequence[RunFolder]) -> dict[str, Chart]:
 
 def metric_names(runs: Sequence[RunFolder]) -> list[str]:
     """All metrics with a value somewhere, sorted."""
-    return sorted({name for run in runs for record in run.metrics for name, value in record.items() if value is not None} - {"step"})
+    return sorted(
+        {name for run in runs for record in run.metrics for name, value in record.items() if value is not None}
+        - {"step"}
+    )
 
 
 def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> Chart:
@@ -120,7 +155,9 @@ def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> 
             line = _line(run.metrics, name, spread, most)
             if not line or (curve.only_if_not_zero and not any(line["y"])):
                 continue
-            twin = next((other for other in lines if alone and (other["x"], other["y"]) == (line["x"], line["y"])), None)
+            twin = next(
+                (other for other in lines if alone and (other["x"], other["y"]) == (line["x"], line["y"])), None
+            )
             if twin is not None:
                 twin["label"] += f" = {label}"  # one would hide the other
             else:
@@ -131,8 +168,13 @@ def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> 
 
 
 def _line(records: Sequence[Record], name: str, spread: str | None, most: int) -> Chart:
-    """Points where the metric has a value; of a long line means over neighbours, with their lowest and highest value as a band."""
-    found = [(record["step"], record[name], record.get(spread) if spread else None) for record in records if record.get(name) is not None]
+    """Points where the metric has a value; of a long line means over neighbours, with their lowest and highest value as
+    a band."""
+    found = [
+        (record["step"], record[name], record.get(spread) if spread else None)
+        for record in records
+        if record.get(name) is not None
+    ]
     if not found:
         return {}
     size = -(-len(found) // most)

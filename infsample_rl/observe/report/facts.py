@@ -32,8 +32,14 @@ def settings_rows(run: RunFolder) -> list[list[Any]]:
 
 def setting_differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """[name, value of each run] of the settings that are not equal in all, where the run wrote itself apart."""
-    names = dict.fromkeys(f"{section}.{key}" for run in runs for section, values in run.settings.items() for key in values)
-    rows = [[name, *(text_of(run.setting(name)) if _has(run, name) else ABSENT for run in runs)] for name in names if name != "run.dir"]
+    names = dict.fromkeys(
+        f"{section}.{key}" for run in runs for section, values in run.settings.items() for key in values
+    )
+    rows = [
+        [name, *(text_of(run.setting(name)) if _has(run, name) else ABSENT for run in runs)]
+        for name in names
+        if name != "run.dir"
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
@@ -46,14 +52,20 @@ def version_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
 def figure_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """[name, value of each run]: what came out."""
     figures = [_figures(run) for run in runs]
-    return [[name, *(found[name] for found in figures)] for name in figures[0] if any(found[name] != ABSENT for found in figures)]
+    return [
+        [name, *(found[name] for found in figures)]
+        for name in figures[0]
+        if any(found[name] != ABSENT for found in figures)
+    ]
 
 
 def headline(run: RunFolder) -> list[list[str]]:
     """[name, value, what it is] of the few figures at the top of the page."""
     steps = [record for record in run.metrics if record["step"] > 0]
     _, accuracies = series(run.metrics, "eval/accuracy")
-    cards = [["steps", f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}"), state(run)]]
+    cards = [
+        ["steps", f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}"), state(run)]
+    ]
     for title, values, form in (
         ("held-out accuracy", accuracies, "{:.3f}"),
         ("reward", series(steps, "reward/mean")[1], "{:.3f}"),
@@ -61,7 +73,11 @@ def headline(run: RunFolder) -> list[list[str]]:
     ):
         if values:
             first, last, n = (values[0], values[-1], 1) if title == "held-out accuracy" else ends(values)
-            before = "only measured once" if len(values) == 1 else f"was {form.format(first)}" + (f"; means of {n} steps" if n > 1 else "")
+            before = (
+                "only measured once"
+                if len(values) == 1
+                else f"was {form.format(first)}" + (f"; means of {n} steps" if n > 1 else "")
+            )
             cards.append([title, form.format(last), before])
     seconds = series(steps, "timing/step")[1]
     if seconds:
@@ -99,7 +115,8 @@ def description(run: RunFolder) -> str:
 
 
 def _kv_memory(run: RunFolder) -> str:
-    """What the settings say of the memory of KV: a budget, else slots; nothing for a schedule that has it for every sample."""
+    """What the settings say of the memory of KV: a budget, else slots; nothing for a schedule that has it for every
+    sample."""
     slots, tokens, given = (run.setting(f"rollout.{name}") for name in ("slots", "kv_budget_tokens", "kv_budget_bytes"))
     if run.setting("rollout.schedule") == "full_group":
         return ""
@@ -120,7 +137,10 @@ def _figures(run: RunFolder) -> dict[str, str]:
     steps = [record for record in records if record["step"] > 0]
     samples = (run.setting("data.prompts_per_step"), run.setting("rollout.group_size"))
     whole = all(isinstance(count, int) for count in samples)
-    last = {name: series(steps, name)[1][-1:] for name in ("learner/entropy", "learner/kl", "learner/logprob_diff_mean", "predictor/tau")}
+    last = {
+        name: series(steps, name)[1][-1:]
+        for name in ("learner/entropy", "learner/kl", "learner/logprob_diff_mean", "predictor/tau")
+    }
     peaks = [max(series(steps, name)[1], default=None) for name in ("rollout/peak_kv_bytes", "rollout/kv_pool_bytes")]
     seconds = series(steps, "timing/step")[1]
     figures = {

@@ -8,19 +8,27 @@ from typing import Any
 from infsample_rl.observe.report.curves import Chart, Curve, charts, metric_names
 from infsample_rl.observe.report.run_folder import Record, RunFolder, number
 
-KV = Curve("KV cache of a rollout worker", "bytes", {"rollout/peak_kv_bytes": "most held at a time", "rollout/kv_pool_bytes": "the pool"})
+KV = Curve(
+    "KV cache of a rollout worker",
+    "bytes",
+    {"rollout/peak_kv_bytes": "most held at a time", "rollout/kv_pool_bytes": "the pool"},
+)
 TRAFFIC = Curve("Weights to the engines", "bytes", {"weight_sync/bytes": "a version"})
 
 
 def memory_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     """The KV pool, every metric named memory/..., and what a version of the weights weighs."""
     names = [name for name in metric_names(runs) if name.startswith("memory/")]
-    measured = [Curve(_words(name), "bytes" if name.endswith("bytes") else name.rsplit("_", 1)[-1], {name: "measured"}) for name in names]
+    measured = [
+        Curve(_words(name), "bytes" if name.endswith("bytes") else name.rsplit("_", 1)[-1], {name: "measured"})
+        for name in names
+    ]
     return charts(runs, [KV, *measured, TRAFFIC])
 
 
 HOST_NOTE = (
-    "On the CPU measured is all that a process takes after its model is loaded: beside what is planned some 10 to 20 MB of Python objects, of Ray "
+    "On the CPU measured is all that a process takes after its model is loaded: beside what is planned some 10 to 20 "
+    "MB of Python objects, of Ray "
     "and of the allocator. They count where a model is as small as this one."
 )
 SMALL = 200e6  # bytes of a plan's sum below which they do
@@ -28,12 +36,17 @@ SMALL = 200e6  # bytes of a plan's sum below which they do
 
 def plan_note(run: RunFolder) -> str:
     """What to know where predicted and measured stand side by side; "" where nothing is."""
-    small = [process for process in _processes(run) if not process.get("gpus") and (number(process.get("sum_bytes")) or SMALL) < SMALL]
+    small = [
+        process
+        for process in _processes(run)
+        if not process.get("gpus") and (number(process.get("sum_bytes")) or SMALL) < SMALL
+    ]
     return HOST_NOTE if small else ""
 
 
 def plan_table(run: RunFolder) -> list[Record]:
-    """plan.json, checked: [{"role", "lines": [[name, bytes]], "sum", "measured": [[metric, highest value]]}]. A role's metrics name it."""
+    """plan.json, checked: [{"role", "lines": [[name, bytes]], "sum", "measured": [[metric, highest value]]}]. A role's
+    metrics name it."""
     return [_process(process, run) for process in _processes(run)]
 
 
@@ -50,11 +63,15 @@ def _process(process: Record, run: RunFolder) -> Record:
 
 
 def _measured(role: str, run: RunFolder) -> list[list[Any]]:
-    """The highest value over the run of every metric memory/... in bytes that names the role, or both that share a process."""
-    roles = ("learner", "rollout") if role == "colocated" else role.split()[:1]  # "rollout worker 0" is measured by memory/rollout_peak_bytes
+    """The highest value over the run of every metric memory/... in bytes that names the role, or both that share a
+    process."""
+    # "rollout worker 0" is measured by memory/rollout_peak_bytes
+    roles = ("learner", "rollout") if role == "colocated" else role.split()[:1]
     measured = [name for name in metric_names([run]) if name.startswith("memory/") and name.endswith("bytes")]
     names = [name for name in measured if any(each in name for each in roles)]
-    return [[_words(name), max(record[name] for record in run.metrics if record.get(name) is not None)] for name in names]
+    return [
+        [_words(name), max(record[name] for record in run.metrics if record.get(name) is not None)] for name in names
+    ]
 
 
 def _words(name: str) -> str:

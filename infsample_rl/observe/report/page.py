@@ -1,8 +1,8 @@
 """What is on the page, as plain values, and the page as one HTML file.
 
-Everything a model wrote reaches the browser as JSON in a script element of type application/json, in which `<` is written \\u003c, and is put
-on the page as text nodes by assets/*.js. The page's content security policy allows its own script and style, by their hashes, and
-nothing else: no network, no inline handlers.
+Everything a model wrote reaches the browser as JSON in a script element of type application/json, in which `<` is
+written \\u003c, and is put on the page as text nodes by assets/*.js. The page's content security policy allows its own
+script and style, by their hashes, and nothing else: no network, no inline handlers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,24 @@ from importlib.resources import files
 from typing import Any
 
 from infsample_rl.observe.report.completions import choose_completions
-from infsample_rl.observe.report.curves import LEARNING, POLICY, PREDICTOR, SPEED, charts, component_curves, other_metrics
-from infsample_rl.observe.report.facts import description, figure_rows, headline, setting_differences, settings_rows, state, version_rows
+from infsample_rl.observe.report.curves import (
+    LEARNING,
+    POLICY,
+    PREDICTOR,
+    SPEED,
+    charts,
+    component_curves,
+    other_metrics,
+)
+from infsample_rl.observe.report.facts import (
+    description,
+    figure_rows,
+    headline,
+    setting_differences,
+    settings_rows,
+    state,
+    version_rows,
+)
 from infsample_rl.observe.report.memory import memory_charts, plan_note, plan_table
 from infsample_rl.observe.report.run_folder import RunFolder
 from infsample_rl.observe.report.step_phases import phase_chart, traced_steps
@@ -35,7 +51,16 @@ def page_of(runs: Sequence[RunFolder]) -> Page:
         "title": runs[0].name if alone else f"{len(runs)} runs compared",
         "description": description(runs[0]) if alone else "",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "runs": [{"label": run.label, "name": run.name, "folder": str(run.path), "state": state(run), "warnings": run.warnings} for run in runs],
+        "runs": [
+            {
+                "label": run.label,
+                "name": run.name,
+                "folder": str(run.path),
+                "state": state(run),
+                "warnings": run.warnings,
+            }
+            for run in runs
+        ],
         "learning": charts(runs, [*LEARNING, *component_curves(runs)]),
         "policy": charts(runs, POLICY),
         "speed": charts(runs, SPEED),
@@ -65,7 +90,8 @@ def _detail(run: RunFolder) -> Page:
 
 
 def _guarded(name: str, notes: list[str], read: Callable[[], Any]) -> Any:
-    """What `read` returns; None, said in a note, when the file holds what nobody has thought of: the rest of the page is of use without it."""
+    """What `read` returns; None, said in a note, when the file holds what nobody has thought of: the rest of the page
+    is of use without it."""
     try:
         return read()
     except Exception as error:
@@ -78,13 +104,18 @@ def render(page: Page) -> str:
     assets = files("infsample_rl.observe.report") / "assets"
     style = (assets / "page.css").read_text(encoding="utf-8")
     script = "'use strict';\n" + "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    )
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="light dark">\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
         f"<title>{html.escape(page['title'])}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         "<noscript>This page draws itself with the script it holds; allow scripts to see it.</noscript>\n"
-        f'<script type="application/json" id="page">{embedded(page)}</script>\n<script>{script}</script>\n</body>\n</html>\n'
+        f'<script type="application/json" id="page">{embedded(page)}</script>\n'
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
 

@@ -1,4 +1,5 @@
-"""A run folder as it is found: whole, half-written, of a run that goes on or of one that died. What cannot be read is said, never raised."""
+"""A run folder as it is found: whole, half-written, of a run that goes on or of one that died. What cannot be read is
+said, never raised."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from infsample_rl.observe.records import parse_record
 
 Record = dict[str, Any]
 
-CONFIG, METRICS, COMPLETIONS, SAMPLES, TRACE = "config.yaml", "metrics.jsonl", "completions.jsonl", "samples.jsonl", "trace.json"
+CONFIG, METRICS, COMPLETIONS, SAMPLES, TRACE = (
+    "config.yaml",
+    "metrics.jsonl",
+    "completions.jsonl",
+    "samples.jsonl",
+    "trace.json",
+)
 VERSIONS, PLAN, LOG, WARNINGS = "versions.json", "plan.json", "run.log", "warnings.jsonl"
 SIGNS = (CONFIG, METRICS, COMPLETIONS, LOG)  # one of them makes a folder a run's
 WARNINGS_SHOWN = 12
@@ -23,7 +30,8 @@ WARNINGS_SHOWN = 12
 
 @dataclass(kw_only=True, slots=True)
 class RunFolder:
-    """What small files of a run hold. The large ones (completions, samples, trace) are read by those who choose from them."""
+    """What small files of a run hold. The large ones (completions, samples, trace) are read by those who choose from
+    them."""
 
     path: Path
     label: str  # tells it from the other runs on the page
@@ -81,7 +89,8 @@ def read_run(path: Path, label: str | None = None) -> RunFolder:
 
 
 def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
-    """The records of a JSON lines file, each with its place in bytes; missing files and lines that are none are added to `notes`."""
+    """The records of a JSON lines file, each with its place in bytes; missing files and lines that are none are added
+    to `notes`."""
     damaged, whole, place, is_last = 0, 0, 0, False
     try:
         with path.open("rb") as file:
@@ -105,14 +114,20 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
 def number(value: Any) -> float | None:
     """`value` if it is a finite number, else None."""
     try:
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
+        return (
+            value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
+        )
     except OverflowError:  # a whole number of hundreds of digits
         return None
 
 
 def _numbers(records: Iterator[tuple[int, Record]]) -> list[Record]:
     """In the order of steps; of two records of one step the later one counts."""
-    by_step = {record["step"]: {name: number(value) for name, value in record.items()} for _, record in records if record["step"] >= 0}
+    by_step = {
+        record["step"]: {name: number(value) for name, value in record.items()}
+        for _, record in records
+        if record["step"] >= 0
+    }
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -1,4 +1,5 @@
-"""Where a step's time goes: its phases over the run from metrics, and for the steps in trace.json every worker's phases and the critical path."""
+"""Where a step's time goes: its phases over the run from metrics, and for the steps in trace.json every worker's phases
+and the critical path."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MOST_WORKERS = 48
 
 
 def phase_chart(run: RunFolder) -> Chart | None:
-    """Seconds of a step, stacked; None where no step has them. With run.max_staleness=1 sampling is beside the update: lines, not a stack."""
+    """Seconds of a step, stacked; None where no step has them. With run.max_staleness=1 sampling is beside the update:
+    lines, not a stack."""
     steps = [record for record in run.metrics if record.get("timing/step") is not None]
     steps = steps[:: -(-len(steps) // MOST_POINTS)] if steps else []
     if not steps:
@@ -36,21 +38,37 @@ def phase_chart(run: RunFolder) -> Chart | None:
     parts = {label: [record.get(name) or 0.0 for record in steps] for name, label in PARTS.items()}
     whole = [record["timing/step"] for record in steps]
     if not overlaps:
-        parts["the rest: driver, records"] = [max(0.0, total - sum(values)) for total, *values in zip(whole, *parts.values(), strict=True)]
+        parts["the rest: driver, records"] = [
+            max(0.0, total - sum(values)) for total, *values in zip(whole, *parts.values(), strict=True)
+        ]
     lines = [
-        {"label": label, "colour": place, "x": [record["step"] for record in steps], "y": [short(value) for value in values]}
+        {
+            "label": label,
+            "colour": place,
+            "x": [record["step"] for record in steps],
+            "y": [short(value) for value in values],
+        }
         for place, (label, values) in enumerate(parts.items())
         if any(values)
     ]
     if overlaps:
-        lines.append({"label": "the step", "colour": len(parts), "x": [record["step"] for record in steps], "y": [short(value) for value in whole]})
+        lines.append(
+            {
+                "label": "the step",
+                "colour": len(parts),
+                "x": [record["step"] for record in steps],
+                "y": [short(value) for value in whole],
+            }
+        )
     return {"title": "Phases of a step", "unit": "s", "note": "", "log": False, "stack": not overlaps, "lines": lines}
 
 
 def traced_steps(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
-    """The newest steps of trace.json: {"names": phase names, "steps": [{"step", "seconds", "workers", "bars", "path", "line"}]}; None: none there.
+    """The newest steps of trace.json: {"names": phase names, "steps": [{"step", "seconds", "workers", "bars", "path",
+    "line"}]}; None: none there.
 
-    A bar is [worker, name, start, seconds, depth], of the path [worker or -1, name, start, seconds]; times in seconds of the step.
+    A bar is [worker, name, start, seconds, depth], of the path [worker or -1, name, start, seconds]; times in seconds
+    of the step.
     """
     try:
         events = json.loads((run_dir / TRACE).read_text(encoding="utf-8"))
@@ -84,7 +102,9 @@ def _by_step(events: list[dict[str, Any]]) -> dict[int, list[tuple[str, int, Pha
     return steps
 
 
-def _draw(step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, int], most: int) -> dict[str, Any] | None:
+def _draw(
+    step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, int], most: int
+) -> dict[str, Any] | None:
     whole = next((phase for role, _, phase in events if role == "driver" and phase.name == f"step {step}"), None)
     if whole is None:
         return None
@@ -93,7 +113,11 @@ def _draw(step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, 
         if phase.name not in (IDLE, whole.name) and phase.start < whole.end and phase.end > whole.start:
             by_worker[role, process].append(phase)
     path = critical_path(
-        intervals_of(WorkerPhases(role, process, "", phases, whole.end) for (role, process), phases in by_worker.items()), whole.start, whole.end
+        intervals_of(
+            WorkerPhases(role, process, "", phases, whole.end) for (role, process), phases in by_worker.items()
+        ),
+        whole.start,
+        whole.end,
     )
     on_path = {interval.worker for interval in path}
     order = sorted(by_worker, key=lambda key: key[1])  # process numbers go by role
@@ -101,7 +125,13 @@ def _draw(step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, 
     order = [key for key in order if key in kept]
     place = {f"{role} {process}": index for index, (role, process) in enumerate(order)}
     bars = [
-        [index, _number_of(phase.name, names), round(phase.start - whole.start, 4), round(phase.end - phase.start, 4), depth]
+        [
+            index,
+            _number_of(phase.name, names),
+            round(phase.start - whole.start, 4),
+            round(phase.end - phase.start, 4),
+            depth,
+        ]
         for index, key in enumerate(order)
         for phase, depth in _with_depth(by_worker[key])
     ]
@@ -114,7 +144,12 @@ def _draw(step: int, events: Sequence[tuple[str, int, Phase]], names: dict[str, 
         "left_out": len(by_worker) - len(order),
         "bars": bars,
         "path": [
-            [place.get(part.worker, -1), _number_of(part.name, names), round(part.start - whole.start, 4), round(part.end - part.start, 4)]
+            [
+                place.get(part.worker, -1),
+                _number_of(part.name, names),
+                round(part.start - whole.start, 4),
+                round(part.end - part.start, 4),
+            ]
             for part in path
         ],
         "line": path_line([interval._replace(worker=_worker_name(interval.worker)) for interval in path]),
@@ -140,6 +175,7 @@ def _worker_names(order: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def _worker_name(worker: str) -> str:
-    """ "rollout 100002" -> "rollout 1": a process number of the trace is (place of the role) x MOST_OF_A_ROLE + index + 1."""
+    """ "rollout 100002" -> "rollout 1": a process number of the trace is (place of the role) x MOST_OF_A_ROLE + index +
+    1."""
     role, _, process = worker.rpartition(" ")
     return worker if not role else role if role == "driver" else f"{role} {(int(process) - 1) % MOST_OF_A_ROLE}"

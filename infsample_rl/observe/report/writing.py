@@ -11,7 +11,8 @@ from infsample_rl.observe.report.run_folder import read_run
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> list[str]:
-    """Write the page of one run, or of several compared, in one move; returns what was missing or damaged. ValueError for folders without a run."""
+    """Write the page of one run, or of several compared, in one move; returns what was missing or damaged. ValueError
+    for folders without a run."""
     runs = [read_run(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
     page = page_of(runs)
     partial = out.with_name(f".{out.name}.tmp")
@@ -22,7 +23,8 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> list[str]:
 
 
 def labels(run_dirs: Sequence[Path]) -> list[str]:
-    """Folder names, with as many of their parents as tell them apart: a/x, b/x -> "a/x", "b/x"; a/x, a/y -> "x", "y"."""
+    """Folder names, with as many of their parents as tell them apart: a/x, b/x -> "a/x", "b/x"; a/x, a/y -> "x",
+    "y"."""
     parts = [path.resolve().parts for path in run_dirs]
     for count in range(1, max(map(len, parts)) + 1):
         found = ["/".join(part[-count:]) for part in parts]

@@ -1,6 +1,7 @@
 """MLflow: metrics, settings as parameters, pictures, and at the end config.yaml and the samples as artifacts.
 
-Written with MlflowClient, without MLflow's active run of the process: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
+Written with MlflowClient, without MLflow's active run of the process:
+https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from infsample_rl.observe.trackers.tracker import kept_id
 ARTIFACTS = ("config.yaml", "completions.jsonl", "reward_curve.png")
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
 MOST_PARAMETERS = 100  # in a request
-PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}  # its own would wait for minutes
+# its own would wait for minutes
+PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 def check_mlflow(uri: str) -> None:
     """ValueError, in one line, where MLflow is not installed."""
     if importlib.util.find_spec("mlflow") is None:
-        raise ValueError(f"logging.mlflow={uri} needs MLflow, which is not installed: pip install infsample_rl[mlflow], or leave logging.mlflow out")
+        raise ValueError(
+            f"logging.mlflow={uri} needs MLflow, which is not installed: pip install infsample_rl[mlflow], or leave "
+            "logging.mlflow out"
+        )
 
 
 class MlflowTracker:
     """A run of the experiment logging.wandb_project at the tracking URI logging.mlflow; its id is in run_dir/mlflow_id.
 
-    Raises ValueError when the place cannot be reached at start. Later failures end the tracking with one warning, not the run.
+    Raises ValueError when the place cannot be reached at start. Later failures end the tracking with one warning, not
+    the run.
     """
 
     def __init__(self, config: Config, run_dir: Path, start_step: int) -> None:
@@ -59,7 +65,11 @@ class MlflowTracker:
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         run_id = self._client.create_run(experiment_id, run_name=config.run.name).info.run_id
         path.write_text(run_id + "\n", encoding="utf-8")
-        settings = {f"{section}.{key}": value for section, keys in dataclasses.asdict(config).items() for key, value in keys.items()}
+        settings = {
+            f"{section}.{key}": value
+            for section, keys in dataclasses.asdict(config).items()
+            for key, value in keys.items()
+        }
         params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in settings.items()]
         for first in range(0, len(params), MOST_PARAMETERS):
             self._client.log_batch(run_id, params=params[first : first + MOST_PARAMETERS])
@@ -70,7 +80,9 @@ class MlflowTracker:
             from mlflow.entities import Metric
 
             now = int(time.time() * 1000)
-            client.log_batch(self._run_id, metrics=[Metric(mlflow_name(name), value, now, step) for name, value in values.items()])
+            client.log_batch(
+                self._run_id, metrics=[Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
+            )
 
         self._try(send)
 

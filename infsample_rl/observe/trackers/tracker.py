@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 COMPLETION_COLUMNS = [
-    "step", "prompt_index", "sample_index", "prompt", "response", "reward", "components", "advantage", "length", "finish_reason", "policy_version",
+    "step", "prompt_index", "sample_index", "prompt", "response", "reward", "components", "advantage", "length",
+    "finish_reason", "policy_version",
 ]  # fmt: skip
 
 
@@ -28,7 +29,8 @@ class Tracker(Protocol):
 
 
 def kept_id(path: Path, start_step: int) -> str | None:
-    """The id that a tracker gave this run: kept in the run folder, so that a resumed run (start_step > 0) goes on under it."""
+    """The id that a tracker gave this run: kept in the run folder, so that a resumed run (start_step > 0) goes on under
+    it."""
     return path.read_text(encoding="utf-8").strip() or None if start_step > 0 and path.exists() else None
 
 

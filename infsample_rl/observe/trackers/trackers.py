@@ -1,4 +1,5 @@
-"""Where else a run's metrics go: W&B, TensorBoard and MLflow behind the same few calls, each imported only when it is used."""
+"""Where else a run's metrics go: W&B, TensorBoard and MLflow behind the same few calls, each imported only when it is
+used."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def check_trackers(config: Config) -> str:
 
 
 def start_trackers(config: Config, run_dir: Path, start_step: int) -> list[Tracker]:
-    """Those that the settings ask for. ValueError for one that cannot be had; nothing is written before all settings are looked at."""
+    """Those that the settings ask for. ValueError for one that cannot be had; nothing is written before all settings
+    are looked at."""
     from infsample_rl.observe.trackers.mlflow_tracker import MlflowTracker
     from infsample_rl.observe.trackers.tensorboard_tracker import TensorboardTracker
     from infsample_rl.observe.trackers.wandb_tracker import WandbTracker

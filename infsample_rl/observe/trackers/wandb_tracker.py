@@ -14,13 +14,15 @@ from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import GROUPS
 from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
 
-PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # of the public server, the older name and the one since 0.31
+# of the public server, the older name and the one since 0.31
+PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
 
 
 def wandb_mode(choice: str) -> str:
-    """online, offline or disabled, for logging.wandb; auto follows WANDB_MODE, else is online with a key and offline without.
+    """online, offline or disabled, for logging.wandb; auto follows WANDB_MODE, else is online with a key and offline
+    without.
 
     Raises ValueError for online without a key: W&B would stop and ask for one.
     """
@@ -29,7 +31,9 @@ def wandb_mode(choice: str) -> str:
         if choice not in ("online", "offline", "disabled"):
             raise ValueError(f"WANDB_MODE must be one of online, offline, disabled, got {choice!r}")
     if choice == "online" and not has_wandb_key():
-        raise ValueError("logging.wandb=online needs a key: set WANDB_API_KEY, run `wandb login`, or use logging.wandb=offline")
+        raise ValueError(
+            "logging.wandb=online needs a key: set WANDB_API_KEY, run `wandb login`, or use logging.wandb=offline"
+        )
     return choice
 
 
@@ -68,11 +72,15 @@ class WandbTracker:
         try:
             self._run.finish(exit_code=1 if failed else 0)
         except TimeoutError:
-            self.said.append(f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync {self._run.settings.sync_dir}")
+            self.said.append(
+                f"W&B did not take all data within {FINISH_TIMEOUT_S:.0f} s; to send the rest: wandb sync "
+                f"{self._run.settings.sync_dir}"
+            )
 
 
 def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[Any, str]:
-    """Start a W&B run, online or offline. Returns it and, when online did not work and it went offline, the reason (else "")."""
+    """Start a W&B run, online or offline. Returns it and, when online did not work and it went offline, the reason
+    (else "")."""
     import wandb
 
     reason, quiet = "", wandb.Settings(silent=True)
@@ -86,7 +94,8 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
         wandb.teardown()  # the failed run still holds the id
         wandb.setup(quiet)
         run = init_wandb(config, run_dir, "offline", run_id)
-    # The step is a value like any other: after a resume, rows given as step= that are older than the last one are dropped.
+    # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
+    # dropped.
     run.define_metric("step", hidden=True)
     for name in (*(f"{group}/*" for group in GROUPS), "completions", "timeline"):
         run.define_metric(name, step_metric="step")
@@ -122,4 +131,6 @@ def wandb_table(samples: list[dict[str, Any]]) -> Any:
     import wandb
 
     rows = [{**sample, "components": json.dumps(sample["components"])} for sample in samples]
-    return wandb.Table(columns=COMPLETION_COLUMNS, data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows])
+    return wandb.Table(
+        columns=COMPLETION_COLUMNS, data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows]
+    )

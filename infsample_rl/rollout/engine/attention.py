@@ -1,8 +1,9 @@
 """Two-part attention behind transformers' attention interface: the step arrives as the model call's keyword `pool`.
 
 A decode query attends to its prompt's KV, stored once and read once for all rows of the prompt, and to its own response
-KV; the parts are merged by log-sum-exp. Rows and the query heads of one kv head fold into one block of queries, so grouped
-heads are never expanded. Letters: R rows, H kv heads, N query heads per kv head, D head size, T new tokens, K keys.
+KV; the parts are merged by log-sum-exp. Rows and the query heads of one kv head fold into one block of queries, so
+grouped heads are never expanded. Letters: R rows, H kv heads, N query heads per kv head, D head size, T new tokens, K
+keys.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ class ExtendStep:
     """Consecutive tokens of one sequence: a prompt, a part of a long one, or the tokens of a preempted sample again."""
 
     kv: PagedKV
-    past: list[tuple[torch.Tensor, int]]  # (pages, tokens) that every new token sees: the prompt, earlier tokens of the sequence
+    # (pages, tokens) that every new token sees: the prompt, earlier tokens of the sequence
+    past: list[tuple[torch.Tensor, int]]
     token_index: torch.Tensor  # [T], where the new tokens' KV goes
 
-    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """query [1, H N, T, D], keys and values [1, H, T, D] -> [1, T, H N, D]."""
         self.kv.write_run(layer, self.token_index, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         out, lse = attention_with_lse(query, keys, values, scaling, causal=True)
         for pages, num_tokens in self.past:
-            past_keys, past_values = (part[:, :num_tokens].transpose(1, 2) for part in self.kv.gather(layer, pages[None]))
+            past_keys, past_values = (
+                part[:, :num_tokens].transpose(1, 2) for part in self.kv.gather(layer, pages[None])
+            )
             out, lse = merge(out, lse, *attention_with_lse(query, past_keys, past_values, scaling))
         return out.transpose(1, 2)
 
@@ -44,7 +50,9 @@ class TokensAsRows:
 
     step: ExtendStep
 
-    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """query [T, H N, 1, D], keys and values [T, H, 1, D] -> [T, 1, H N, D]."""
         query, keys, values = (part.permute(2, 1, 0, 3) for part in (query, keys, values))
         return self.step.attend(layer, query, keys, values, scaling).transpose(0, 1)
@@ -61,7 +69,9 @@ class GatherStep:
     prompts: list[tuple[torch.Tensor, int, torch.Tensor | None]]  # (pages [1, n], tokens, rows; None: all)
     fixed_shapes: bool  # each prompt sees all R rows, one by one, and only its own are kept
 
-    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
         num_rows, num_kv_heads, _, head_dim = keys.shape
@@ -97,7 +107,9 @@ class CPUKernelStep:
     num_rows: int
     kernels: Kernels
 
-    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
         batch, num_rows = self.batch, self.num_rows
@@ -117,21 +129,31 @@ class CPUKernelStep:
 Step = ExtendStep | TokensAsRows | GatherStep | CPUKernelStep
 
 
-def _attend_folded(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [R, H, N, D] as one block of R N queries per kv head against keys [1, H, K, D], which are thus read once."""
+def _attend_folded(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [R, H, N, D] as one block of R N queries per kv head against keys [1, H, K, D], which are thus read
+    once."""
     num_rows, num_kv_heads, group, head_dim = query.shape
     folded = query.transpose(0, 1).reshape(1, num_kv_heads, num_rows * group, head_dim)
     out, lse = attention_with_lse(folded, keys, values, scaling)
-    return out.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1), lse.reshape(num_kv_heads, num_rows, group).transpose(0, 1)
+    return out.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1), lse.reshape(
+        num_kv_heads, num_rows, group
+    ).transpose(0, 1)
 
 
-def _attend_row_by_row(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [R, H, N, D] as R blocks against the same KV: a row's result does not depend on its place, as in a folded block's tail it may."""
+def _attend_row_by_row(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [R, H, N, D] as R blocks against the same KV: a row's result does not depend on its place, as in a folded
+    block's tail it may."""
     num_rows = query.shape[0]
     return attention_with_lse(query, keys.expand(num_rows, -1, -1, -1), values.expand(num_rows, -1, -1, -1), scaling)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over two sets of keys from the outputs [..., D] and log-sum-exps [...] over each."""
     # the other's share of the softmax, exp(other_lse) / (exp(lse) + exp(other_lse)); float64 because float32's
     # exponential rounds differently in a vector and in its tail, so that a row's place would show
@@ -140,24 +162,43 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: 
 
 
 def attention_with_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, mask: torch.Tensor | None = None, causal: bool = False
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and the log-sum-exp of its scores, softmax in float32.
 
-    query [B, H N, Q, D], keys and values [B, H, K, D], mask broadcastable to [B, H N, Q, K] -> [B, H N, Q, D], [B, H N, Q] float32.
+    query [B, H N, Q, D], keys and values [B, H, K, D], mask broadcastable to [B, H N, Q, K] -> [B, H N, Q, D], [B, H N,
+    Q] float32.
     """
     if query.device.type == "cpu":  # one fused call; its log-sum-exp comes transposed in memory
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling)
-    if query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256:  # flash attention takes no mask and no float32
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, False, scale=scaling)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, causal, attn_mask=mask, scale=scaling
+        )
+    # flash attention takes no mask and no float32
+    if query.dtype != torch.float32 and mask is None and query.shape[-1] <= 256:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, keys, values, 0.0, causal, False, scale=scaling
+        )
         return out, lse
     return plain_attention_with_lse(query, keys, values, scaling, mask=mask, causal=causal)
 
 
 def plain_attention_with_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, *, mask: torch.Tensor | None = None, causal: bool = False
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention_with_lse` in plain matrix products, for any device; the heads of a group fold into the queries of their kv head."""
+    """`attention_with_lse` in plain matrix products, for any device; the heads of a group fold into the queries of
+    their kv head."""
     batch, num_heads, num_queries, head_dim = query.shape
     num_kv_heads, num_keys = keys.shape[1:3]
     group = num_heads // num_kv_heads
@@ -171,9 +212,13 @@ def plain_attention_with_lse(
     if mask is not None:
         scores = scores + mask
     if causal:
-        scores = scores.masked_fill(torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1), float("-inf"))
+        scores = scores.masked_fill(
+            torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).triu(1), float("-inf")
+        )
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.unsqueeze(-1)).to(values.dtype).view(batch * num_kv_heads, group * num_queries, num_keys)
+    weights = (
+        torch.exp(scores - lse.unsqueeze(-1)).to(values.dtype).view(batch * num_kv_heads, group * num_queries, num_keys)
+    )
     return torch.bmm(weights, flat_values).view(query.shape), lse
 
 
@@ -188,7 +233,8 @@ def pool_attention(
     pool: Step,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: hands the layer's query, key and value to the step in `pool`. ValueError for attention sinks."""
+    """The registered attention function: hands the layer's query, key and value to the step in `pool`. ValueError for
+    attention sinks."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which are not supported; take e.g. Qwen3")
     return pool.attend(module.layer_idx, query, key, value, scaling), None

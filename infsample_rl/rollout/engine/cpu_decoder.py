@@ -1,7 +1,9 @@
-"""The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row, in one call of compiled code (cpu_decoder.h).
+"""The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row, in one call of compiled code
+(cpu_decoder.h).
 
-Float32 on CPU, over the model's own parameters and the KV pool's pages, which are read where they are. A row's result is bitwise the
-same whatever the batch around it, its place, its pages and the number of threads. Letters: R rows, E hidden size, D head size.
+Float32 on CPU, over the model's own parameters and the KV pool's pages, which are read where they are. A row's result
+is bitwise the same whatever the batch around it, its place, its pages and the number of threads. Letters: R rows, E
+hidden size, D head size.
 """
 
 from __future__ import annotations
@@ -46,10 +48,12 @@ class _Step(ctypes.Structure):
 
 
 class CompiledDecoder:
-    """Runs `model`'s decoder layers on the rows of a batch. Parameters may change in place, and be replaced by others of the same shape.
+    """Runs `model`'s decoder layers on the rows of a batch. Parameters may change in place, and be replaced by others
+    of the same shape.
 
-    Beside the model and the pool it holds cos and sin by place, 8 D bytes each (2 MB for 4,096 tokens at D = 64), and a workspace of
-    4 (2 E + max(E, query size) + max(query, key and value size, inner size)) bytes for every row of the largest batch so far.
+    Beside the model and the pool it holds cos and sin by place, 8 D bytes each (2 MB for 4,096 tokens at D = 64), and a
+    workspace of 4 (2 E + max(E, query size) + max(query, key and value size, inner size)) bytes for every row of the
+    largest batch so far.
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
@@ -79,11 +83,13 @@ class CompiledDecoder:
         self._row_floats = kernels.workspace_floats(ctypes.addressof(self._struct))
         self._workspace = torch.empty(0)
         rope = self.model.rotary_emb.rope_type
-        self._angles_by_row = "dynamic" in rope or rope == "longrope"  # these depend on the longest position in the step
+        # these depend on the longest position in the step
+        self._angles_by_row = "dynamic" in rope or rope == "longrope"
         self._cos = self._sin = torch.empty(0, self.head_dim)
 
     def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> torch.Tensor:
-        """Last hidden states [R, E], normed, of the newest tokens of the batch's first `num_rows` rows; their KV is written to `kv`."""
+        """Last hidden states [R, E], normed, of the newest tokens of the batch's first `num_rows` rows; their KV is
+        written to `kv`."""
         addresses = self._weights_at()
         if addresses != self._addresses:
             self._find_weights(addresses)
@@ -102,7 +108,10 @@ class CompiledDecoder:
             if not what:
                 return out
             if what != BAD_ANGLE:
-                raise ValueError(f"{BAD_INDEX[what]}[{bad}] is out of range: lengths go from 1 to what the pages hold, pages and tokens must exist")
+                raise ValueError(
+                    f"{BAD_INDEX[what]}[{bad}] is out of range: lengths go from 1 to what the pages hold, pages and "
+                    "tokens must exist"
+                )
             self._add_angles(int(batch.starts[bad] + batch.positions[bad]))
 
     def _step(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> _Step:
@@ -110,7 +119,9 @@ class CompiledDecoder:
         model, store = self._struct, kv.store
         check("kv.store", store, (2 * model.num_layers, *store.shape[1:3], model.kv_heads, model.size))
         if not 1 <= num_rows <= batch.max_rows or not batch.tokens.is_cpu:
-            raise ValueError(f"num_rows must be 1 to the batch's {batch.max_rows}, on cpu, got {num_rows} on {batch.device}")
+            raise ValueError(
+                f"num_rows must be 1 to the batch's {batch.max_rows}, on cpu, got {num_rows} on {batch.device}"
+            )
         columns = (batch.tokens, batch.starts, batch.positions, batch.tables, batch.lengths)
         prompts = (batch.prompt_tables, batch.prompt_lengths, batch.prompt_of_row)
         return _Step(
@@ -127,7 +138,10 @@ class CompiledDecoder:
 
     def _weights_at(self) -> list[int]:
         """Addresses of the weights in the order of _weight_places, 0 for one that is not there."""
-        return [0 if parameters is None or parameters[name] is None else parameters[name].data_ptr() for parameters, name, _ in self._places]
+        return [
+            0 if parameters is None or parameters[name] is None else parameters[name].data_ptr()
+            for parameters, name, _ in self._places
+        ]
 
     def _find_weights(self, addresses: list[int]) -> None:
         """Take the weights from where they lie now."""
@@ -136,7 +150,11 @@ class CompiledDecoder:
         sizes = {"E": model.hidden, "Q": query, "K": kv, "D": model.size, "I": model.inner, "V": model.vocab_size}
         for parameters, name, shape in self._places:
             if parameters is not None and parameters[name] is not None:
-                check(f"a {name} of the model", parameters[name], tuple(sizes[letter] for letter in shape[: 1 if name == "bias" else None]))
+                check(
+                    f"a {name} of the model",
+                    parameters[name],
+                    tuple(sizes[letter] for letter in shape[: 1 if name == "bias" else None]),
+                )
         self._addresses, self._layers = addresses, (ctypes.c_void_p * (len(addresses) - 2))(*addresses[2:])
         model.embedding, model.norm = addresses[:2]
         model.layers = ctypes.addressof(self._layers)
@@ -146,8 +164,12 @@ class CompiledDecoder:
         if place < 0:
             raise ValueError(f"starts and positions must be places in a sequence, got {place}")
         have = len(self._cos)
-        parts = [self._angles(torch.arange(start, start + ANGLES)) for start in range(have, max(place + 1, 2 * have), ANGLES)]
-        self._cos, self._sin = (torch.cat([old, *new]) for old, new in zip((self._cos, self._sin), zip(*parts, strict=True), strict=True))
+        parts = [
+            self._angles(torch.arange(start, start + ANGLES)) for start in range(have, max(place + 1, 2 * have), ANGLES)
+        ]
+        self._cos, self._sin = (
+            torch.cat([old, *new]) for old, new in zip((self._cos, self._sin), zip(*parts, strict=True), strict=True)
+        )
 
     def _angles(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [T, D] of `places` [T], by the model's own module."""
@@ -156,7 +178,8 @@ class CompiledDecoder:
 
 
 def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None] | None, str, str]]:
-    """The model's weights as (its module's parameters, name, shape by letters), in the order of `Layer` in cpu_decoder.h after two others.
+    """The model's weights as (its module's parameters, name, shape by letters), in the order of `Layer` in
+    cpu_decoder.h after two others.
 
     By the module's own table, so that a parameter that replaces one is seen too. None where the module does not exist.
     """
@@ -164,9 +187,19 @@ def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)  # Qwen3's
-        for norm, shape in ((layer.input_layernorm, "E"), (norms[0], "D"), (norms[1], "D"), (layer.post_attention_layernorm, "E")):
+        for norm, shape in (
+            (layer.input_layernorm, "E"),
+            (norms[0], "D"),
+            (norms[1], "D"),
+            (layer.post_attention_layernorm, "E"),
+        ):
             places.append((None if norm is None else norm._parameters, "weight", shape))
-        projections = ((attention.q_proj, "QE"), (attention.k_proj, "KE"), (attention.v_proj, "KE"), (attention.o_proj, "EQ"))
+        projections = (
+            (attention.q_proj, "QE"),
+            (attention.k_proj, "KE"),
+            (attention.v_proj, "KE"),
+            (attention.o_proj, "EQ"),
+        )
         for module, shape in (*projections, (mlp.gate_proj, "IE"), (mlp.up_proj, "IE"), (mlp.down_proj, "EI")):
             places += [(module._parameters, "weight", shape), (module._parameters, "bias", shape)]
     return places

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: model, head, drawing and book-keeping in one launch per step, for a few numbers of rows.
 
-A step reads and changes the same tensors every time, those of a RowBatch; rows behind the last lie on the scratch page. What it
-drew goes to pinned host memory with an event, so the host may read it while the next step runs. Without CUDA the same step runs
-uncaptured, which tests use. Letters: R rows, M most rows, P prompt places, V vocabulary of the model's head.
+A step reads and changes the same tensors every time, those of a RowBatch; rows behind the last lie on the scratch page.
+What it drew goes to pinned host memory with an event, so the host may read it while the next step runs. Without CUDA
+the same step runs uncaptured, which tests use. Letters: R rows, M most rows, P prompt places, V vocabulary of the
+model's head.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ WARM_UP_STEPS = 2  # before a capture: kernels are compiled and cuBLAS takes its
 
 
 def bucket_of(num_rows: int, most_rows: int) -> int:
-    """Rows that a step of `num_rows` runs: bucket_of(17, 256) -> 24; bucket_of(17, 20) -> 20; bucket_of(300, 999) -> 384."""
+    """Rows that a step of `num_rows` runs: bucket_of(17, 256) -> 24; bucket_of(17, 20) -> 20; bucket_of(300, 999) ->
+    384."""
     bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 128) * 128)
     return min(bucket, most_rows)
 
@@ -60,7 +62,8 @@ class GraphCache:
     """The graphs of a runner, kept from call to call as long as its pool and weights stay where they are."""
 
     def __init__(self, runner: Decodes) -> None:
-        self.is_used = self.uses_triton = self.compiles = False  # `check_device` sets them on CUDA; without CUDA the tests do
+        # `check_device` sets them on CUDA; without CUDA the tests do
+        self.is_used = self.uses_triton = self.compiles = False
         self._runner = runner
         self._kept: dict[tuple, DecodeGraphs] = {}
         self._weights_at: list[int] = []
@@ -92,12 +95,15 @@ class GraphCache:
                 runner.find_decoder()
             self.clear()
             self._weights_at = addresses(runner.model)
-        num_prompts, prompt_pages = (1 << (size - 1).bit_length() for size in batch.prompt_tables.shape)  # so that few sizes differ
+        # so that few sizes differ
+        num_prompts, prompt_pages = (1 << (size - 1).bit_length() for size in batch.prompt_tables.shape)
         key = (*batch.tables.shape, num_prompts, prompt_pages, sampler.settings)
         graphs = self._kept.pop(key, None)
         if graphs is None:
             own = RowBatch(*batch.tables.shape, num_prompts, prompt_pages, batch.scratch_page, batch.device)
-            graphs = DecodeGraphs(runner, own, sampler, new_workspace(runner, own) if self.uses_triton else None, compiled=self.compiles)
+            graphs = DecodeGraphs(
+                runner, own, sampler, new_workspace(runner, own) if self.uses_triton else None, compiled=self.compiles
+            )
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]
         self._kept[key] = graphs  # the last one used comes last
@@ -107,8 +113,11 @@ class GraphCache:
 class DecodeGraphs:
     """One captured step per bucket of rows, all in one memory pool, over the tensors of `batch`."""
 
-    def __init__(self, runner: Decodes, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool) -> None:
-        """`workspace` None: the runner's attention without Triton. `compiled`: torch.compile for what lies between attentions and for drawing.
+    def __init__(
+        self, runner: Decodes, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool
+    ) -> None:
+        """`workspace` None: the runner's attention without Triton. `compiled`: torch.compile for what lies between
+        attentions and for drawing.
 
         The model's parameters and KV pool must stay where they are.
         """
@@ -125,7 +134,8 @@ class DecodeGraphs:
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
         hidden_size = last_hidden_size(runner.model.config)
-        self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)  # last states of the last step
+        # last states of the last step
+        self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._is_compiled = compiled
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
@@ -155,13 +165,19 @@ class DecodeGraphs:
         return self._send_to_host()
 
     def _run(self, num_rows: int) -> None:
-        """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync, fixed shapes."""
+        """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync,
+        fixed shapes."""
         batch = self.batch
         hidden = self.runner.decode(batch, num_rows, self.workspace)
         self.hidden[:num_rows].copy_(hidden)
         for start in range(0, num_rows, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, num_rows))
-            of_rows = (self.runner.logits(hidden[rows]), batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])
+            of_rows = (
+                self.runner.logits(hidden[rows]),
+                batch.prompt_of_row[rows],
+                batch.keys[rows],
+                batch.positions[rows],
+            )
             if self._is_compiled and num_rows > 1:
                 for tensor in of_rows:  # any number of rows; one row is compiled apart in any case
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -183,7 +199,8 @@ class DecodeGraphs:
         return DrawnTensors(tokens, probs[0], probs[1] if len(probs) > 1 else None, ready)
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:
-        """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to capture without CUDA."""
+        """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to
+        capture without CUDA."""
         batch = self.batch
         kept = [(tensor, tensor.clone()) for tensor, _ in batch.moving]
         for tensor, idle in batch.moving:
@@ -213,7 +230,10 @@ class DecodeGraphs:
             try:
                 self._run(num_rows)
             except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: no compiler to be found
-                warnings.warn(f"torch.compile does not work here ({first_line(error)}); steps run uncompiled, slower", stacklevel=2)
+                warnings.warn(
+                    f"torch.compile does not work here ({first_line(error)}); steps run uncompiled, slower",
+                    stacklevel=2,
+                )
                 self._is_compiled, self._draw = False, draw_rows
                 if isinstance(self.runner.decoder, FusedDecoder):
                     self.runner.decoder.use_eager()
@@ -222,9 +242,15 @@ class DecodeGraphs:
 
 
 def draw_rows(
-    sampler: Sampler, prompt_logits: torch.Tensor, logits: torch.Tensor, prompt_of_row: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    sampler: Sampler,
+    prompt_logits: torch.Tensor,
+    logits: torch.Tensor,
+    prompt_of_row: torch.Tensor,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
 ) -> DrawnTensors:
-    """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the newest is -1."""
+    """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the
+    newest is -1."""
     of_prompt = prompt_logits.index_select(0, prompt_of_row)
     return sampler.draw(torch.where(positions[:, None] < 0, of_prompt, logits), keys, positions + 1)
 
@@ -244,7 +270,8 @@ def new_workspace(runner: Decodes, batch: RowBatch) -> Workspace:
 
 
 def why_no_graphs(runner: Decodes) -> str:
-    """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is tried."""
+    """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is
+    tried."""
     page_size, rope = runner.kv.page_size, runner.model.config.to_dict().get("rope_parameters") or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         return f"rope_type={rope['rope_type']} depends on the longest position, which the host would have to read"
@@ -255,9 +282,15 @@ def why_no_graphs(runner: Decodes) -> str:
     try:
         from infsample_rl.rollout.engine.triton_step import write_tokens  # Triton may be absent
 
-        pages, table = torch.zeros(1, page_size, 1, 16, device=runner.device), torch.zeros(1, 1, dtype=torch.int32, device=runner.device)
-        write_tokens(pages[0, :1], pages[0, :1], pages, pages, table, torch.zeros(1, dtype=torch.int64, device=runner.device))
-    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:  # absent, or no C compiler for its launchers
+        pages, table = (
+            torch.zeros(1, page_size, 1, 16, device=runner.device),
+            torch.zeros(1, 1, dtype=torch.int32, device=runner.device),
+        )
+        write_tokens(
+            pages[0, :1], pages[0, :1], pages, pages, table, torch.zeros(1, dtype=torch.int64, device=runner.device)
+        )
+    # absent, or no C compiler for its launchers
+    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return f"Triton does not work here ({first_line(error)})"
     return ""
 

@@ -32,14 +32,15 @@ class RolloutStats:
     peak_kv_bytes: int = 0  # pages held at a time, prompts included
     kv_pool_bytes: int = 0  # pages allocated
     preemptions: int = 0  # rows that had to give their pages back unfinished
-    recomputed_tokens: int = 0  # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
+    # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
+    recomputed_tokens: int = 0
     parked_tokens: int = 0  # tokens whose KV was copied out of the pool and back instead
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
 
 class DecodeLoop:
-    """Carries out what the planner plans, on the model. On CUDA a step that only repeats the one before is launched before the host
-    has read what that one drew; a token drawn for a sample that had ended is thrown away."""
+    """Carries out what the planner plans, on the model. On CUDA a step that only repeats the one before is launched
+    before the host has read what that one drew; a token drawn for a sample that had ended is thrown away."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class DecodeLoop:
         run_ahead: bool = False,
         watch: ProbeWatch | None = None,
     ) -> None:
-        """`ends_text`: whether a response's newest token completes a stop string. `fixed_rows`: every step has that many, a sample's
-        row is its slot. `run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns them."""
+        """`ends_text`: whether a response's newest token completes a stop string. `fixed_rows`: every step has that
+        many, a sample's row is its slot. `run_ahead`: launch a repeated step before reading the one before. `watch`:
+        predicts lengths and learns them."""
         self._graphs = runner.graphs.take(batch, sampler)
         self.batch = batch if self._graphs is None else self._graphs.batch
         self.runner, self.planner, self.sampler = runner, planner, sampler
@@ -110,9 +112,11 @@ class DecodeLoop:
             self._parking.clear()
 
     def _may_run_ahead(self) -> bool:
-        """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the sample leaves with
-        the next reading, which must find that token too."""
-        return self._launched is not None and all(sample is None or sample.num_tokens + 1 != sample.wait_at for sample in self._rows)
+        """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
+        sample leaves with the next reading, which must find that token too."""
+        return self._launched is not None and all(
+            sample is None or sample.num_tokens + 1 != sample.wait_at for sample in self._rows
+        )
 
     def _carry_out(self, plan: StepPlan) -> None:
         runner = self.runner
@@ -126,7 +130,9 @@ class DecodeLoop:
         for sample in plan.rebuilt:
             group = sample.group
             with phase("prefill"):
-                runner.rebuild(list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids))
+                runner.rebuild(
+                    list(sample.tokens[:-1]), sample.num_kv_tokens, sample.pages, group.pages, len(group.prompt_ids)
+                )
         if plan.rows_changed:
             self._stay_log.arrange(plan.rows, self.planner.running_steps - 1)
             self._rows = list(plan.rows)
@@ -139,7 +145,8 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def _launch(self) -> tuple[list[Sample | None], DrawnTensors, Moment | None]:
-        """Run the model and draw one token for every row; the rows, what was drawn, and what the probe takes of the step."""
+        """Run the model and draw one token for every row; the rows, what was drawn, and what the probe takes of the
+        step."""
         drawn, hidden = self._launch_graph() if self._graphs is not None else self._launch_eager()
         moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, self._rows)
         return self._rows, drawn, moment
@@ -147,7 +154,9 @@ class DecodeLoop:
     def _launch_graph(self) -> tuple[DrawnTensors, torch.Tensor]:
         batch = self.batch
         starting = {self._rows[row].group for row in batch.first_rows}
-        drawn = self._graphs.step({place: self._prompt_logits[group] for place, group in enumerate(batch.groups) if group in starting})
+        drawn = self._graphs.step(
+            {place: self._prompt_logits[group] for place, group in enumerate(batch.groups) if group in starting}
+        )
         return drawn, self._graphs.hidden[: batch.num_rows]
 
     def _launch_eager(self) -> tuple[DrawnTensors, torch.Tensor | None]:
@@ -163,7 +172,8 @@ class DecodeLoop:
         return drawn, hidden
 
     def _draw(self, rows: range, hidden: torch.Tensor | None, first: dict[int, torch.Tensor]) -> DrawnTensors:
-        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a sample any)."""
+        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a
+        sample any)."""
         place = slice(rows.start, rows.stop)
         if hidden is None:
             logits = torch.stack([first.get(row, next(iter(first.values()))) for row in rows])
@@ -185,7 +195,8 @@ class DecodeLoop:
         if moment is not None:  # before samples end or begin to wait, which predictions are for
             self.watch.read(moment)
         for row, sample in enumerate(rows):
-            if sample is None or sample.finish_reason or sample.slot < 0:  # no sample, or it had ended when this step was launched
+            # no sample, or it had ended when this step was launched
+            if sample is None or sample.finish_reason or sample.slot < 0:
                 continue
             self._append(row, sample, drawn)
             sample.finish_reason = self._finish_reason(sample)
@@ -243,7 +254,11 @@ class DecodeLoop:
     def _update_stats(self) -> None:
         planner, stats = self.planner, self.stats
         page_bytes = self.runner.page_bytes(planner.pool.page_size)
-        stats.running_steps, stats.preemptions, stats.recomputed_tokens = planner.running_steps, planner.num_preemptions, planner.recomputed_tokens
+        stats.running_steps, stats.preemptions, stats.recomputed_tokens = (
+            planner.running_steps,
+            planner.num_preemptions,
+            planner.recomputed_tokens,
+        )
         stats.parked_tokens = planner.parked_tokens
         slots = planner.most_rows if planner.policy is not None else planner.num_slots
         stats.row_utilisation = planner.num_tokens / (planner.running_steps * slots)

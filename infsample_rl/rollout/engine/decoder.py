@@ -1,8 +1,8 @@
 """The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row, in as few calls as it takes.
 
-transformers' modules spend about half of a small step in Python; here a layer is two dozen calls, over the model's own parameters,
-which are read where they are. Other architectures run through their own modules. float32 on CPU has cpu_decoder.py, where a compiler
-is and the KV is not quantised. Letters: R rows, E hidden size, D head size.
+transformers' modules spend about half of a small step in Python; here a layer is two dozen calls, over the model's own
+parameters, which are read where they are. Other architectures run through their own modules. float32 on CPU has
+cpu_decoder.py, where a compiler is and the KV is not quantised. Letters: R rows, E hidden size, D head size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 class LeanDecoder:
-    """Runs `model`'s decoder layers on [R] tokens. Construct it anew when a parameter is replaced; values may change in place."""
+    """Runs `model`'s decoder layers on [R] tokens. Construct it anew when a parameter is replaced; values may change in
+    place."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels | None) -> None:
         """`kernels` None: plain torch. Raises ValueError for a model that `supports` does not accept."""
@@ -42,9 +43,15 @@ class LeanDecoder:
     def _project(self, layer: _LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [R, E] -> query [R, heads, 1, D], keys and values [R, kv heads, 1, D], rotated."""
         normed = self._norm(hidden, layer.norm_in, layer.epsilon)
-        query, keys, values = (self._linear(normed, *weights).unflatten(1, (-1, self.head_dim)) for weights in (layer.query, layer.key, layer.value))
+        query, keys, values = (
+            self._linear(normed, *weights).unflatten(1, (-1, self.head_dim))
+            for weights in (layer.query, layer.key, layer.value)
+        )
         if layer.query_norm is not None:
-            query, keys = self._norm(query, layer.query_norm, layer.epsilon), self._norm(keys, layer.key_norm, layer.epsilon)
+            query, keys = (
+                self._norm(query, layer.query_norm, layer.epsilon),
+                self._norm(keys, layer.key_norm, layer.epsilon),
+            )
         return rotate(query, cos, sin)[:, :, None], rotate(keys, cos, sin)[:, :, None], values[:, :, None]
 
     def _finish(self, layer: _LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -69,7 +76,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels | No
     """x [R, E] @ weight [F, E].T + bias -> [R, F]."""
     if kernels is not None:
         return kernels.linear(x, weight, bias)
-    if x.device.type == "cpu" and x.dtype == torch.float32:  # with few rows BLAS reads the weights up to 2.5 times faster this way round
+    # with few rows BLAS reads the weights up to 2.5 times faster this way round
+    if x.device.type == "cpu" and x.dtype == torch.float32:
         product = torch.mm(weight, x.t()).t()
         return (product if bias is None else product + bias).contiguous()
     return F.linear(x, weight, bias)
@@ -82,10 +90,22 @@ class _LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm_in, self.norm_post = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         self.epsilon = layer.input_layernorm.variance_epsilon
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = ((module.weight, module.bias) for module in projections)
+        projections = (
+            attention.q_proj,
+            attention.k_proj,
+            attention.v_proj,
+            attention.o_proj,
+            mlp.gate_proj,
+            mlp.up_proj,
+            mlp.down_proj,
+        )
+        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = (
+            (module.weight, module.bias) for module in projections
+        )
         has_norms = hasattr(attention, "q_norm")  # Qwen3's
-        self.query_norm, self.key_norm = (attention.q_norm.weight, attention.k_norm.weight) if has_norms else (None, None)
+        self.query_norm, self.key_norm = (
+            (attention.q_norm.weight, attention.k_norm.weight) if has_norms else (None, None)
+        )
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
 
 

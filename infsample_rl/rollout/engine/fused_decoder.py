@@ -1,8 +1,9 @@
 """The decoder stack of Llama, Qwen2 and Qwen3 for one new token of every row on CUDA: few, large kernels.
 
-All that lies between two attentions is one function, which torch.compile turns into four matrix products and a kernel between each
-two. Weights are its arguments, so one compilation serves all layers. Steps of up to 64 rows in bfloat16 or float16 run in Triton
-instead (triton_layers.py), where its kernels take the shapes. Letters: R rows, E hidden size, D head size.
+All that lies between two attentions is one function, which torch.compile turns into four matrix products and a kernel
+between each two. Weights are its arguments, so one compilation serves all layers. Steps of up to 64 rows in bfloat16 or
+float16 run in Triton instead (triton_layers.py), where its kernels take the shapes. Letters: R rows, E hidden size, D
+head size.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:  # Triton may be absent
 
 
 class FusedDecoder:
-    """Runs `model`'s decoder layers on [R] tokens. Construct it anew when a parameter's storage is replaced; values may change in place.
+    """Runs `model`'s decoder layers on [R] tokens. Construct it anew when a parameter's storage is replaced; values may
+    change in place.
 
     The projections that share an input become one buffer each, and the model's parameters views of it: no second copy.
     """
@@ -53,7 +55,9 @@ class FusedDecoder:
         self.is_compiled = True
         # dynamic=False keeps the weights' sizes constant; the number of rows is marked as the one size that varies
         functions = (project, finish_and_project, finish_and_norm)
-        self._project, self._between, self._last = (torch.compile(function, dynamic=False, fullgraph=True) for function in functions)
+        self._project, self._between, self._last = (
+            torch.compile(function, dynamic=False, fullgraph=True) for function in functions
+        )
 
     def use_eager(self) -> None:
         """Undo `compile`."""
@@ -65,11 +69,14 @@ class FusedDecoder:
         if self.triton_layers is not None and self.triton_layers.takes(step):
             return self.triton_layers(tokens, positions, step)
         hidden = self._any_rows(F.embedding(tokens, self.model.embed_tokens.weight))
-        rotation = [self._any_rows(part) for part in self.model.rotary_emb(hidden[:, None], positions[:, None])]  # cos and sin [R, 1, D]
+        # cos and sin [R, 1, D]
+        rotation = [self._any_rows(part) for part in self.model.rotary_emb(hidden[:, None], positions[:, None])]
         query, keys, values = self._project(hidden, *rotation, self._ins[0])
         for index, (_, following) in enumerate(pairwise(self._ins)):
             attended = self._attend(index, step, query, keys, values)
-            hidden, query, keys, values = self._between(self._any_rows(hidden), attended, *rotation, self._outs[index], following)
+            hidden, query, keys, values = self._between(
+                self._any_rows(hidden), attended, *rotation, self._outs[index], following
+            )
         index = len(self._outs) - 1
         attended = self._attend(index, step, query, keys, values)
         return self._last(self._any_rows(hidden), attended, self._outs[index], self.model.norm.weight)
@@ -89,7 +96,9 @@ def project(hidden: Tensor, cos: Tensor, sin: Tensor, weights: AttentionIn) -> t
     """hidden [R, E] -> query [R, heads, D], keys and values [R, kv heads, D], rotated."""
     heads, kv_heads = weights.num_heads, weights.num_kv_heads
     product = F.linear(_norm(hidden, weights.norm, weights.epsilon), weights.weight, weights.bias)
-    query, keys, values = product.view(-1, heads + 2 * kv_heads, weights.head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    query, keys, values = product.view(-1, heads + 2 * kv_heads, weights.head_dim).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
     if weights.query_norm is not None:
         query, keys = _norm(query, weights.query_norm, weights.epsilon), _norm(keys, weights.key_norm, weights.epsilon)
     return rotate(query, cos, sin), rotate(keys, cos, sin), values
@@ -98,7 +107,9 @@ def project(hidden: Tensor, cos: Tensor, sin: Tensor, weights: AttentionIn) -> t
 def finish(hidden: Tensor, attended: Tensor, weights: AttentionOut) -> Tensor:
     """hidden [R, E] and attention's output [R, heads D] -> the layer's output [R, E]."""
     hidden = hidden + F.linear(attended, weights.out, weights.out_bias)
-    gate, up = F.linear(_norm(hidden, weights.norm, weights.epsilon), weights.gate_up, weights.gate_up_bias).chunk(2, dim=1)
+    gate, up = F.linear(_norm(hidden, weights.norm, weights.epsilon), weights.gate_up, weights.gate_up_bias).chunk(
+        2, dim=1
+    )
     return hidden + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)
 
 
@@ -153,9 +164,11 @@ def _attention_out(layer: nn.Module) -> AttentionOut:
 
 
 def joined(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of all `parameters`, one after the other along their first dimension, whose views they are from now on.
+    """One tensor of all `parameters`, one after the other along their first dimension, whose views they are from now
+    on.
 
-    They stay the same Parameter objects, so names, state_dict and loading in place are as before. Joined already: found, not copied.
+    They stay the same Parameter objects, so names, state_dict and loading in place are as before. Joined already:
+    found, not copied.
     """
     first, ends = parameters[0], [parameter.data_ptr() + parameter.nbytes for parameter in parameters]
     rows = sum(parameter.shape[0] for parameter in parameters)
@@ -165,6 +178,8 @@ def joined(parameters: list[nn.Parameter]) -> Tensor:
         if is_joined and one_storage and all(parameter.is_contiguous() for parameter in parameters):
             return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
         whole = torch.cat([parameter.detach() for parameter in parameters])
-        for parameter, part in zip(parameters, whole.split([parameter.shape[0] for parameter in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, whole.split([parameter.shape[0] for parameter in parameters]), strict=True
+        ):
             parameter.data = part
     return whole

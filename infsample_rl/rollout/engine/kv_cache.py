@@ -1,4 +1,5 @@
-"""The KV pool's tensors: pages of every layer's keys and values, allocated once, in the model's dtype or quantised to 8 bits.
+"""The KV pool's tensors: pages of every layer's keys and values, allocated once, in the model's dtype or quantised to 8
+bits.
 
 Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T tokens, P pages of one call.
 """
@@ -26,14 +27,22 @@ class HostPages:
 
 
 class PagedKV:
-    """Keys and values of all layers in pages: [2 L, G + 1, S, H, D]. Keys of layer l lie at [2 l], its values at [2 l + 1].
+    """Keys and values of all layers in pages: [2 L, G + 1, S, H, D]. Keys of layer l lie at [2 l], its values at [2 l +
+    1].
 
-    Page G is scratch: rows without a sample, in steps of a fixed number of rows, read and write there. The pool starts as zeros:
-    a page's tokens that are not written yet are masked, but 0 x NaN of raw memory would still be NaN.
+    Page G is scratch: rows without a sample, in steps of a fixed number of rows, read and write there. The pool starts
+    as zeros: a page's tokens that are not written yet are masked, but 0 x NaN of raw memory would still be NaN.
     """
 
     def __init__(
-        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
         self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
@@ -60,9 +69,11 @@ class PagedKV:
         return self.nbytes // (self.num_pages + 1)
 
     def give_back(self) -> None:
-        """Let the system have the memory of all pages, which nobody holds, until they are written again: they are zeros as at the start.
+        """Let the system have the memory of all pages, which nobody holds, until they are written again: they are zeros
+        as at the start.
 
-        On the CPU, where a learner beside the engine may need it; what is written again is faulted in again, about 0.3 s a GB.
+        On the CPU, where a learner beside the engine may need it; what is written again is faulted in again, about 0.3
+        s a GB.
         """
         if self.device.type == "cpu" and sys.platform == "linux":
             first = -(-self.store.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -74,7 +85,8 @@ class PagedKV:
         return pages.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
 
     def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences. No host sync, fixed shapes."""
+        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences. No host sync,
+        fixed shapes."""
         self._flat[2 * layer].index_copy_(0, token_index, keys)
         self._flat[2 * layer + 1].index_copy_(0, token_index, values)
 
@@ -87,7 +99,9 @@ class PagedKV:
         rows, count = pages.shape
         shape = (rows, count * self.page_size, self.num_kv_heads, self.head_dim)
         index = pages.reshape(-1)
-        return self.layers[2 * layer].index_select(0, index).view(shape), self.layers[2 * layer + 1].index_select(0, index).view(shape)
+        return self.layers[2 * layer].index_select(0, index).view(shape), self.layers[2 * layer + 1].index_select(
+            0, index
+        ).view(shape)
 
     def copy_to_host(self, pages: list[int]) -> HostPages:
         """The KV of `pages` in host memory."""
@@ -104,10 +118,12 @@ class PagedKV:
 
 
 class QuantisedKV(PagedKV):
-    """Pages of int8 or float8_e4m3fn with a float32 scale per page and kv head, keys and values apart: value = stored x scale.
+    """Pages of int8 or float8_e4m3fn with a float32 scale per page and kv head, keys and values apart: value = stored x
+    scale.
 
-    A page's scale is the largest |value| / the largest number of the dtype. Its first token sets the scale afresh, so what an
-    earlier owner left does not matter; a later token that is larger makes it grow, and what the page holds is rounded again.
+    A page's scale is the largest |value| / the largest number of the dtype. Its first token sets the scale afresh, so
+    what an earlier owner left does not matter; a later token that is larger makes it grow, and what the page holds is
+    rounded again.
     """
 
     def __init__(
@@ -130,21 +146,23 @@ class QuantisedKV(PagedKV):
         self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
 
     def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other tokens in the same pages
-        are rounded again where a scale grows. No host sync, fixed shapes."""
+        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other
+        tokens in the same pages are rounded again where a scale grows. No host sync, fixed shapes."""
         new = torch.stack([keys, values]).float()
         pages, slots = token_index // self.page_size, token_index % self.page_size
         places = torch.arange(len(pages), device=self.device) * self.page_size + slots
         self._write_pages(layer, pages, slots == 0, places, new, new.abs().amax(-1))
 
     def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be partly filled."""
+        """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be
+        partly filled."""
         new = torch.stack([keys, values]).float()
         count, size = len(token_index), self.page_size
         pages, slots = token_index // size, token_index % size
         begins = (slots == 0).long()
         order = begins.cumsum(0) - begins[:1]  # [T], which of the run's pages a token lies in
-        # As many pages as any run of that length can touch, so that no count is read from the device; those left over are scratch.
+        # As many pages as any run of that length can touch, so that no count is read from the device; those left over
+        # are scratch.
         num_pages = (count + size - 2) // size + 1
         touched = torch.full((num_pages,), self.scratch_page, device=self.device).index_copy_(0, order, pages)
         is_new = torch.zeros(num_pages, dtype=torch.long, device=self.device).index_add_(0, order, begins) > 0
@@ -154,9 +172,16 @@ class QuantisedKV(PagedKV):
         self._write_pages(layer, touched, is_new, places, new, largest)
 
     def _write_pages(
-        self, layer: int, pages: torch.Tensor, is_new: torch.Tensor, places: torch.Tensor, new: torch.Tensor, largest: torch.Tensor
+        self,
+        layer: int,
+        pages: torch.Tensor,
+        is_new: torch.Tensor,
+        places: torch.Tensor,
+        new: torch.Tensor,
+        largest: torch.Tensor,
     ) -> None:
-        """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the largest |value| a page gets.
+        """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the
+        largest |value| a page gets.
 
         `is_new` [P]: pages whose first token is written.
         """
@@ -166,14 +191,16 @@ class QuantisedKV(PagedKV):
         scale = torch.maximum(old, (largest / self.largest).clamp_(min=SMALLEST_SCALE))
         # Where the scale stays, the factor is exactly 1 and nothing is rounded anew.
         numbers = held.view(self.dtype).float().mul_((old / scale)[:, :, None, :, None])
-        numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)  # not by a factor of 0: an earlier owner may have left NaN
+        # not by a factor of 0: an earlier owner may have left NaN
+        numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)
         quotients = new / scale.index_select(1, places // self.page_size)[..., None]
         numbers.flatten(1, 2).index_copy_(1, places, quotients)
         self._bytes[both].index_copy_(1, pages, self._rounded(numbers).view(torch.int8))
         self.scales[both].index_copy_(1, pages, scale)
 
     def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which float8 may take for NaN."""
+        """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which
+        float8 may take for NaN."""
         if self.dtype == torch.int8:
             numbers.round_()
         return numbers.clamp_(-self.largest, self.largest).to(self.dtype)
@@ -193,12 +220,14 @@ def largest_number(dtype: torch.dtype) -> float:
 
 
 def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Of the pages under rollout.kv_dtype: stored_dtype("int8", torch.bfloat16) -> torch.int8; auto: the model's dtype."""
+    """Of the pages under rollout.kv_dtype: stored_dtype("int8", torch.bfloat16) -> torch.int8; auto: the model's
+    dtype."""
     return model_dtype if kv_dtype == "auto" else QUANTISED_DTYPES[kv_dtype]
 
 
 def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page with its scales, if its `dtype` is quantised: page_bytes(28, 16, 8, 128, torch.bfloat16) -> 1835008, 112 KiB a token.
+    """Bytes of one page with its scales, if its `dtype` is quantised: page_bytes(28, 16, 8, 128, torch.bfloat16) ->
+    1835008, 112 KiB a token.
 
     With torch.int8 919296, 56 KiB a token and 112 bytes of scales.
     """
@@ -207,7 +236,8 @@ def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits included."""
+    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits
+    included."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with open("/proc/meminfo") as lines:

@@ -1,4 +1,5 @@
-"""Runs the model over the KV pool: prefill of a prompt, one decode step of all rows, the KV of a preempted sample again.
+"""Runs the model over the KV pool: prefill of a prompt, one decode step of all rows, the KV of a preempted sample
+again.
 
 Letters: R rows, E hidden size, V vocabulary of the model's head.
 """
@@ -58,10 +59,14 @@ class ModelShape:
 
 
 class ModelRunner:
-    """Runs a model with attention that reads and writes the KV pool. Between its own forwards the model is as it was."""
+    """Runs a model with attention that reads and writes the KV pool. Between its own forwards the model is as it
+    was."""
 
-    def __init__(self, model: PreTrainedModel, *, deterministic: bool = False, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
-        """`deterministic`: every decode step runs all rows at the full KV extent, so results do not depend on what else runs.
+    def __init__(
+        self, model: PreTrainedModel, *, deterministic: bool = False, lm_head_fp32: bool = False, kv_dtype: str = "auto"
+    ) -> None:
+        """`deterministic`: every decode step runs all rows at the full KV extent, so results do not depend on what else
+        runs.
 
         `kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert it.
         """
@@ -99,13 +104,19 @@ class ModelRunner:
         return self._logits(self._extend(prompt_ids, pages, [], 0)[-1:])[0].clone()
 
     @torch.inference_mode()
-    def rebuild(self, tokens: list[int], num_kept: int, pages: list[int], prompt_pages: list[int], num_prompt_tokens: int) -> None:
-        """Write the KV of a sample's `tokens` from `num_kept` on into its `pages`, which hold that of the ones before."""
+    def rebuild(
+        self, tokens: list[int], num_kept: int, pages: list[int], prompt_pages: list[int], num_prompt_tokens: int
+    ) -> None:
+        """Write the KV of a sample's `tokens` from `num_kept` on into its `pages`, which hold that of the ones
+        before."""
         prompt = (torch.tensor(prompt_pages, device=self.device), num_prompt_tokens)
         self._extend(tokens, pages, [prompt], num_prompt_tokens, num_kept)
 
-    def _extend(self, ids: list[int], pages: list[int], past: list[tuple[torch.Tensor, int]], start: int, num_kept: int = 0) -> torch.Tensor:
-        """Run a sequence's `ids` from `num_kept` on, after `start` tokens, and keep their KV in `pages`; last hidden states of the last piece."""
+    def _extend(
+        self, ids: list[int], pages: list[int], past: list[tuple[torch.Tensor, int]], start: int, num_kept: int = 0
+    ) -> torch.Tensor:
+        """Run a sequence's `ids` from `num_kept` on, after `start` tokens, and keep their KV in `pages`; last hidden
+        states of the last piece."""
         own_pages = torch.tensor(pages, device=self.device)
         hidden = torch.empty(0)
         most = PREFILL_TOKENS[self.device.type]
@@ -114,7 +125,8 @@ class ModelRunner:
             places = torch.arange(begin, begin + piece.shape[1], device=self.device)
             earlier = [(own_pages[: -(-begin // self.kv.page_size)], begin)] if begin else []
             step = attention.ExtendStep(self.kv, [*past, *earlier], self.kv.token_index(own_pages, places))
-            if self.kernels is not None and supports(self.model):  # 1.5 to 2 times faster than torch's products, and less memory
+            # 1.5 to 2 times faster than torch's products, and less memory
+            if self.kernels is not None and supports(self.model):
                 hidden = LeanDecoder(self.model, self.kernels)(piece[0], start + places, attention.TokensAsRows(step))
             else:
                 hidden = self._forward(piece, (start + places)[None], step)[0]
@@ -122,7 +134,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, batch: RowBatch, num_rows: int | None = None, workspace: Workspace | None = None) -> torch.Tensor:
-        """One forward of all rows, or of `num_rows` with idle ones behind the last: last hidden states [R, E] of their next tokens.
+        """One forward of all rows, or of `num_rows` with idle ones behind the last: last hidden states [R, E] of their
+        next tokens.
 
         `workspace`: attention in Triton.
         """
@@ -149,7 +162,12 @@ class ModelRunner:
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
 
     def _decode_step(
-        self, batch: RowBatch, num_rows: int, positions: torch.Tensor, write_index: torch.Tensor, workspace: Workspace | None
+        self,
+        batch: RowBatch,
+        num_rows: int,
+        positions: torch.Tensor,
+        write_index: torch.Tensor,
+        workspace: Workspace | None,
     ) -> attention.Step | TritonStep:
         if workspace is not None:
             from infsample_rl.rollout.engine.triton_step import TritonStep  # Triton may be absent
@@ -160,7 +178,9 @@ class ModelRunner:
         page_size = self.kv.page_size
         num_pages = batch.tables.shape[1] if self.deterministic else -(-batch.max_length // page_size)
         unseen = torch.arange(num_pages * page_size, device=self.device) > positions[:, None]
-        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)[:, None, None]
+        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)[
+            :, None, None
+        ]
         return attention.GatherStep(
             kv=self.kv,
             write_index=write_index,
@@ -180,15 +200,19 @@ class ModelRunner:
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step) -> torch.Tensor:
         config = self.model.config
-        users_own, config._attn_implementation = config._attn_implementation, attention.NAME  # what set_attn_implementation ends in
+        # what set_attn_implementation ends in
+        users_own, config._attn_implementation = config._attn_implementation, attention.NAME
         try:
-            return self.model.base_model(input_ids=ids, position_ids=positions, use_cache=False, pool=step).last_hidden_state
+            return self.model.base_model(
+                input_ids=ids, position_ids=positions, use_cache=False, pool=step
+            ).last_hidden_state
         finally:
             config._attn_implementation = users_own
 
     @property
     def _keeps_torch(self) -> bool:
-        """deterministic without compiled kernels: torch's usual products, in which a row's result does not depend on its place."""
+        """deterministic without compiled kernels: torch's usual products, in which a row's result does not depend on
+        its place."""
         return self.deterministic and self.kernels is None
 
     def find_decoder(self) -> None:
@@ -197,14 +221,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _short_decoder(self) -> CompiledDecoder | LeanDecoder | FusedDecoder | None:
-        """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one line says why."""
+        """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one
+        line says why."""
         shape = self.shape
         kv = PagedKV(shape.num_layers, 1, 1, shape.num_kv_heads, shape.head_dim, self.dtype, self.device)
         batch = RowBatch(1, 1, 1, 1, kv.scratch_page, self.device)
-        for tensor, value in ((batch.tables, 0), (batch.prompt_lengths, 1), (batch.tokens, shape.vocab_size // 2), (batch.starts, 3)):
+        for tensor, value in (
+            (batch.tables, 0),
+            (batch.prompt_lengths, 1),
+            (batch.tokens, shape.vocab_size // 2),
+            (batch.starts, 3),
+        ):
             tensor.fill_(value)
         tokens, places = batch.tokens, batch.starts
-        step = attention.GatherStep(kv, batch.tables[0].long(), batch.tables, None, [(batch.prompt_tables, 1, None)], fixed_shapes=False)
+        step = attention.GatherStep(
+            kv, batch.tables[0].long(), batch.tables, None, [(batch.prompt_tables, 1, None)], fixed_shapes=False
+        )
         own = self._forward(tokens[:, None], places[:, None], step)[:, 0].float()
         if self.kernels is not None and self.kv_dtype == torch.float32:
             decoder = CompiledDecoder(self.model, self.kernels)
@@ -216,18 +248,23 @@ class ModelRunner:
         if difference < (1e-4 if self.dtype == torch.float32 else 0.2):  # 36 layers in bfloat16 differ by 0.05
             return decoder
         name = type(self.model).__name__
-        warnings.warn(f"the short decoder differs from {name} by {difference:.2g}; transformers' modules are used, slower", stacklevel=3)
+        warnings.warn(
+            f"the short decoder differs from {name} by {difference:.2g}; transformers' modules are used, slower",
+            stacklevel=3,
+        )
         return None
 
     @torch.inference_mode()
     def _check_own_modules(self) -> None:
-        """ValueError for a model whose own modules give something else over a pool, token by token, than over the whole sequence.
+        """ValueError for a model whose own modules give something else over a pool, token by token, than over the whole
+        sequence.
 
         Such have layers that keep a state, attend twice in a layer, or ask of attention what ours does not do.
         """
         shape, device = self.shape, self.device
         ids = [(1 + 7 * place) % shape.vocab_size for place in range(4)]
-        tokens, pages = torch.tensor([ids], device=device), torch.arange(4, device=device)[None]  # of one token each; the last is the response's
+        # of one token each; the last is the response's
+        tokens, pages = torch.tensor([ids], device=device), torch.arange(4, device=device)[None]
         whole = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1].float()
         kv = self.kv = PagedKV(shape.num_layers, 4, 1, shape.num_kv_heads, shape.head_dim, self.dtype, device)
         step = attention.GatherStep(kv, pages[0, 3:], pages[:, 3:], None, [(pages[:, :3], 3, None)], fixed_shapes=False)
@@ -236,20 +273,33 @@ class ModelRunner:
             self._extend(ids[:3], [0, 1, 2], [], 0)
             own = self._forward(tokens[:, 3:], pages[:, 3:], step)[:, 0].float()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            raise ValueError(f"{name} cannot decode over a pool of KV pages ({first_line(error)}); take e.g. Llama, Qwen2 or Qwen3") from error
+            raise ValueError(
+                f"{name} cannot decode over a pool of KV pages ({first_line(error)}); take e.g. Llama, Qwen2 or Qwen3"
+            ) from error
         difference = (own - whole).abs().max() / whole.abs().max()
-        if not difference < (1e-3 if self.dtype == torch.float32 else 0.5):  # in 16 bits rounding may send a token to another expert
+        # in 16 bits rounding may send a token to another expert
+        if not difference < (1e-3 if self.dtype == torch.float32 else 0.5):
             found = f"hidden states differ by {difference:.2g} of the largest from a plain forward"
-            raise ValueError(f"{name} gives something else one token at a time over a pool of KV pages: {found}; take e.g. Llama, Qwen2 or Qwen3")
+            raise ValueError(
+                f"{name} gives something else one token at a time over a pool of KV pages: {found}; take e.g. Llama, "
+                "Qwen2 or Qwen3"
+            )
 
 
 def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, deterministic: bool) -> None:
-    """Raise ValueError for a rollout.kv_dtype that does not work with deterministic steps or on a GPU of that compute capability (None: no GPU)."""
+    """Raise ValueError for a rollout.kv_dtype that does not work with deterministic steps or on a GPU of that compute
+    capability (None: no GPU)."""
     if kv_dtype != "auto" and deterministic:
-        raise ValueError(f"rollout.kv_dtype must be auto with run.deterministic=true, got {kv_dtype}: KV that is rounded need not repeat bitwise")
+        raise ValueError(
+            f"rollout.kv_dtype must be auto with run.deterministic=true, got {kv_dtype}: KV that is rounded need not "
+            "repeat bitwise"
+        )
     if kv_dtype == "fp8" and capability is not None and capability < (8, 9):
         found = f"{capability[0]}.{capability[1]}"
-        raise ValueError(f"rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above, this one has {found}; take rollout.kv_dtype=int8")
+        raise ValueError(
+            f"rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above, this one has {found}; take "
+            "rollout.kv_dtype=int8"
+        )
 
 
 def check_architecture(model: PreTrainedModel) -> None:
@@ -259,13 +309,23 @@ def check_architecture(model: PreTrainedModel) -> None:
     uses_window = settings.get("sliding_window") is not None and settings.get("use_sliding_window", True)
     if kinds or (uses_window and not settings.get("layer_types")):
         found = f"layer types {', '.join(kinds)}" if kinds else f"sliding_window={settings['sliding_window']}"
-        raise ValueError(f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, Qwen2 or Qwen3")
+        raise ValueError(
+            f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, "
+            "Qwen2 or Qwen3"
+        )
     if settings["model_type"] in STATE_SPACE_MODELS:  # in 16 bits the comparison of its own modules may not tell
-        raise ValueError(f"model type {settings['model_type']} has layers that keep a state; take e.g. Llama, Qwen2 or Qwen3")
+        raise ValueError(
+            f"model type {settings['model_type']} has layers that keep a state; take e.g. Llama, Qwen2 or Qwen3"
+        )
     for name in ("attn_logit_softcapping", *changed_logits(settings), "kv_lora_rank"):
         if settings.get(name):
             raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
     if model.get_output_embeddings().bias is not None:
-        raise ValueError(f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3")
+        raise ValueError(
+            f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3"
+        )
     if not type(model)._supports_attention_backend:
-        raise ValueError(f"model type {settings['model_type']} does not call transformers' attention interface; take e.g. Llama, Qwen2 or Qwen3")
+        raise ValueError(
+            f"model type {settings['model_type']} does not call transformers' attention interface; take e.g. Llama, "
+            "Qwen2 or Qwen3"
+        )

@@ -1,9 +1,11 @@
-"""Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in host memory.
+"""Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in
+host memory.
 
-Beside a GPU a copy over PCIe and back costs less than a prefill of the tokens, which reads all weights once (4 KB of KV a token and
-layer against hundreds of MB). On the CPU host memory is the pool's own, and its size is stated; the file is written through the
-system's cache, which gives its memory away when somebody wants it, and a token's KV is copied in a fiftieth of the time that computing
-it takes (SmolLM2-135M: 46 KB). The file has no name, so nothing is left of it when the process ends.
+Beside a GPU a copy over PCIe and back costs less than a prefill of the tokens, which reads all weights once (4 KB of KV
+a token and layer against hundreds of MB). On the CPU host memory is the pool's own, and its size is stated; the file is
+written through the system's cache, which gives its memory away when somebody wants it, and a token's KV is copied in a
+fiftieth of the time that computing it takes (SmolLM2-135M: 46 KB). The file has no name, so nothing is left of it when
+the process ends.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class ParkedInFile(Parking):
         free = int(SHARE_OF_FREE * shutil.disk_usage(folder).free)
         super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
         self._file, self._folder = unnamed_file(folder), folder
-        self._page = [torch.empty_like(part[:, 0], device="cpu", memory_format=torch.contiguous_format) for part in kv.parts]
+        self._page = [
+            torch.empty_like(part[:, 0], device="cpu", memory_format=torch.contiguous_format) for part in kv.parts
+        ]
         self._buffers = [part.view(torch.uint8).numpy() for part in self._page]
         self._page_bytes = sum(part.nbytes for part in self._page)
         self._parts = kv.parts
@@ -74,7 +78,11 @@ class ParkedInFile(Parking):
                 self.release(count)
                 self.most_pages = self._num_places
                 size = self._num_places * self._page_bytes / 1e9
-                warnings.warn(f"rollout.park_folder={self._folder} has no room for more than {size:.3g} GB of KV: {error.strerror}", stacklevel=2)
+                warnings.warn(
+                    f"rollout.park_folder={self._folder} has no room for more than {size:.3g} GB of KV: "
+                    f"{error.strerror}",
+                    stacklevel=2,
+                )
                 return False
             self._free += range(self._num_places, self.num_taken)
             self._num_places = self.num_taken
@@ -105,7 +113,10 @@ class ParkedInFile(Parking):
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes != self._page_bytes:
-            raise OSError(f"the file of parked KV in rollout.park_folder={self._folder} gave or took {num_bytes} of {self._page_bytes} bytes")
+            raise OSError(
+                f"the file of parked KV in rollout.park_folder={self._folder} gave or took {num_bytes} of "
+                f"{self._page_bytes} bytes"
+            )
 
 
 ParkedKV = ParkedInMemory | ParkedInFile
@@ -120,7 +131,8 @@ def check_parking(config: RolloutConfig, device: torch.device) -> None:
 
 
 def open_parking(config: RolloutConfig, kv: PagedKV) -> ParkedKV | None:
-    """Where preempted samples' KV waits beside this pool; None: it is computed again, which one warning says if it is for want of a place."""
+    """Where preempted samples' KV waits beside this pool; None: it is computed again, which one warning says if it is
+    for want of a place."""
     if config.preemption == "recompute":
         return None
     if _takes_memory(config, kv.device):

@@ -16,21 +16,32 @@ from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 class RowBatch:
     """Page tables, lengths, noise keys and newest tokens of all rows, allocated once; prompts by the place they got.
 
-    A row without a sample, or whose sample has no token yet, lies on the scratch page at length 1; so do the rows behind the last,
-    up to `max_rows`: a step may run more rows than there are. Host values reach the device in stream order, without a host sync.
+    A row without a sample, or whose sample has no token yet, lies on the scratch page at length 1; so do the rows
+    behind the last, up to `max_rows`: a step may run more rows than there are. Host values reach the device in stream
+    order, without a host sync.
     """
 
-    def __init__(self, max_rows: int, row_pages: int, max_prompts: int, prompt_pages: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        row_pages: int,
+        max_prompts: int,
+        prompt_pages: int,
+        scratch_page: int,
+        device: torch.device,
+    ) -> None:
         self.max_rows, self.scratch_page, self.device = max_rows, scratch_page, device
         self.tables = torch.full((max_rows, row_pages), scratch_page, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)  # newest of each row
-        self.positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)  # its place in the response; -1: no token yet
+        # its place in the response; -1: no token yet
+        self.positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.lengths = torch.ones(max_rows, dtype=torch.int32, device=device)  # own tokens a row sees in this step
         self.starts = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens of the row's prompt
         self.keys = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.has_sample = torch.zeros(max_rows, dtype=torch.int64, device=device)  # 1 or 0
         self.prompt_of_row = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.row_order = torch.arange(max_rows, dtype=torch.int32, device=device)  # rows by prompt, those without a sample last
+        # rows by prompt, those without a sample last
+        self.row_order = torch.arange(max_rows, dtype=torch.int32, device=device)
         self.prompt_tables = torch.full((max_prompts, prompt_pages), scratch_page, dtype=torch.int32, device=device)
         self.prompt_lengths = torch.zeros(max_prompts, dtype=torch.int32, device=device)
         self.prompt_row_starts = torch.zeros(max_prompts + 1, dtype=torch.int32, device=device)  # in `row_order`
@@ -44,10 +55,17 @@ class RowBatch:
     @property
     def moving(self) -> list[tuple[torch.Tensor, int | None]]:
         """What a step changes or writes by, each with its value where no row has a sample; None: any."""
-        return [(self.tables, self.scratch_page), (self.tokens, None), (self.positions, -1), (self.lengths, 1), (self.has_sample, 0)]
+        return [
+            (self.tables, self.scratch_page),
+            (self.tokens, None),
+            (self.positions, -1),
+            (self.lengths, 1),
+            (self.has_sample, 0),
+        ]
 
     def arrange(self, rows: Sequence[Sample | None]) -> None:
-        """Write all rows anew; None is a row without a sample. Every sample's tokens must be complete but for this step's."""
+        """Write all rows anew; None is a row without a sample. Every sample's tokens must be complete but for this
+        step's."""
         self.num_rows = len(rows)
         self.groups = list(dict.fromkeys(sample.group for sample in rows if sample is not None))
         place = {group: index for index, group in enumerate(self.groups)}
@@ -64,7 +82,9 @@ class RowBatch:
         self.max_length = int(lengths.max())
         order = np.argsort(prompt_of_row, kind="stable")
         prompt_of_row[prompt_of_row == len(self.groups)] = 0
-        for tensor, values in zip((self.tokens, self.positions, self.starts, self.keys, self.has_sample), columns, strict=True):
+        for tensor, values in zip(
+            (self.tokens, self.positions, self.starts, self.keys, self.has_sample), columns, strict=True
+        ):
             self._write(tensor, values)
         for tensor, values in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
             self._write(tensor, values.astype(np.int32))
@@ -76,7 +96,9 @@ class RowBatch:
         """Write the pages that rows have got since they were arranged."""
         for row, sample in enumerate(rows):
             if sample is not None and len(sample.pages) > self._pages_written[row]:
-                self._tables[row, self._pages_written[row] : len(sample.pages)] = sample.pages[self._pages_written[row] :]
+                self._tables[row, self._pages_written[row] : len(sample.pages)] = sample.pages[
+                    self._pages_written[row] :
+                ]
                 self._pages_written[row] = len(sample.pages)
         self._write(self.tables, self._tables)
 
@@ -86,7 +108,8 @@ class RowBatch:
         self.count_step()
 
     def move_on(self, tokens: torch.Tensor) -> None:
-        """The device's part of `advance`, for the first R rows, idle ones among them or behind the last: in place, fixed shapes."""
+        """The device's part of `advance`, for the first R rows, idle ones among them or behind the last: in place,
+        fixed shapes."""
         rows = slice(len(tokens))
         self.tokens[rows].copy_(tokens)
         self.positions[rows].add_(self.has_sample[rows])
@@ -112,6 +135,7 @@ class RowBatch:
         self._write(self.prompt_row_starts, starts)
 
     def _write(self, tensor: torch.Tensor, values: np.ndarray) -> None:
-        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before it lends it again."""
+        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
+        it lends it again."""
         host = torch.from_numpy(values)
         tensor.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)

@@ -1,8 +1,9 @@
 """Drawing tokens with hashed two-level Gumbel noise, so that no schedule, slot or worker can change a sample.
 
-The noise of a token is a pure function of (seed, domain, step, prompt_index, sample_index, position). The vocabulary is cut
-into blocks: Gumbel-max picks the block by its mass, then the token inside it, which draws exactly from the distribution at
-the noise of V / B + B entries instead of V. Letters: R rows, V vocabulary of the model's head, B block size.
+The noise of a token is a pure function of (seed, domain, step, prompt_index, sample_index, position). The vocabulary is
+cut into blocks: Gumbel-max picks the block by its mass, then the token inside it, which draws exactly from the
+distribution at the noise of V / B + B entries instead of V. Letters: R rows, V vocabulary of the model's head, B block
+size.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Drawn:
 
 
 class Sampler:
-    """Draws from softmax(logits / temperature) over ids below `valid_vocab` but `bad_token_ids`, cut by top_k, then top_p, then min_p.
+    """Draws from softmax(logits / temperature) over ids below `valid_vocab` but `bad_token_ids`, cut by top_k, then
+    top_p, then min_p.
 
-    Ties at a cut are kept. temperature 0 is exact argmax (the lowest of equal ids), with log-probabilities at temperature 1
-    and no truncation.
+    Ties at a cut are kept. temperature 0 is exact argmax (the lowest of equal ids), with log-probabilities at
+    temperature 1 and no truncation.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class Sampler:
         """ValueError for a bad id outside 0 to valid_vocab - 1, and when no id is left."""
         self.valid_vocab, self.temperature = valid_vocab, temperature
         self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
-        self.settings = (vocab_size, valid_vocab, temperature, top_p, top_k, min_p, tuple(bad_token_ids))  # equal: draws alike
+        # equal: draws alike
+        self.settings = (vocab_size, valid_vocab, temperature, top_p, top_k, min_p, tuple(bad_token_ids))
         self.truncates = temperature > 0 and (top_p < 1 or 0 < top_k < valid_vocab or min_p > 0)
         self.num_blocks, self.block_size = split_vocabulary(vocab_size)
         self._padding = self.num_blocks * self.block_size - vocab_size
@@ -75,18 +78,23 @@ class Sampler:
 
     @torch.no_grad()  # torch.compile cannot write in place in inference mode
     def draw(self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> DrawnTensors:
-        """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both [R] int64).
+        """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both
+        [R] int64).
 
-        On CUDA without a host sync and with the same kernels whatever the values, so a CUDA graph can hold it. Beside the logits
-        one float32 [R, V] exists (one more for logits in 16 bits at a temperature other than 1, one for a padded vocabulary).
+        On CUDA without a host sync and with the same kernels whatever the values, so a CUDA graph can hold it. Beside
+        the logits one float32 [R, V] exists (one more for logits in 16 bits at a temperature other than 1, one for a
+        padded vocabulary).
         """
         if self.valid_vocab < logits.shape[1]:
-            logits[:, self.valid_vocab :] = -math.inf  # rows the head has beyond the tokenizer; the learner leaves them out too
+            # rows the head has beyond the tokenizer; the learner leaves them out too
+            logits[:, self.valid_vocab :] = -math.inf
         if self._masked is not None:
             logits.index_fill_(1, self._masked, -math.inf)
         if self.temperature == 0:
             tokens = logits.argmax(dim=-1)
-            return DrawnTensors(tokens, torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0], None)
+            return DrawnTensors(
+                tokens, torch.softmax(logits, dim=-1, dtype=torch.float32).gather(1, tokens[:, None])[:, 0], None
+            )
         if self.temperature != 1:
             logits = logits.float().div_(self.temperature)
         probs = torch.softmax(logits, dim=-1, dtype=torch.float32)
@@ -100,14 +108,16 @@ class Sampler:
 
     @staticmethod
     def to_host(drawn: DrawnTensors) -> Drawn:
-        """Lists, by one transfer for all rows. NaN for a probability that is not positive, as of logits that are not finite.
+        """Lists, by one transfer for all rows. NaN for a probability that is not positive, as of logits that are not
+        finite.
 
         Logarithms are taken on the host: a tensor's rounds differently in a vector and in its tail.
         """
         if drawn.ready is not None:
             drawn.ready.synchronize()
         columns = [drawn.tokens, drawn.probs] + ([] if drawn.sampling_probs is None else [drawn.sampling_probs])
-        host_tokens, *host_probs = torch.stack([column.double() for column in columns]).tolist()  # float64 holds ids exactly
+        # float64 holds ids exactly
+        host_tokens, *host_probs = torch.stack([column.double() for column in columns]).tolist()
         logprobs = [[math.log(prob) if prob > 0 else math.nan for prob in column] for column in host_probs]
         return Drawn([int(token) for token in host_tokens], logprobs[0], logprobs[1] if len(logprobs) > 1 else None)
 
@@ -120,7 +130,9 @@ class Sampler:
         noise = _gumbel(_mix(keys[:, None] + self._entries))  # [R, V/B + B] float64
         block_mass = blocks.sum(dim=-1).view(num_rows, self.num_blocks)
         block = (block_mass.double().log_() + noise[:, : self.num_blocks]).argmax(dim=-1)
-        inside = blocks.index_select(0, block + torch.arange(0, num_rows * self.num_blocks, self.num_blocks, device=block.device))
+        inside = blocks.index_select(
+            0, block + torch.arange(0, num_rows * self.num_blocks, self.num_blocks, device=block.device)
+        )
         # noise inside a block need not depend on which block it is: only one block is ever looked into
         index = (inside.double().log_() + noise[:, self.num_blocks :]).argmax(dim=-1)
         return block * self.block_size + index, inside.gather(1, index[:, None])[:, 0]
@@ -135,7 +147,8 @@ class Sampler:
             return torch.maximum(cutoff, nucleus_cutoff(probs, self.top_p, scratch))
         candidates = min(max(_TOP_CANDIDATES, top_k if self.top_k else 0), self.valid_vocab)
         values = probs.topk(candidates, dim=-1).values
-        if self.top_p < 1 and candidates < top_k and bool((values.sum(dim=-1) < self.top_p).any()):  # on the CPU only: a host sync
+        # on the CPU only: a host sync
+        if self.top_p < 1 and candidates < top_k and bool((values.sum(dim=-1) < self.top_p).any()):
             values = probs.sort(dim=-1, descending=True).values[:, : self.valid_vocab]
         values = values[:, :top_k]
         if self.top_p < 1:
@@ -148,10 +161,10 @@ class Sampler:
 def nucleus_cutoff(probs: torch.Tensor, top_p: float, scratch: torch.Tensor | None = None) -> torch.Tensor:
     """Largest t with sum(probs >= t) >= top_p, 0 where rounding lets none reach it: [R, 1], from probs [R, V] float32.
 
-    t is the smallest probability of the nucleus, found exactly and without a sort: float32 numbers >= 0 are ordered like the
-    integers of the same bits, so the answer's bits are set from the highest down, each kept if the sum still reaches top_p
-    (rounded sums in a fixed order never rise with t). 30 sums over the row: bit 30 is set from 2.0 on, no probability has it.
-    `scratch` [R, V] float32 is overwritten.
+    t is the smallest probability of the nucleus, found exactly and without a sort: float32 numbers >= 0 are ordered
+    like the integers of the same bits, so the answer's bits are set from the highest down, each kept if the sum still
+    reaches top_p (rounded sums in a fixed order never rise with t). 30 sums over the row: bit 30 is set from 2.0 on, no
+    probability has it. `scratch` [R, V] float32 is overwritten.
     """
     scratch = torch.empty_like(probs) if scratch is None else scratch
     bits = torch.zeros(probs.shape[0], 1, dtype=torch.int32, device=probs.device)

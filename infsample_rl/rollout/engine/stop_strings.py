@@ -15,15 +15,16 @@ _SLACK_TOKENS = 8
 class StopStrings:
     """Finds stop strings in the text of a response, wherever its tokens end; the prompt is never looked at.
 
-    `ends` is meant for every new token, so almost all calls are one look into a dict: a string can only be completed by a token
-    whose own text holds the last character of one, or which ends or begins inside a character. Only then a tail of the
-    response is decoded, and only if that holds a stop string, the whole response, whose text decides.
+    `ends` is meant for every new token, so almost all calls are one look into a dict: a string can only be completed by
+    a token whose own text holds the last character of one, or which ends or begins inside a character. Only then a tail
+    of the response is decoded, and only if that holds a stop string, the whole response, whose text decides.
 
-    The tail is long enough: up to now no string was complete, so one that is complete now ends in the newest token's text. A
-    string of b UTF-8 bytes lies in at most b tokens, since those without text are left out and every other one adds a byte.
-    `_SLACK_TOKENS` more cover a character begun up to 3 tokens earlier and the first token of a text, whose leading space
-    sentencepiece drops. A run of byte-fallback tokens (<0x0A>) decodes as a whole or not at all, so a tail never begins in one.
-    A tokenizer that cleans up spaces after decoding may join texts over any number of tokens: there the tail is the response.
+    The tail is long enough: up to now no string was complete, so one that is complete now ends in the newest token's
+    text. A string of b UTF-8 bytes lies in at most b tokens, since those without text are left out and every other one
+    adds a byte. `_SLACK_TOKENS` more cover a character begun up to 3 tokens earlier and the first token of a text,
+    whose leading space sentencepiece drops. A run of byte-fallback tokens (<0x0A>) decodes as a whole or not at all, so
+    a tail never begins in one. A tokenizer that cleans up spaces after decoding may join texts over any number of
+    tokens: there the tail is the response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -67,7 +68,8 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def _text(self, token_id: int) -> str:
-        """A token's text, "" for a special one. Twice over, since the first token of a text may lose its leading space."""
+        """A token's text, "" for a special one. Twice over, since the first token of a text may lose its leading
+        space."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = response_text(self._tokenizer, [token_id, token_id])

@@ -1,7 +1,9 @@
-"""Decoder layers of Llama, Qwen2 and Qwen3 for up to 64 rows on CUDA: six Triton kernels a layer, each launched before the last has ended.
+"""Decoder layers of Llama, Qwen2 and Qwen3 for up to 64 rows on CUDA: six Triton kernels a layer, each launched before
+the last has ended.
 
-Attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output, gate and up, down. Constants
-were chosen on an H200 at the shapes of Qwen3-1.7B. Letters: R rows, E hidden size, D head size, K inputs of a product.
+Attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output, gate and up,
+down. Constants were chosen on an H200 at the shapes of Qwen3-1.7B. Letters: R rows, E hidden size, D head size, K
+inputs of a product.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch import Tensor, nn
 from infsample_rl.rollout.engine.triton_step import TritonStep
 from infsample_rl.rollout.kernels.attention_triton import STORED_DTYPES
 from infsample_rl.rollout.kernels.layer_weights import AttentionIn, AttentionOut
-from infsample_rl.rollout.kernels.triton_linear import _embed_kernel, _gated_kernel, _heads_kernel, _hidden_kernel, _norm_kernel
+from infsample_rl.rollout.kernels.triton_linear import (
+    _embed_kernel,
+    _gated_kernel,
+    _heads_kernel,
+    _hidden_kernel,
+    _norm_kernel,
+)
 
 MAX_ROWS = 64
 HIDDEN_TILE, GATED_TILE = 64, 128  # weight rows of a program; of a head's: D
@@ -104,9 +112,12 @@ def plans(into: AttentionIn, out: AttentionOut, num_processors: int, *, many_row
 
 
 class TritonLayers:
-    """The layers whose weights are `ins` and `outs`. Hidden states [R, E] stay in one buffer, beside their sums of squares by tile."""
+    """The layers whose weights are `ins` and `outs`. Hidden states [R, E] stay in one buffer, beside their sums of
+    squares by tile."""
 
-    def __init__(self, model: nn.Module, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]) -> None:
+    def __init__(
+        self, model: nn.Module, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]
+    ) -> None:
         """Raises ValueError for weights that `why_not` has something against."""
         reason = why_not(ins[0], outs[0])
         if reason:
@@ -119,10 +130,13 @@ class TritonLayers:
         self.tiles = one.weight.shape[1] // HIDDEN_TILE  # of hidden states
         self.plans = {many_rows: plans(one, other, num, many_rows=many_rows) for many_rows in (False, True)}
         most = {many_rows: max(plan.num_partials for plan in of.values()) for many_rows, of in self.plans.items()}
-        self.partials = torch.empty(max(FEW_ROWS * most[False], MAX_ROWS * most[True]), dtype=torch.float32, device=device)
+        self.partials = torch.empty(
+            max(FEW_ROWS * most[False], MAX_ROWS * most[True]), dtype=torch.float32, device=device
+        )
         num_tiles = max(plan.num_tiles for plan in self.plans[False].values())
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
-        self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weight.dtype]  # the interpreter has no other dot
+        # the interpreter has no other dot
+        self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weight.dtype]
         self.square_sizes = {"SQUARE_PARTS": self.tiles, "SQUARE_PAD": triton.next_power_of_2(self.tiles)}
 
     def takes(self, step: object) -> bool:
@@ -153,18 +167,32 @@ class TritonLayers:
     def _plan(self, name: str, num_rows: int) -> Plan:
         return self.plans[num_rows > FEW_ROWS][name]
 
-    def project(self, weights: AttentionIn, hidden: Tensor, squares: Tensor, cos: Tensor, sin: Tensor, step: TritonStep, layer: int) -> Tensor:
-        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [R, D]; keys and values are written to the layer's pages."""
+    def project(
+        self,
+        weights: AttentionIn,
+        hidden: Tensor,
+        squares: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: TritonStep,
+        layer: int,
+    ) -> Tensor:
+        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [R, D]; keys and values are written to the
+        layer's pages."""
         num_rows, kv, plan = len(hidden), step.kv, self._plan("heads", len(hidden))
         shape = (num_rows, weights.num_kv_heads, weights.head_dim)
         query = torch.empty(num_rows, weights.num_heads, weights.head_dim, dtype=hidden.dtype, device=hidden.device)
         is_direct = kv.scales is None
-        keys, values = kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
+        keys, values = (
+            kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
+        )
         tables = step.batch.tables
         _heads_kernel[(plan.num_tiles * plan.splits,)](
-            hidden, squares, weights.norm, weights.weight, weights.bias, weights.query_norm, weights.key_norm, cos, sin, query, keys, values,
+            hidden, squares, weights.norm, weights.weight, weights.bias, weights.query_norm, weights.key_norm, cos,
+            sin, query, keys, values,
             tables, step.positions, tables.stride(0), self.partials, self.counters, num_rows, weights.epsilon,
-            HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0, **self.square_sizes,
+            HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0,
+            **self.square_sizes,
             **plan.sizes(num_rows, early=self.early, product=self.product),
         )  # fmt: skip
         if not is_direct:
@@ -176,12 +204,15 @@ class TritonLayers:
         num_rows, plan = len(hidden), self._plan("gated", len(hidden))
         out = torch.empty(num_rows, weights.down.shape[1], dtype=hidden.dtype, device=hidden.device)
         _gated_kernel[(plan.num_tiles * plan.splits,)](
-            hidden, squares, weights.norm, weights.gate_up, weights.gate_up_bias, out, self.partials, self.counters, num_rows, weights.epsilon,
+            hidden, squares, weights.norm, weights.gate_up, weights.gate_up_bias, out, self.partials, self.counters,
+            num_rows, weights.epsilon,
             N=out.shape[1], **self.square_sizes, **plan.sizes(num_rows, early=self.early, product=self.product),
         )  # fmt: skip
         return out
 
-    def add_product(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, squares: Tensor) -> None:
+    def add_product(
+        self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, squares: Tensor
+    ) -> None:
         """hidden [R, E] += x @ weight.T + bias, and its sums of squares anew. `name`: out or down."""
         num_rows, plan = len(hidden), self._plan(name, len(hidden))
         _hidden_kernel[(plan.num_tiles * plan.splits,)](
@@ -195,11 +226,16 @@ def why_not(into: AttentionIn, out: AttentionOut) -> str:
     weight, head_dim, inner = into.weight, into.head_dim, out.down.shape[1]
     if weight.dtype not in (torch.bfloat16, torch.float16):
         return f"weights are {weight.dtype}, not bfloat16 or float16"
-    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10):  # others have too little shared memory
+    # others have too little shared memory
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10):
         return "the GPU is not of compute capability 9 or 10"
     if head_dim & (head_dim - 1) or not 32 <= head_dim <= 256:
         return f"head_dim={head_dim} is not 32, 64, 128 or 256"
-    for name, size, multiple in (("hidden_size", weight.shape[1], 64), ("intermediate_size", inner, 64), ("heads x head_dim", out.out.shape[1], 64)):
+    for name, size, multiple in (
+        ("hidden_size", weight.shape[1], 64),
+        ("intermediate_size", inner, 64),
+        ("heads x head_dim", out.out.shape[1], 64),
+    ):
         if size % multiple:
             return f"{name}={size} is not a multiple of {multiple}"
     tensors = [tensor for tensor in (*into, *out) if isinstance(tensor, Tensor)]

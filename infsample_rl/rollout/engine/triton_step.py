@@ -1,4 +1,5 @@
-"""One decode step's attention on CUDA: writes the new tokens' KV where it belongs, then attends to pages where they lie.
+"""One decode step's attention on CUDA: writes the new tokens' KV where it belongs, then attends to pages where they
+lie.
 
 Needs Triton, so it is imported only where a step is to run on it.
 """
@@ -33,9 +34,15 @@ def _write_kernel(
 
 
 def write_tokens(
-    keys: torch.Tensor, values: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
-    """Write keys and values [R, H, D] to token `positions` [R] of the rows whose pages [G, S, H, D] are `tables` [R, n], in one launch.
+    """Write keys and values [R, H, D] to token `positions` [R] of the rows whose pages [G, S, H, D] are `tables` [R,
+    n], in one launch.
 
     A row's H D numbers must lie in order; rows may lie apart, as in one product of query, key and value.
     """
@@ -45,13 +52,15 @@ def write_tokens(
             raise ValueError(f"{name} must have strides (any, {head_dim}, 1), got {tensor.stride()}; call contiguous()")
     _write_kernel[(num_rows,)](
         keys, values, key_pages, value_pages, tables, positions, tables.stride(0), keys.stride(0), values.stride(0),
-        SIZE=num_heads * head_dim, PAGE=key_pages.shape[1], SIZE_PAD=triton.next_power_of_2(num_heads * head_dim), num_warps=4,
+        SIZE=num_heads * head_dim, PAGE=key_pages.shape[1], SIZE_PAD=triton.next_power_of_2(num_heads * head_dim),
+        num_warps=4,
     )  # fmt: skip
 
 
 @dataclass(slots=True)
 class TritonStep:
-    """One token of R rows through the Triton kernels: fixed shapes, lengths read on the device, fit for a CUDA graph."""
+    """One token of R rows through the Triton kernels: fixed shapes, lengths read on the device, fit for a CUDA
+    graph."""
 
     kv: PagedKV
     batch: RowBatch
@@ -60,7 +69,9 @@ class TritonStep:
     write_index: torch.Tensor  # [R], for pages that PagedKV must write itself
     workspace: Workspace
 
-    def attend(self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         batch, kv = self.batch, self.kv
         keys, values, tables = keys[:, :, 0], values[:, :, 0], batch.tables[: self.num_rows]
@@ -87,7 +98,8 @@ class TritonStep:
         )[:, None]
 
     def attend_written(self, layer: int, query: torch.Tensor, scaling: float, *, early: bool) -> torch.Tensor:
-        """query [R, H N, D] -> [R, H N, D], over pages that hold the newest tokens. `early`: with programmatic dependent launch (sm_90)."""
+        """query [R, H N, D] -> [R, H N, D], over pages that hold the newest tokens. `early`: with programmatic
+        dependent launch (sm_90)."""
         batch, (keys, values) = self.batch, self.kv.layers[2 * layer : 2 * layer + 2]
         scales = (None, None) if self.kv.scales is None else self.kv.scales[2 * layer : 2 * layer + 2]
         of_prompts = (batch.prompt_tables, batch.prompt_lengths, batch.prompt_row_starts)

@@ -1,8 +1,9 @@
-"""Float32 kernels of a decode step on CPU: skinny matrix products, two-part paged attention, all decoder layers (cpu_decoder.py).
+"""Float32 kernels of a decode step on CPU: skinny matrix products, two-part paged attention, all decoder layers
+(cpu_decoder.py).
 
-The C++ beside this file is compiled at first use, for the machine at hand, into the user's cache folder. What a row gets is
-bitwise the same whatever the batch around it, its place, the page numbers and the number of threads.
-Letters: R rows, K and N columns in and out of a matrix, H kv heads, N query heads per kv head, D head size.
+The C++ beside this file is compiled at first use, for the machine at hand, into the user's cache folder. What a row
+gets is bitwise the same whatever the batch around it, its place, the page numbers and the number of threads. Letters: R
+rows, K and N columns in and out of a matrix, H kv heads, N query heads per kv head, D head size.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def load() -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_library_path())), ctypes.CDLL(_openmp_path()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        warnings.warn(f"no compiled CPU kernels ({reason}): decoding takes torch's operators, 1.3 to 2 times slower", stacklevel=2)
+        warnings.warn(
+            f"no compiled CPU kernels ({reason}): decoding takes torch's operators, 1.3 to 2 times slower", stacklevel=2
+        )
         return None
 
 
@@ -67,7 +70,9 @@ class Kernels:
             bias_at = bias.data_ptr()
         out = x.new_empty((num_rows, num_out))
         threads = torch.get_num_threads()
-        self._linear(x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), num_rows, x.stride(0), size, num_out, threads)
+        self._linear(
+            x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), num_rows, x.stride(0), size, num_out, threads
+        )
         return out
 
     def paged_attention(
@@ -82,10 +87,11 @@ class Kernels:
         prompt_of_row: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Every row's exact softmax over its prompt's tokens and its own; a prompt's KV is read once for up to 16 of its rows.
+        """Every row's exact softmax over its prompt's tokens and its own; a prompt's KV is read once for up to 16 of
+        its rows.
 
-        query [R, H N, D]; keys and values [pages, page_size, H, D] with equal strides; tables [R or prompts, pages of one] and
-        lengths [R or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
+        query [R, H N, D]; keys and values [pages, page_size, H, D] with equal strides; tables [R or prompts, pages of
+        one] and lengths [R or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
         """
         num_rows, num_heads, size = shape = _dims("query", query, 3)
         _check_strided("query", query, shape, 1)
@@ -97,8 +103,20 @@ class Kernels:
         prompt_pages = _check_tables("prompt", prompt_tables, prompt_lengths, num_prompts)
         check("prompt_of_row", prompt_of_row, (num_rows,), torch.int32)
         out = query.new_empty(shape)
-        pointers = [t.data_ptr() for t in (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)]
-        sizes = (num_rows, num_heads // pool[2], num_prompts, *pool, query.stride(0), *keys.stride()[:3], row_pages, prompt_pages)
+        pointers = [
+            t.data_ptr()
+            for t in (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
+        ]
+        sizes = (
+            num_rows,
+            num_heads // pool[2],
+            num_prompts,
+            *pool,
+            query.stride(0),
+            *keys.stride()[:3],
+            row_pages,
+            prompt_pages,
+        )
         _raise_bad_index(self._attention(*pointers, *sizes, scaling, torch.get_num_threads()))
         return out
 
@@ -108,7 +126,9 @@ class Kernels:
         check("x", x, x.shape)
         check("weight", weight, (size,))
         out = torch.empty_like(x)
-        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads())
+        self._norm(
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads()
+        )
         return out
 
     def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -122,7 +142,8 @@ class Kernels:
 
 
 def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
-    """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every call.)"""
+    """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every
+    call.)"""
     if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
         _refuse(name, tensor, shape, dtype)
 
@@ -132,7 +153,9 @@ def _check_strided(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dens
     if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.shape != shape:
         _refuse(name, tensor, shape, torch.float32)
     if not tensor.is_contiguous() and not tensor[(0,) * dense_from].is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}; its last {tensor.dim() - dense_from} dimensions must be contiguous")
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}; its last {tensor.dim() - dense_from} dimensions must be contiguous"
+        )
 
 
 def _refuse(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -143,7 +166,9 @@ def _refuse(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torc
 def _dims(name: str, tensor: torch.Tensor, *counts: int) -> torch.Size:
     """The tensor's shape, if it has one of these numbers of dimensions."""
     if tensor.dim() not in counts:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {' or '.join(map(str, counts))} dimensions")
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}; it must have {' or '.join(map(str, counts))} dimensions"
+        )
     return tensor.shape
 
 
@@ -170,7 +195,9 @@ def _raise_bad_index(code: int) -> None:
     if code:
         index, kind = divmod(code - 1, 3)
         what = ("row_lengths or row_tables", "prompt_lengths or prompt_tables", "prompt_of_row")[kind]
-        raise ValueError(f"{what}[{index}] is out of range: lengths go from 1 to what the pages hold, pages and prompts must exist")
+        raise ValueError(
+            f"{what}[{index}] is out of range: lengths go from 1 to what the pages hold, pages and prompts must exist"
+        )
 
 
 def _function(library: ctypes.CDLL, name: str, arguments: list, result: type | None) -> Callable:
@@ -183,7 +210,9 @@ def _openmp_path() -> str:
     """The OpenMP runtime that torch has loaded; a second one would fight it for the cores."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = [line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp5" in line or "libomp" in line]
+    paths = [
+        line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp5" in line or "libomp" in line
+    ]
     if not paths:
         raise RuntimeError("torch has no OpenMP runtime loaded")
     return min(paths, key=lambda path: "torch" not in path)  # torch's own, where several are
@@ -216,7 +245,9 @@ def _compile(command: list[str], path: Path) -> None:
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".so.part")
     os.close(handle)
     try:
-        done = subprocess.run([*command, "-o", aside, str(FOLDER / SOURCES[0])], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        done = subprocess.run(
+            [*command, "-o", aside, str(FOLDER / SOURCES[0])], capture_output=True, text=True, timeout=COMPILE_SECONDS
+        )
         if done.returncode:
             raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
         os.replace(aside, path)

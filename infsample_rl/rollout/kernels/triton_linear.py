@@ -1,10 +1,12 @@
-"""The matrix products of a decoder layer for up to 64 rows on CUDA, in Triton, each with all that belongs to it in one launch.
+"""The matrix products of a decoder layer for up to 64 rows on CUDA, in Triton, each with all that belongs to it in one
+launch.
 
-A program multiplies the rows by a block of columns (rows of the weight) over one part of K and leaves the sums in a workspace; the
-last program of a block adds the parts in fixed order and finishes: two halves of the block in registers are the two halves of a head
-for the rotation, or gate and up. Two runs give the same bits. Weights are read once; they do not depend on the kernels before, so
-with EARLY (sm_90, programmatic dependent launch) a program starts while those run and loads its first PRELOADS blocks into registers.
-Letters: R rows, M rows padded to a power of two, K inputs, N outputs, E hidden size, D head size.
+A program multiplies the rows by a block of columns (rows of the weight) over one part of K and leaves the sums in a
+workspace; the last program of a block adds the parts in fixed order and finishes: two halves of the block in registers
+are the two halves of a head for the rotation, or gate and up. Two runs give the same bits. Weights are read once; they
+do not depend on the kernels before, so with EARLY (sm_90, programmatic dependent launch) a program starts while those
+run and loads its first PRELOADS blocks into registers. Letters: R rows, M rows padded to a power of two, K inputs, N
+outputs, E hidden size, D head size.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def wait_for_inputs(EARLY: tl.constexpr):
 def _row_scale(squares, row, live, epsilon, K: tl.constexpr, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
     """1 / root mean square of the rows, from partial sums of squares [R, PARTS]."""
     part = tl.arange(0, PARTS_PAD)
-    sums = tl.load(squares + row[:, None] * PARTS + part[None, :], mask=live[:, None] & (part < PARTS)[None, :], other=0.0)
+    sums = tl.load(
+        squares + row[:, None] * PARTS + part[None, :], mask=live[:, None] & (part < PARTS)[None, :], other=0.0
+    )
     return tl.rsqrt(tl.sum(sums, axis=1) / K + epsilon)
 
 
@@ -49,10 +53,12 @@ def _inputs(x, norm, scale, row, live, inner, K: tl.constexpr, PRODUCT: tl.const
 @triton.jit
 def _multiply(
     x, squares, norm, weight, column, partials, counters, num_rows, epsilon,
-    K: tl.constexpr, SQUARE_PARTS: tl.constexpr, SQUARE_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, SQUARE_PARTS: tl.constexpr, SQUARE_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, PRELOADS: tl.constexpr, EARLY: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns, split of K): x, or its RMS norm where `norm` is given, by rows `column` [TILE] of the weight.
+    """Program (block of columns, split of K): x, or its RMS norm where `norm` is given, by rows `column` [TILE] of the
+    weight.
 
     Adds to the block's partial sums; returns whether this was the last split of the block.
     """
@@ -128,10 +134,12 @@ def _hidden_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_kernel(
     hidden, squares, norm, weight, bias, out, partials, counters, num_rows, epsilon,
-    K: tl.constexpr, N: tl.constexpr, SQUARE_PARTS: tl.constexpr, SQUARE_PAD: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, SQUARE_PARTS: tl.constexpr, SQUARE_PAD: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PRELOADS: tl.constexpr, EARLY: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """out [R, N] = silu(gate) * up of the normed hidden states [R, K]; the weight holds N rows of gate, then N of up."""
+    """out [R, N] = silu(gate) * up of the normed hidden states [R, K]; the weight holds N rows of gate, then N of
+    up."""
     tile = tl.program_id(0) // SPLITS
     HALF: tl.constexpr = TILE // 2
     within = tl.arange(0, TILE)
@@ -155,13 +163,16 @@ def _gated_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _heads_kernel(
-    hidden, squares, norm, weight, bias, query_norm, key_norm, cos, sin, query, key_pages, value_pages, tables, positions, table_stride,
+    hidden, squares, norm, weight, bias, query_norm, key_norm, cos, sin, query, key_pages, value_pages, tables,
+    positions, table_stride,
     partials, counters, num_rows, epsilon,
-    K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SQUARE_PARTS: tl.constexpr, SQUARE_PAD: tl.constexpr,
+    K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SQUARE_PARTS: tl.constexpr,
+    SQUARE_PAD: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PRELOADS: tl.constexpr,
     EARLY: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """One head (TILE = D) a block: its norm and rotation; queries go to query [R, HEADS, D], keys and values to the rows' pages.
+    """One head (TILE = D) a block: its norm and rotation; queries go to query [R, HEADS, D], keys and values to the
+    rows' pages.
 
     PAGE 0: keys and values go to key_pages and value_pages as [R, KV_HEADS, D], for pages that are written otherwise.
     """

@@ -1,4 +1,5 @@
-"""How good predicted lengths are: error, rank correlation within a prompt's samples, bootstrap intervals over prompts. NumPy only."""
+"""How good predicted lengths are: error, rank correlation within a prompt's samples, bootstrap intervals over prompts.
+NumPy only."""
 
 from __future__ import annotations
 
@@ -45,12 +46,16 @@ class Accuracy:
 
 
 def kendall_tau(predicted: np.ndarray, lengths: np.ndarray) -> float | None:
-    """Kendall's tau-b of two arrays [n] (Kendall 1945): (concordant - discordant) / sqrt(pairs untied in one x pairs untied in the other).
+    """Kendall's tau-b of two arrays [n] (Kendall 1945): (concordant - discordant) / sqrt(pairs untied in one x pairs
+    untied in the other).
 
     0 where all predictions are equal, since they give no order; None where all lengths are: there is none to find.
     kendall_tau([1, 2, 3, 4], [1, 3, 2, 4]) -> 0.667
     """
-    first, second = (np.sign(np.subtract.outer(values, values)) for values in (np.asarray(predicted, float), np.asarray(lengths, float)))
+    first, second = (
+        np.sign(np.subtract.outer(values, values))
+        for values in (np.asarray(predicted, float), np.asarray(lengths, float))
+    )
     untied_first, untied_second = np.abs(first).sum(), np.abs(second).sum()
     if untied_second == 0:
         return None
@@ -58,10 +63,13 @@ def kendall_tau(predicted: np.ndarray, lengths: np.ndarray) -> float | None:
 
 
 def prompt_accuracy(predicted: Sequence[float], lengths: Sequence[int], censored: Sequence[bool]) -> PromptAccuracy:
-    """Errors and order of one prompt's predictions (tokens). ValueError for predictions that are not finite and above 0."""
+    """Errors and order of one prompt's predictions (tokens). ValueError for predictions that are not finite and above
+    0."""
     guesses, truth, ended = np.asarray(predicted, float), np.asarray(lengths, float), ~np.asarray(censored, bool)
     if not len(guesses) == len(truth) == len(ended):
-        raise ValueError(f"predicted, lengths and censored must be equally long, got {len(guesses)}, {len(truth)} and {len(ended)}")
+        raise ValueError(
+            f"predicted, lengths and censored must be equally long, got {len(guesses)}, {len(truth)} and {len(ended)}"
+        )
     if not (np.isfinite(guesses).all() and (guesses > 0).all()):
         raise ValueError(f"predicted lengths must be finite and > 0, got {list(predicted)[:8]}")
     return PromptAccuracy(
@@ -87,11 +95,14 @@ def summarize(prompts: Sequence[PromptAccuracy], seed: int = 0) -> Accuracy:
     )
 
 
-def bootstrap(numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
-    """sum(numerators) / sum(denominators) with the 2.5 and 97.5 % quantiles over prompts drawn with replacement (Efron 1979).
+def bootstrap(
+    numerators: Sequence[float], denominators: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
+    """sum(numerators) / sum(denominators) with the 2.5 and 97.5 % quantiles over prompts drawn with replacement (Efron
+    1979).
 
-    One entry a prompt: a mean over samples has sums and counts, a mean over prompts values and ones, a ratio of totals both totals.
-    None when the denominators sum to 0. Draws in which they do are left out.
+    One entry a prompt: a mean over samples has sums and counts, a mean over prompts values and ones, a ratio of totals
+    both totals. None when the denominators sum to 0. Draws in which they do are left out.
     """
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     if bottom.sum() == 0:

@@ -21,8 +21,11 @@ class BertLengthPredictor:
     `seconds_spent` and `num_predicted` count what `predict` took and gave since construction.
     """
 
-    def __init__(self, folder: str, device: torch.device | str = "cpu", *, setting: str = "rollout.predictor_path") -> None:
-        """`folder`: model and tokenizer as save_pretrained writes them. ValueError, naming `setting`, when they cannot be loaded."""
+    def __init__(
+        self, folder: str, device: torch.device | str = "cpu", *, setting: str = "rollout.predictor_path"
+    ) -> None:
+        """`folder`: model and tokenizer as save_pretrained writes them. ValueError, naming `setting`, when they cannot
+        be loaded."""
         self.model, self.tokenizer = load_encoder(folder, setting)
         self.model.to(device).eval()
         self.max_tokens = window_of(self.model, self.tokenizer)
@@ -30,7 +33,8 @@ class BertLengthPredictor:
         self.num_predicted = 0
 
     def predict(self, prompt: str, prefixes: list[str]) -> list[float]:
-        """Expected tokens of every sample, from the pseudo-prompt [prompt; its first k tokens], cut from the left to fit."""
+        """Expected tokens of every sample, from the pseudo-prompt [prompt; its first k tokens], cut from the left to
+        fit."""
         started = time.perf_counter()
         logs = log_lengths(self.model, self.tokenizer, [prompt + prefix for prefix in prefixes], self.max_tokens)
         lengths = logs.nan_to_num(nan=0.0).clamp(0, MAX_LOG_LENGTH).exp().tolist()
@@ -40,7 +44,8 @@ class BertLengthPredictor:
 
 
 def load_encoder(folder: str, setting: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """An encoder with a one-number head (a fresh one where it has none, as for a plain BERT) and its tokenizer, which cuts from the left.
+    """An encoder with a one-number head (a fresh one where it has none, as for a plain BERT) and its tokenizer, which
+    cuts from the left.
 
     `folder`: a Hugging Face folder or hub name. ValueError, naming `setting`, when it cannot be had or cannot pad.
     """
@@ -65,7 +70,8 @@ def window_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int
 
 
 def check_window(window: int, tokenizer: PreTrainedTokenizerBase, ks: list[int], setting: str) -> None:
-    """ValueError, naming `setting`, when an input of `window` tokens has no room for the most first tokens of `ks` and the special tokens."""
+    """ValueError, naming `setting`, when an input of `window` tokens has no room for the most first tokens of `ks` and
+    the special tokens."""
     special = tokenizer.num_special_tokens_to_add()
     if window < max(ks) + special:
         wanted = f"the first {max(ks)} tokens and {special} special ones need {max(ks) + special}"
@@ -73,17 +79,24 @@ def check_window(window: int, tokenizer: PreTrainedTokenizerBase, ks: list[int],
         raise ValueError(f"{setting}: the input takes {window} tokens, but {wanted}; {most}")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_tokens: int, device: torch.device | str) -> dict[str, Tensor]:
-    """A padded batch [n, <= max_tokens]. A text that is too long loses its start, never its end or the special tokens around it."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], max_tokens: int, device: torch.device | str
+) -> dict[str, Tensor]:
+    """A padded batch [n, <= max_tokens]. A text that is too long loses its start, never its end or the special tokens
+    around it."""
     return tokenizer(texts, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt").to(device)
 
 
 @torch.inference_mode()
-def log_lengths(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], max_tokens: int) -> Tensor:
+def log_lengths(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], max_tokens: int
+) -> Tensor:
     """The head's output for every text, [n] float32 on the CPU, BATCH texts at a time."""
     if not texts:
         return torch.empty(0)
     outputs = []
     for start in range(0, len(texts), BATCH):
-        outputs.append(model(**encode(tokenizer, texts[start : start + BATCH], max_tokens, model.device)).logits[:, 0].float())
+        outputs.append(
+            model(**encode(tokenizer, texts[start : start + BATCH], max_tokens, model.device)).logits[:, 0].float()
+        )
     return torch.cat(outputs).cpu()

@@ -1,10 +1,10 @@
 """Our length predictor: a ridge regression on the policy's own hidden state, fitted online on every finished sample.
 
-The model is log(remaining tokens) = w . x + normal noise. The features x are made of the policy's last hidden state h (the input of its
-head) after n tokens of a response: A h, relu(B h), log n and 1, with fixed random matrices A (the identity for narrow states) and B. The
-relu half lets a linear fit bend: on kk_tiny's rollouts it explains 0.62 of the variance instead of 0.55. What a fit needs are sums over
-observations, so those of several workers add, and old ones can be forgotten by a factor. Nothing of it changes a sample: predictions
-only order what the schedules run.
+The model is log(remaining tokens) = w . x + normal noise. The features x are made of the policy's last hidden state h
+(the input of its head) after n tokens of a response: A h, relu(B h), log n and 1, with fixed random matrices A (the
+identity for narrow states) and B. The relu half lets a linear fit bend: on kk_tiny's rollouts it explains 0.62 of the
+variance instead of 0.55. What a fit needs are sums over observations, so those of several workers add, and old ones can
+be forgotten by a factor. Nothing of it changes a sample: predictions only order what the schedules run.
 
 Letters: n observations, E hidden size of the policy, D = min(E, 256), F = 2 D + 2 features.
 """
@@ -18,12 +18,14 @@ import torch
 
 from infsample_rl.types import ProbeFit, ProbeStatistics
 
-HALF_DIMENSIONS = 256  # most of A h and of relu(B h): sums of 512^2 float64 are 2 MB a fold, and are solved in a tenth of a second
+# most of A h and of relu(B h): sums of 512^2 float64 are 2 MB a fold, and are solved in a tenth of a second
+HALF_DIMENSIONS = 256
 FOLDS = 2  # the penalty is chosen by what a fit on either fold says of the other
 FEWEST_ROWS = 16  # in each fold, for a fit
-PENALTIES = tuple(10.0 ** (half / 2) for half in range(2, 13))  # 10 to 10^6, in observations; at 10^6 little but the mean is left
-# Of one published version of the weights to the next: about the last ten steps count. Fewer hold too few samples for 512 dimensions,
-# and over many more a policy's lengths and states have moved.
+# 10 to 10^6, in observations; at 10^6 little but the mean is left
+PENALTIES = tuple(10.0 ** (half / 2) for half in range(2, 13))
+# Of one published version of the weights to the next: about the last ten steps count. Fewer hold too few samples for
+# 512 dimensions, and over many more a policy's lengths and states have moved.
 DECAY = 0.9
 _LOWEST_DEVIATION = 1e-3  # of log lengths; keeps the imputation defined when a fit has no residual
 
@@ -40,14 +42,17 @@ class LengthProbe:
         self.num_features = 2 * half + 2
         self.statistics = ProbeStatistics.zeros(self.num_features)
         self.fitted: ProbeFit | None = None
-        noise = torch.randn(hidden_size, 2 * half, generator=torch.Generator().manual_seed(seed)) / math.sqrt(hidden_size)
+        noise = torch.randn(hidden_size, 2 * half, generator=torch.Generator().manual_seed(seed)) / math.sqrt(
+            hidden_size
+        )
         if half == hidden_size:
             noise[:, :half] = torch.eye(half)
         self._matrices, self._half = noise, half  # A and B side by side [E, 2 D]
 
     @torch.no_grad()
     def features(self, hidden: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """hidden [n, E] after num_tokens [n] of the response (>= 1) -> [n, F] float32 on the same device, without a host sync."""
+        """hidden [n, E] after num_tokens [n] of the response (>= 1) -> [n, F] float32 on the same device, without a
+        host sync."""
         self._matrices = self._matrices.to(hidden.device)  # moved once
         features = torch.ones(len(hidden), self.num_features, device=hidden.device)
         torch.mm(hidden.float(), self._matrices, out=features[:, :-2])
@@ -57,7 +62,8 @@ class LengthProbe:
 
     @torch.no_grad()
     def predict(self, features: torch.Tensor) -> torch.Tensor:
-        """features [n, F] float32 -> tokens left [n] float32, between 1 and max_new_tokens less the tokens so far, whatever the features hold.
+        """features [n, F] float32 -> tokens left [n] float32, between 1 and max_new_tokens less the tokens so far,
+        whatever the features hold.
 
         The median under the model. Before the first fit, and where the features are not finite, a third of the room.
         """
@@ -69,14 +75,17 @@ class LengthProbe:
         logs = torch.where(logs.isfinite(), logs, (room / 3).log())
         return torch.minimum(logs.clamp(0, math.log(self.max_new_tokens) + 1).exp(), room).clamp(min=1)
 
-    def observe(self, features: torch.Tensor, remaining: torch.Tensor, censored: torch.Tensor, fold: int | None = None) -> None:
-        """Add responses that have ended: features [n, F], tokens that came after them [n] (>= 1), and censored [n]: cut at the cap.
+    def observe(
+        self, features: torch.Tensor, remaining: torch.Tensor, censored: torch.Tensor, fold: int | None = None
+    ) -> None:
+        """Add responses that have ended: features [n, F], tokens that came after them [n] (>= 1), and censored [n]: cut
+        at the cap.
 
-        A cut response would have had more than `remaining` tokens; it enters with the mean and the variance of its log length given
-        that, under the current fit (the E step of a censored regression, Buckley and James 1979; a fit is the M step, so the next
-        fits converge as observations come in). Before the first fit it enters with what was seen.
-        `fold`: 0 or 1, equal for all responses to a prompt, so that the penalty is chosen for prompts not seen; None: the one with
-        fewer observations. Rows that are not finite are left out.
+        A cut response would have had more than `remaining` tokens; it enters with the mean and the variance of its log
+        length given that, under the current fit (the E step of a censored regression, Buckley and James 1979; a fit is
+        the M step, so the next fits converge as observations come in). Before the first fit it enters with what was
+        seen. `fold`: 0 or 1, equal for all responses to a prompt, so that the penalty is chosen for prompts not seen;
+        None: the one with fewer observations. Rows that are not finite are left out.
         """
         usable = features.isfinite().all(dim=1) & (remaining >= 1) & remaining.isfinite()
         x = features[usable].double().cpu()
@@ -108,10 +117,14 @@ class LengthProbe:
         return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from what `state` returned. Before anything changes: ValueError for a probe of another size, KeyError for a missing array."""
+        """Go on from what `state` returned. Before anything changes: ValueError for a probe of another size, KeyError
+        for a missing array."""
         if state["xy"].shape != self.statistics.xy.shape:
             found, wanted = state["xy"].shape[1], self.num_features
-            raise ValueError(f"the length probe's state has {found} features, this policy's has {wanted}: it belongs to another model")
+            raise ValueError(
+                f"the length probe's state has {found} features, this policy's has {wanted}: it belongs to another "
+                "model"
+            )
         statistics = ProbeStatistics(*(np.array(state[name], np.float64) for name in ("xx", "xy", "yy")))
         fitted = None
         if "weights" in state:
@@ -119,13 +132,16 @@ class LengthProbe:
             fitted = ProbeFit(np.array(state["weights"], np.float64), deviation, explained, penalty)
         self.statistics, self.fitted = statistics, fitted
 
-    def _targets(self, x: torch.Tensor, seen: torch.Tensor, censored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _targets(
+        self, x: torch.Tensor, seen: torch.Tensor, censored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and variance [n] of the log of the tokens left, given that a censored one is above its `seen`."""
         if self.fitted is None or not censored.any():
             return seen, torch.zeros_like(seen)
         mean, deviation = x @ torch.from_numpy(self.fitted.weights), self.fitted.deviation
         above = ((seen - mean) / deviation).clamp(-30, 30)
-        # of a standard normal above a: mean h = density / tail, variance 1 - h (h - a); the tail by logs, as it underflows
+        # of a standard normal above a: mean h = density / tail, variance 1 - h (h - a); the tail by logs, as it
+        # underflows
         hazard = (-0.5 * above.square() - 0.5 * math.log(2 * math.pi) - torch.special.log_ndtr(-above)).exp()
         imputed = torch.maximum(mean + deviation * hazard, seen)
         spread = deviation**2 * (1 - hazard * (hazard - above)).clamp(0, 1)
@@ -157,8 +173,11 @@ def _fit(sums: ProbeStatistics) -> ProbeFit | None:
     )
 
 
-def _standardised(sums: ProbeStatistics, fold: int, mean: np.ndarray, mean_y: float, scale: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One fold's sums of z z^T, z (y - mean_y) and (y - mean_y)^2, where z = (x - mean) scale and the constant is left out."""
+def _standardised(
+    sums: ProbeStatistics, fold: int, mean: np.ndarray, mean_y: float, scale: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """One fold's sums of z z^T, z (y - mean_y) and (y - mean_y)^2, where z = (x - mean) scale and the constant is left
+    out."""
     xx, xy, count = sums.xx[fold], sums.xy[fold], sums.counts[fold]
     sum_x, sum_y = xx[-1, :-1], xy[-1]
     products = xx[:-1, :-1] - np.outer(mean, sum_x) - np.outer(sum_x, mean) + count * np.outer(mean, mean)
@@ -168,7 +187,12 @@ def _standardised(sums: ProbeStatistics, fold: int, mean: np.ndarray, mean_y: fl
 
 
 def _errors(
-    products: torch.Tensor, targets: torch.Tensor, _: float, other_products: torch.Tensor, other_targets: torch.Tensor, other_squares: float
+    products: torch.Tensor,
+    targets: torch.Tensor,
+    _: float,
+    other_products: torch.Tensor,
+    other_targets: torch.Tensor,
+    other_squares: float,
 ) -> torch.Tensor:
     """Squared errors on the other fold of this fold's fits, one for each of PENALTIES [P]."""
     values, vectors = torch.linalg.eigh(products)

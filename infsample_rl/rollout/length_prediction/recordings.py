@@ -6,8 +6,9 @@ A line is one prompt with all its samples, in sample order:
  "prompt": "<|im_start|>user...", "prompt_tokens": 93, "max_new_tokens": 512, "truncated": [false, true],
  "scores": [0.0, null], "first_tokens": [[504, 253], [42, 7]]}
 
-The first four fields are needed, the others are None where a file lacks them; fields beyond these are passed over. A line may also have
-"predictions": {"probe": [140.2, 480.0]}, total tokens that a predictor of that name gave; `bench.predictor` writes them.
+The first four fields are needed, the others are None where a file lacks them; fields beyond these are passed over. A
+line may also have "predictions": {"probe": [140.2, 480.0]}, total tokens that a predictor of that name gave;
+`bench.predictor` writes them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ NAMED = ("dataset", "model", "prompt_id")
 class Recording:
     """One prompt and what is known of its samples; lists have an entry for every sample.
 
-    Example: Recording(dataset="gsm8k", model="SmolLM2-135M-Instruct", prompt_id="gsm8k/train/0", lengths=[134, 512], truncated=[False, True])
+    Example: Recording(dataset="gsm8k", model="SmolLM2-135M-Instruct", prompt_id="gsm8k/train/0", lengths=[134, 512],
+    truncated=[False, True])
     """
 
     dataset: str
@@ -55,14 +57,16 @@ class Recording:
 
     @property
     def censored(self) -> list[bool]:
-        """Which lengths are lower bounds: `truncated`; where the file has none, those at the cap; without a cap none."""
+        """Which lengths are lower bounds: `truncated`; where the file has none, those at the cap; without a cap
+        none."""
         if self.truncated is not None:
             return self.truncated
         return [self.max_new_tokens is not None and length >= self.max_new_tokens for length in self.lengths]
 
 
 def read_recordings(path: str | Path) -> list[Recording]:
-    """All recordings of a .jsonl or .jsonl.gz file, or of a run folder. ValueError naming file, line and field for what cannot be used.
+    """All recordings of a .jsonl or .jsonl.gz file, or of a run folder. ValueError naming file, line and field for what
+    cannot be used.
 
     A run may be writing, or have been killed at it: the part that there may be of its last line is passed over.
     """
@@ -70,12 +74,15 @@ def read_recordings(path: str | Path) -> list[Recording]:
     path = path if run_dir is None else run_dir / OF_A_RUN
     found = [_recording(fields, place) for place, fields in read_lines(path, grows=run_dir is not None)]
     if not found:
-        raise ValueError(f"{path} is empty; it needs a line for every prompt with dataset, model, prompt_id and lengths")
+        raise ValueError(
+            f"{path} is empty; it needs a line for every prompt with dataset, model, prompt_id and lengths"
+        )
     return found
 
 
 def read_lines(path: str | Path, *, grows: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE, line N", object) of every line that is not blank. ValueError for a missing file and for a line that is no object.
+    """("FILE, line N", object) of every line that is not blank. ValueError for a missing file and for a line that is no
+    object.
 
     `grows`: only lines that have been written to their end.
     """
@@ -90,7 +97,8 @@ def read_lines(path: str | Path, *, grows: bool = False) -> Iterator[tuple[str, 
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: it would also cut at U+2028 and its like
+    # not splitlines: it would also cut at U+2028 and its like
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
 
@@ -110,7 +118,9 @@ def _object(line: str, place: str) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{place} is not valid JSON ({error}); half a line is left where a recording was stopped") from None
+        raise ValueError(
+            f"{place} is not valid JSON ({error}); half a line is left where a recording was stopped"
+        ) from None
     except RecursionError:
         raise ValueError(f"{place} is not valid JSON of a recording: it is nested too deeply") from None
     check_field(isinstance(fields, dict), place, "a line", "an object", fields)
@@ -138,7 +148,13 @@ def _recording(fields: dict[str, Any], place: str) -> Recording:
     for name, fits, what in LISTS:
         value = fields.get(name)
         if value is not None:
-            check_field(isinstance(value, list) and len(value) == len(lengths), place, name, f"a list of {len(lengths)} like lengths", value)
+            check_field(
+                isinstance(value, list) and len(value) == len(lengths),
+                place,
+                name,
+                f"a list of {len(lengths)} like lengths",
+                value,
+            )
             for item in value:
                 check_field(fits(item), place, name, what, item)
     _check_predictions(fields.get("predictions"), len(lengths), place)
@@ -164,7 +180,9 @@ def _is_score(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    return isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
+    )
 
 
 LISTS = (

@@ -1,4 +1,5 @@
-"""Whether predictions pay: groups that have ended are run again, without the model, with and without what was predicted for them."""
+"""Whether predictions pay: groups that have ended are run again, without the model, with and without what was predicted
+for them."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class ReplaySettings:
 
     @classmethod
     def of(cls, config: RolloutConfig, num_pages: int, *, parks: bool) -> ReplaySettings:
-        """Those of an engine with these settings and a pool of so many pages, beside which preempted KV is parked or not."""
+        """Those of an engine with these settings and a pool of so many pages, beside which preempted KV is parked or
+        not."""
         return cls(
             schedule=config.schedule,
             slots=config.num_slots,
@@ -65,8 +67,8 @@ class ReplaySettings:
 def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[int, int]:
     """Running steps of all groups together through one pool, with their predictions and without.
 
-    `token_budget` takes every prediction when it came. Schedules that wait for them decode the prefixes first, and what that costs
-    in prefixes computed again counts; without predictions they do not wait.
+    `token_budget` takes every prediction when it came. Schedules that wait for them decode the prefixes first, and what
+    that costs in prefixes computed again counts; without predictions they do not wait.
     """
     groups = [group for group in groups if group.samples]
     ordered = [sorted(group.samples) for group in groups]
@@ -90,15 +92,28 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
     return _steps_with_prefixes(groups, ordered, settings), without
 
 
-def _steps_with_prefixes(groups: Sequence[ReplayedGroup], ordered: Sequence[Sequence[ReplayedSample]], settings: ReplaySettings) -> int:
-    """Running steps of a schedule that starts when every sample of a prompt has its prefix and, if it lives on, a prediction."""
-    rules = GroupSettings(settings.schedule, settings.slots, max(map(len, ordered)), prefix_tokens=settings.prefix_tokens)
+def _steps_with_prefixes(
+    groups: Sequence[ReplayedGroup], ordered: Sequence[Sequence[ReplayedSample]], settings: ReplaySettings
+) -> int:
+    """Running steps of a schedule that starts when every sample of a prompt has its prefix and, if it lives on, a
+    prediction."""
+    rules = GroupSettings(
+        settings.schedule, settings.slots, max(map(len, ordered)), prefix_tokens=settings.prefix_tokens
+    )
     planned = [
-        PromptGroup(place, [0] * group.prompt_tokens, list(range(len(samples))), rules, lambda _: 0, predicted_in_rows=True)
+        PromptGroup(
+            place, [0] * group.prompt_tokens, list(range(len(samples))), rules, lambda _: 0, predicted_in_rows=True
+        )
         for place, (group, samples) in enumerate(zip(groups, ordered, strict=True))
     ]
     pool = KVPool(settings.kv_budget_tokens // settings.page_size, settings.page_size)
-    planner = StepPlanner(planned, pool, num_slots=settings.slots, prompts_at_once=settings.prompts_at_once, max_new_tokens=settings.max_new_tokens)
+    planner = StepPlanner(
+        planned,
+        pool,
+        num_slots=settings.slots,
+        prompts_at_once=settings.prompts_at_once,
+        max_new_tokens=settings.max_new_tokens,
+    )
     while not planner.is_done:
         ended = []
         for sample in planner.next_step().rows:
@@ -111,14 +126,16 @@ def _steps_with_prefixes(groups: Sequence[ReplayedGroup], ordered: Sequence[Sequ
 
 
 class ReplayGate:
-    """Decides whether predictions are used: where recent replays took no more steps with them than without. Not before the first replay."""
+    """Decides whether predictions are used: where recent replays took no more steps with them than without. Not before
+    the first replay."""
 
     def __init__(self) -> None:
         self.recent: deque[tuple[int, int]] = deque(maxlen=RECENT)  # steps with and without
         self._decided: bool | None = None  # before the first replay
 
     def enter(self, steps_with: int, steps_without: int) -> str | None:
-        """Count a replay (0 steps: there was none); a sentence at the first one, and when one opens or shuts the gate, with both counts."""
+        """Count a replay (0 steps: there was none); a sentence at the first one, and when one opens or shuts the gate,
+        with both counts."""
         if steps_without == 0:
             return None
         self.recent.append((steps_with, steps_without))
@@ -126,8 +143,14 @@ class ReplayGate:
         before, self._decided = self._decided, with_them <= without
         if self._decided == before:
             return None
-        verb = "are used from the next step on" if self.is_open else "are not used in the next step, it goes on learning"
-        return f"length probe: its predictions {verb}: recent groups, replayed, take {with_them:,} steps with them and {without:,} without"
+        verb = (
+            "are used from the next step on" if self.is_open else "are not used in the next step, it goes on learning"
+        )
+        return (
+            f"length probe: its predictions {verb}: recent groups, replayed, take {with_them:,} steps with them "
+            "and "
+            f"{without:,} without"
+        )
 
     @property
     def is_open(self) -> bool:

@@ -1,4 +1,5 @@
-"""The one length probe of a run: merges what workers have seen, fits, decides whether predictions are used, is kept in checkpoints.
+"""The one length probe of a run: merges what workers have seen, fits, decides whether predictions are used, is kept in
+checkpoints.
 
 The driver has it for all its rollout workers; an engine that works alone has one for itself.
 """
@@ -40,7 +41,10 @@ class RunProbe:
         probe.statistics = sum((report.statistics for report in reports), probe.statistics.decayed(DECAY))
         probe.fit()
         # workers decode side by side, but what counts is the sum: each has groups of its own
-        with_them, without = sum(report.steps_with for report in reports), sum(report.steps_without for report in reports)
+        with_them, without = (
+            sum(report.steps_with for report in reports),
+            sum(report.steps_without for report in reports),
+        )
         self.steps_saved = without - with_them if without else None
         return self._gate.enter(with_them, without)
 
@@ -66,11 +70,13 @@ class RunProbe:
         try:
             with np.load(path) as file:
                 state = dict(file)
-            replays = state["replays"].reshape(-1, 2).tolist()  # before anything changes: load_state takes all or nothing
+            # before anything changes: load_state takes all or nothing
+            replays = state["replays"].reshape(-1, 2).tolist()
             self._probe.load_state(state)
         except ValueError as error:
             return f"{path}: {error}; the length probe starts anew"
-        except (OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile) as error:  # Not...: damage that reads as a compression
+        # Not...: damage that reads as a compression
+        except (OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile) as error:
             return f"{path} is damaged ({type(error).__name__}: {error}); the length probe starts anew"
         for steps_with, steps_without in replays:
             self._gate.enter(steps_with, steps_without)

@@ -1,10 +1,12 @@
 """Train the bert length predictor on recorded completions.
 
-python -m infsample_rl.rollout.length_prediction.train recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER prefix_tokens=16
+python -m infsample_rl.rollout.length_prediction.train recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER
+prefix_tokens=16
 
-Fits a pretrained encoder with a one-number head to the log of the response length. A response cut at the cap says only that it is longer:
-its loss is one-sided, nothing where the prediction is above the cap. One line is printed for every epoch, the epoch with the best loss on
-held-out prompts is kept, and `out` is a Hugging Face folder, for rollout.predictor_path. Equal seeds give equal folders on one machine.
+Fits a pretrained encoder with a one-number head to the log of the response length. A response cut at the cap says only
+that it is longer: its loss is one-sided, nothing where the prediction is above the cap. One line is printed for every
+epoch, the epoch with the best loss on held-out prompts is kept, and `out` is a Hugging Face folder, for
+rollout.predictor_path. Equal seeds give equal folders on one machine.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.rollout.length_prediction.accuracy import Accuracy, prompt_accuracy, summarize
-from infsample_rl.rollout.length_prediction.bert import MAX_LOG_LENGTH, check_window, encode, load_encoder, log_lengths, window_of
+from infsample_rl.rollout.length_prediction.bert import (
+    MAX_LOG_LENGTH,
+    check_window,
+    encode,
+    load_encoder,
+    log_lengths,
+    window_of,
+)
 from infsample_rl.rollout.length_prediction.training_data import TextGroup, read_groups, split_groups
 
 WEIGHT_DECAY = 0.01
@@ -41,11 +50,17 @@ REPORT = "length_predictor.json"  # in the folder, beside what from_pretrained r
 class TrainOptions:
     """What is fitted to what, and how."""
 
-    recordings: list[str] = option([], "recorded lengths, runs' completions.jsonl, or a hub data set of chats (lmsys/lmsys-chat-1m)")
+    recordings: list[str] = option(
+        [], "recorded lengths, runs' completions.jsonl, or a hub data set of chats (lmsys/lmsys-chat-1m)"
+    )
     encoder: str = option("", "pretrained encoder, a Hugging Face folder or hub name")
     out: str = option("", "folder to write; it must not hold files yet")
-    tokenizer: list[str] = option([], "the policy's tokenizer, one for all recordings or one for each; none: the recordings' model, if a folder")
-    prefix_tokens: list[int] = option([16], "k; of several, every sample takes one at random in every epoch: one predictor for all", low=1)
+    tokenizer: list[str] = option(
+        [], "the policy's tokenizer, one for all recordings or one for each; none: the recordings' model, if a folder"
+    )
+    prefix_tokens: list[int] = option(
+        [16], "k; of several, every sample takes one at random in every epoch: one predictor for all", low=1
+    )
     epochs: int = option(4, "passes over the training prompts", low=1)
     lr: float = option(1e-4, "highest learning rate")
     batch: int = option(32, "samples in one update", low=1)
@@ -88,7 +103,9 @@ def train(options: TrainOptions) -> dict[str, Any]:
     tokenizers = options.tokenizer * len(options.recordings) if len(options.tokenizer) == 1 else options.tokenizer
     groups = []
     for index, source in enumerate(options.recordings):
-        groups += read_groups(source, tokenizers[index] if tokenizers else None, options.prefix_tokens, options.max_prompts)
+        groups += read_groups(
+            source, tokenizers[index] if tokenizers else None, options.prefix_tokens, options.max_prompts
+        )
     training, held = split_groups(groups, options.held_out, options.seed)
     _check_held_out(held, options.prefix_tokens)
     samples = sum(len(group.lengths) for group in training)
@@ -97,17 +114,30 @@ def train(options: TrainOptions) -> dict[str, Any]:
     model, tokenizer = load_encoder(options.encoder, "encoder")
     epochs = fit(model, tokenizer, training, held, options)
     best = min(epochs, key=lambda epoch: epoch.held_out_loss)
-    report = {"options": asdict(options), "train_prompts": len(training), "held_out_prompts": len(held), "best_epoch": best.number}
+    report = {
+        "options": asdict(options),
+        "train_prompts": len(training),
+        "held_out_prompts": len(held),
+        "best_epoch": best.number,
+    }
     report["epochs"] = [asdict(epoch) for epoch in epochs]
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     (Path(options.out) / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"epoch {best.number} kept in {options.out}; use it with rollout.predictor=bert rollout.predictor_path={options.out}", flush=True)
+    print(
+        f"epoch {best.number} kept in {options.out}; use it with rollout.predictor=bert "
+        f"rollout.predictor_path={options.out}",
+        flush=True,
+    )
     return report
 
 
 def fit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, training: list[TextGroup], held: list[TextGroup], options: TrainOptions
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    training: list[TextGroup],
+    held: list[TextGroup],
+    options: TrainOptions,
 ) -> list[Epoch]:
     """Fit `model` in place and leave it with the best epoch's weights, in eval mode. Prints a line for every epoch."""
     device = "cuda" if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()) else "cpu"
@@ -119,14 +149,26 @@ def fit(
     _start_at_mean(model, tokenizer, examples, window)
     num_batches = -(-len(examples) // options.batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=WEIGHT_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _lr_share(update, options.epochs * num_batches))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda update: _lr_share(update, options.epochs * num_batches)
+    )
     epochs, best = [], {}
     for number in range(1, options.epochs + 1):
         started = time.perf_counter()
         batches = _batches(_draw(training, options, order), options.batch, order)
-        loss = sum(_update(model, tokenizer, batch, window, optimizer, schedule) * len(batch) for batch in batches) / sum(map(len, batches))
+        loss = sum(
+            _update(model, tokenizer, batch, window, optimizer, schedule) * len(batch) for batch in batches
+        ) / sum(map(len, batches))
         held_loss, accuracy = evaluate(model, tokenizer, held, options.prefix_tokens, window)
-        epochs.append(Epoch(number=number, train_loss=loss, held_out_loss=held_loss, accuracy=accuracy, seconds=time.perf_counter() - started))
+        epochs.append(
+            Epoch(
+                number=number,
+                train_loss=loss,
+                held_out_loss=held_loss,
+                accuracy=accuracy,
+                seconds=time.perf_counter() - started,
+            )
+        )
         print(epoch_line(epochs[-1], options.epochs), flush=True)
         if held_loss <= min(epoch.held_out_loss for epoch in epochs):
             best = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
@@ -138,12 +180,15 @@ def fit(
 def input_window(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: TrainOptions) -> int:
     """Most tokens of the encoder's input. ValueError when the first k of a response do not fit."""
     window = min(window_of(model, tokenizer), options.window or sys.maxsize)
-    check_window(window, tokenizer, options.prefix_tokens, "window" if options.window == window else f"encoder={options.encoder}")
+    check_window(
+        window, tokenizer, options.prefix_tokens, "window" if options.window == window else f"encoder={options.encoder}"
+    )
     return window
 
 
 def check_writable(out: str) -> None:
-    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves nothing behind."""
+    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves
+    nothing behind."""
     folder = Path(out).absolute()
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -174,7 +219,8 @@ def _check_held_out(held: list[TextGroup], ks: list[int]) -> None:
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, groups: list[TextGroup], ks: list[int], window: int
 ) -> tuple[float, Accuracy]:
-    """(mean loss, accuracy) over the samples longer than k; of several k and prompts every one takes its turn, since each epoch is evaluated.
+    """(mean loss, accuracy) over the samples longer than k; of several k and prompts every one takes its turn, since
+    each epoch is evaluated.
 
     ValueError when the outputs are not numbers.
     """
@@ -202,10 +248,17 @@ def censored_loss(predicted: Tensor, target: Tensor, censored: Tensor) -> Tensor
 def epoch_line(epoch: Epoch, epochs: int) -> str:
     """One epoch in words; '-' for what cannot be said, as the order within a prompt of chats with one answer."""
     accuracy = epoch.accuracy
-    error = f"{accuracy.log_error.value:.3f} ({accuracy.token_error.value:.0f} tokens)" if accuracy.log_error and accuracy.token_error else "-"
+    error = (
+        f"{accuracy.log_error.value:.3f} ({accuracy.token_error.value:.0f} tokens)"
+        if accuracy.log_error and accuracy.token_error
+        else "-"
+    )
     tau = f"{accuracy.tau.value:.3f}" if accuracy.tau else "-"
     losses = f"train loss {epoch.train_loss:.4f}, held-out loss {epoch.held_out_loss:.4f}"
-    return f"epoch {epoch.number} of {epochs}: {losses}, held-out |log ratio| {error}, Kendall tau {tau}, {epoch.seconds:.0f} s"
+    return (
+        f"epoch {epoch.number} of {epochs}: {losses}, held-out |log ratio| {error}, Kendall tau {tau}, "
+        f"{epoch.seconds:.0f} s"
+    )
 
 
 Example = tuple[str, float, bool]  # pseudo-prompt, log length, censored
@@ -215,7 +268,11 @@ def _draw(groups: list[TextGroup], options: TrainOptions, generator: np.random.G
     """One epoch's examples: of every prompt all samples or `samples` of them, each with one k that it outlives."""
     examples = []
     for group in groups:
-        usable = [index for index in range(len(group.lengths)) if any(group.prefixes[k][index] is not None for k in options.prefix_tokens)]
+        usable = [
+            index
+            for index in range(len(group.lengths))
+            if any(group.prefixes[k][index] is not None for k in options.prefix_tokens)
+        ]
         drawn = usable if options.samples is None else generator.permutation(usable)[: options.samples]
         for index in drawn:
             prefixes = [text for text in (group.prefixes[k][index] for k in options.prefix_tokens) if text is not None]
@@ -247,7 +304,9 @@ def _update(
     model.train()
     texts, targets, censored = zip(*batch, strict=True)
     outputs = model(**encode(tokenizer, list(texts), window, model.device)).logits[:, 0].float()
-    loss = censored_loss(outputs, torch.tensor(targets, device=model.device), torch.tensor(censored, device=model.device)).mean()
+    loss = censored_loss(
+        outputs, torch.tensor(targets, device=model.device), torch.tensor(censored, device=model.device)
+    ).mean()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -262,7 +321,9 @@ def _lr_share(update: int, updates: int) -> float:
     return (update + 1) / rising if update < rising else max(0.0, (updates - update) / max(1, updates - rising))
 
 
-def _start_at_mean(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example], window: int) -> None:
+def _start_at_mean(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Example], window: int
+) -> None:
     """Move the head's bias so that the first examples' mean is right: else the first epochs only find the scale."""
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and module.out_features == 1]
     if heads and heads[-1].bias is not None:
@@ -270,7 +331,9 @@ def _start_at_mean(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, e
         wanted = float(np.mean([target for _, target, _ in examples]))
         model.eval()
         with torch.no_grad():
-            heads[-1].bias += wanted - log_lengths(model, tokenizer, [text for text, _, _ in first], window).mean().item()
+            heads[-1].bias += (
+                wanted - log_lengths(model, tokenizer, [text for text, _, _ in first], window).mean().item()
+            )
 
 
 def _check(options: TrainOptions) -> None:
@@ -281,7 +344,10 @@ def _check(options: TrainOptions) -> None:
     if not options.prefix_tokens:
         raise ValueError("prefix_tokens must name at least one k, as prefix_tokens=16")
     if len(options.tokenizer) not in (0, 1, len(options.recordings)):
-        raise ValueError(f"tokenizer must be one folder or one for each of the {len(options.recordings)} recordings, got {len(options.tokenizer)}")
+        raise ValueError(
+            f"tokenizer must be one folder or one for each of the {len(options.recordings)} recordings, got "
+            f"{len(options.tokenizer)}"
+        )
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={options.out} is there already and is not an empty folder; give a new one")

@@ -2,9 +2,11 @@
 
 Three kinds of source are read:
 - recordings (`recordings.py`) with `prompt` and `first_tokens`;
-- a run's completions.jsonl, whose lines need step, prompt_index, row, prompt, response, length and finish_reason ("length": cut at the cap);
-- a hub data set of chats by name, such as lmsys/lmsys-chat-1m, or a local folder laid out like one, whose rows need conversation,
-  a list of {"role", "content"}; the first question and its answer are taken, and the answer's end token is counted.
+- a run's completions.jsonl, whose lines need step, prompt_index, row, prompt, response, length and finish_reason
+("length": cut at the cap);
+- a hub data set of chats by name, such as lmsys/lmsys-chat-1m, or a local folder laid out like one, whose rows need
+  conversation, a list of {"role", "content"}; the first question and its answer are taken, and the answer's end token
+  is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infsample_rl.model.hub import cached_only, hub_reachable
-from infsample_rl.rollout.length_prediction.recordings import SUFFIXES, Recording, check_field, is_count, read_lines, read_recordings
+from infsample_rl.rollout.length_prediction.recordings import (
+    SUFFIXES,
+    Recording,
+    check_field,
+    is_count,
+    read_lines,
+    read_recordings,
+)
 
 RUN_TEXTS = ("prompt", "response", "finish_reason")
 RUN_COUNTS = ("step", "prompt_index", "row")
@@ -27,17 +36,20 @@ RUN_COUNTS = ("step", "prompt_index", "row")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextGroup:
-    """One prompt's samples. Example: TextGroup(key="gsm8k|17", prompt="2+2=", prefixes={2: [" 4", None]}, lengths=[9, 2], censored=[False, False])"""
+    """One prompt's samples. Example: TextGroup(key="gsm8k|17", prompt="2+2=", prefixes={2: [" 4", None]}, lengths=[9,
+    2], censored=[False, False])"""
 
     key: str  # the prompt's name: samples of equal keys are never split between training and held-out
     prompt: str
-    prefixes: dict[int, list[str | None]]  # for each k the text of each sample's first k tokens; None for a sample that ended within them
+    # for each k the text of each sample's first k tokens; None for a sample that ended within them
+    prefixes: dict[int, list[str | None]]
     lengths: list[int]
     censored: list[bool]
 
 
 def read_groups(source: str, tokenizer: str | None, ks: list[int], max_prompts: int | None = None) -> list[TextGroup]:
-    """The prompts of a source, at most `max_prompts`. `tokenizer`: the policy's, a folder; None: the folder a recording names as its model.
+    """The prompts of a source, at most `max_prompts`. `tokenizer`: the policy's, a folder; None: the folder a recording
+    names as its model.
 
     ValueError in one line for a source that cannot be had or lacks what is needed.
     """
@@ -48,29 +60,47 @@ def read_groups(source: str, tokenizer: str | None, ks: list[int], max_prompts: 
     if "lengths" not in first and "response" in first:
         return completion_groups(path, load_tokenizer(tokenizer, source), ks)[:max_prompts]
     recordings = read_recordings(path)[:max_prompts]
-    loaded = {name: load_tokenizer(tokenizer or _model_folder(name, source), source) for name in {recording.model for recording in recordings}}
+    loaded = {
+        name: load_tokenizer(tokenizer or _model_folder(name, source), source)
+        for name in {recording.model for recording in recordings}
+    }
     return [recording_group(recording, loaded[recording.model], ks, source) for recording in recordings]
 
 
-def recording_group(recording: Recording, tokenizer: PreTrainedTokenizerBase, ks: list[int], source: str = "recordings") -> TextGroup:
-    """A recording with its first tokens as text. ValueError when it has no prompt, fewer first tokens than k, or ids that the tokenizer lacks."""
+def recording_group(
+    recording: Recording, tokenizer: PreTrainedTokenizerBase, ks: list[int], source: str = "recordings"
+) -> TextGroup:
+    """A recording with its first tokens as text. ValueError when it has no prompt, fewer first tokens than k, or ids
+    that the tokenizer lacks."""
     where = f"{source}: the recording of {recording.prompt_id}"
     if recording.prompt is None or recording.first_tokens is None:
         missing = "prompt" if recording.prompt is None else "first_tokens"
-        raise ValueError(f"{where} has no {missing}, which a predictor reads; record it with scripts/record_completions.py")
+        raise ValueError(
+            f"{where} has no {missing}, which a predictor reads; record it with scripts/record_completions.py"
+        )
     for length, tokens in zip(recording.lengths, recording.first_tokens, strict=True):
         if len(tokens) < min(length, max(ks)):
-            raise ValueError(f"{where} has {len(tokens)} first_tokens of {length}; the longest prefix_tokens that works is {len(tokens)}")
+            raise ValueError(
+                f"{where} has {len(tokens)} first_tokens of {length}; the longest prefix_tokens that works is "
+                f"{len(tokens)}"
+            )
     highest = max(max(tokens) for tokens in recording.first_tokens)
     if highest >= len(tokenizer):
         text = f"{where} has token {highest}, and the tokenizer has {len(tokenizer)}"
         raise ValueError(f"{text}: give the tokenizer of the model that was recorded, {recording.model}")
     prefixes = _prefixes(tokenizer, recording.first_tokens, recording.lengths, ks)
-    return TextGroup(key=recording.key, prompt=recording.prompt, prefixes=prefixes, lengths=recording.lengths, censored=recording.censored)
+    return TextGroup(
+        key=recording.key,
+        prompt=recording.prompt,
+        prefixes=prefixes,
+        lengths=recording.lengths,
+        censored=recording.censored,
+    )
 
 
 def completion_groups(path: Path, tokenizer: PreTrainedTokenizerBase, ks: list[int]) -> list[TextGroup]:
-    """The samples in a run's completions.jsonl, those of one step and prompt together. The response's text is tokenised anew."""
+    """The samples in a run's completions.jsonl, those of one step and prompt together. The response's text is tokenised
+    anew."""
     rows = [(place, _run_fields(fields, place)) for place, fields in read_lines(path)]
     groups = []
     for (_, _, row), found in itertools.groupby(rows, key=lambda item: tuple(item[1][name] for name in RUN_COUNTS)):
@@ -94,16 +124,31 @@ def chat_groups(name: str, tokenizer: PreTrainedTokenizerBase, ks: list[int], ma
     groups = []
     for row in itertools.islice(_chat_rows(name), max_prompts):
         if "conversation" not in row:
-            raise ValueError(f"recordings={name}: its rows have no field conversation, only {', '.join(row)}; lmsys/lmsys-chat-1m has it")
+            raise ValueError(
+                f"recordings={name}: its rows have no field conversation, only {', '.join(row)}; lmsys/lmsys-chat-1m "
+                "has it"
+            )
         turns = [(turn["role"], turn["content"]) for turn in row["conversation"][:2]]
         if [role for role, _ in turns] != ["user", "assistant"] or not all(content.strip() for _, content in turns):
             continue
         messages = [{"role": "user", "content": turns[0][1]}]
         templated = tokenizer.chat_template is not None
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if templated else turns[0][1]
+        prompt = (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            if templated
+            else turns[0][1]
+        )
         ids = tokenizer(turns[1][1], add_special_tokens=False)["input_ids"]
         lengths = [len(ids) + 1]
-        groups.append(TextGroup(key=prompt, prompt=prompt, prefixes=_prefixes(tokenizer, [ids], lengths, ks), lengths=lengths, censored=[False]))
+        groups.append(
+            TextGroup(
+                key=prompt,
+                prompt=prompt,
+                prefixes=_prefixes(tokenizer, [ids], lengths, ks),
+                lengths=lengths,
+                censored=[False],
+            )
+        )
     if not groups:
         raise ValueError(f"recordings={name}: no row has a question of the user and an answer to it")
     return groups
@@ -121,7 +166,10 @@ def held_out_keys(keys: Iterable[str], share: float, seed: int) -> set[str]:
     ValueError for a share that is not between 0 and 1 and for fewer than two prompts.
     """
     if not 0 < share < 1:
-        raise ValueError(f"held_out must be above 0 and below 1, got {share}; the nearest that makes sense is {0.1 if share <= 0 else 0.9}")
+        raise ValueError(
+            f"held_out must be above 0 and below 1, got {share}; the nearest that makes sense is "
+            f"{0.1 if share <= 0 else 0.9}"
+        )
     names = sorted(set(keys))
     if len(names) < 2:
         raise ValueError(f"the recordings hold {len(names)} prompt; two are needed, one of them held out")
@@ -129,8 +177,13 @@ def held_out_keys(keys: Iterable[str], share: float, seed: int) -> set[str]:
     return set(names[: min(len(names) - 1, max(1, round(share * len(names))))])
 
 
-def _prefixes(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], lengths: list[int], ks: list[int]) -> dict[int, list[str | None]]:
-    return {k: [tokenizer.decode(row[:k]) if length > k else None for row, length in zip(ids, lengths, strict=True)] for k in ks}
+def _prefixes(
+    tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], lengths: list[int], ks: list[int]
+) -> dict[int, list[str | None]]:
+    return {
+        k: [tokenizer.decode(row[:k]) if length > k else None for row, length in zip(ids, lengths, strict=True)]
+        for k in ks
+    }
 
 
 def _run_fields(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -143,24 +196,33 @@ def _run_fields(fields: dict[str, Any], place: str) -> dict[str, Any]:
     for name in RUN_COUNTS:
         check_field(isinstance(fields[name], int), place, name, "a whole number", fields[name])
     check_field(is_count(fields["length"]), place, "length", "a whole number >= 1", fields["length"])
-    check_field(fields["finish_reason"] in ("stop", "length"), place, "finish_reason", "stop or length", fields["finish_reason"])
+    check_field(
+        fields["finish_reason"] in ("stop", "length"), place, "finish_reason", "stop or length", fields["finish_reason"]
+    )
     return fields
 
 
 def _model_folder(model: str, source: str) -> str:
     if not Path(model).is_dir():
-        raise ValueError(f"{source} was recorded with {model}, which is no folder here: give tokenizer=FOLDER, the policy's")
+        raise ValueError(
+            f"{source} was recorded with {model}, which is no folder here: give tokenizer=FOLDER, the policy's"
+        )
     return model
 
 
 def load_tokenizer(folder: str | None, source: str) -> PreTrainedTokenizerBase:
     """The policy's tokenizer that `source` needs; ValueError when there is none."""
     if folder is None:
-        raise ValueError(f"{source} does not name its model's folder: give tokenizer=FOLDER, the policy's, which counts and cuts the tokens")
+        raise ValueError(
+            f"{source} does not name its model's folder: give tokenizer=FOLDER, the policy's, which counts and cuts "
+            "the tokens"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=cached_only(folder))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"tokenizer={folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})") from None
+        raise ValueError(
+            f"tokenizer={folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})"
+        ) from None
 
 
 def _chat_rows(name: str) -> Iterable[dict[str, Any]]:
@@ -169,11 +231,19 @@ def _chat_rows(name: str) -> Iterable[dict[str, Any]]:
 
     online = Path(name).is_dir() or hub_reachable(name, "datasets")
     was_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = was_offline or not online  # offline it goes straight to its cache; else it retries for half a minute
+    # offline it goes straight to its cache; else it retries for half a minute
+    datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
         return datasets.load_dataset(name, split="train")
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = "the hub cannot be reached and its local cache does not hold it" if not online else " ".join(str(error).split())[:200]
-        raise ValueError(f"recordings={name}: neither a file nor a data set that can be loaded: {reason}; give a .jsonl file or a folder") from None
+        reason = (
+            "the hub cannot be reached and its local cache does not hold it"
+            if not online
+            else " ".join(str(error).split())[:200]
+        )
+        raise ValueError(
+            f"recordings={name}: neither a file nor a data set that can be loaded: {reason}; give a .jsonl file or a "
+            "folder"
+        ) from None
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline

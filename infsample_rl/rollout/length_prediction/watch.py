@@ -1,8 +1,9 @@
-"""The length probe while an engine decodes: asks it for rows, keeps what it saw until a sample ends, then lets it learn.
+"""The length probe while an engine decodes: asks it for rows, keeps what it saw until a sample ends, then lets it
+learn.
 
-Every `predict_every` running steps, all rows are predicted at once, from the hidden states that the step has just computed. One small
-product for all rows costs less than one for each row at moments of its own, and no sample waits longer for a new prediction.
-Letters: R rows, E hidden size, F features.
+Every `predict_every` running steps, all rows are predicted at once, from the hidden states that the step has just
+computed. One small product for all rows costs less than one for each row at moments of its own, and no sample waits
+longer for a new prediction. Letters: R rows, E hidden size, F features.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.types import Forecast, ProbeReport, PublishedProbe
 
-REPLAYED_GROUPS = 2  # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
+# of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
+REPLAYED_GROUPS = 2
 OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
 HALF_RANGE = 60000.0  # features are kept as float16
 
@@ -43,14 +45,16 @@ class _Seen:
 
     features: list[np.ndarray] = field(default_factory=list)  # [F] float16 each
     num_tokens: list[int] = field(default_factory=list)  # that the features are of
-    predicted: dict[int, float] = field(default_factory=dict)  # total length, by the tokens the sample had when that was known
+    # total length, by the tokens the sample had when that was known
+    predicted: dict[int, float] = field(default_factory=dict)
 
 
 class ProbeWatch:
     """The probe of one engine. Predicts with what `load` brought, and collects what `report` hands over."""
 
     def __init__(self, hidden_size: int, config: RolloutConfig, *, shared: bool) -> None:
-        """`shared`: it belongs to a run, which takes its reports and brings the fit; else it learns from each stream for the next."""
+        """`shared`: it belongs to a run, which takes its reports and brings the fit; else it learns from each stream
+        for the next."""
         self.probe = LengthProbe(hidden_size, max_new_tokens=config.max_new_tokens)
         self._own = None if shared else RunProbe(hidden_size, max_new_tokens=config.max_new_tokens)
         self.is_used = False  # whether predictions are given to the samples
@@ -60,12 +64,14 @@ class ProbeWatch:
         self._steps_since = 0
         self._wait_at: int | None = None
         self._seen: dict[Sample, _Seen] = {}
-        self._ended: dict[int, list[tuple[np.ndarray, int, bool]]] = {0: [], 1: []}  # by fold: features, tokens left, cut
+        # by fold: features, tokens left, cut
+        self._ended: dict[int, list[tuple[np.ndarray, int, bool]]] = {0: [], 1: []}
         self._groups: dict[PromptGroup, ReplayedGroup] = {}
         self._settings: ReplaySettings | None = None
 
     def load(self, published: PublishedProbe) -> None:
-        """Predict with this fit from now on. What was not reported before it is of a step that was given up, and is done again."""
+        """Predict with this fit from now on. What was not reported before it is of a step that was given up, and is
+        done again."""
         if self._own is None:
             self._forget()
         self.probe.fitted, self.is_used = published.fit, published.is_used
@@ -83,8 +89,10 @@ class ProbeWatch:
             self.load(self._own.published())
 
     def begin(self, groups: Sequence[PromptGroup], settings: ReplaySettings, *, step: int) -> None:
-        """A new stream, of a run's `step`. Where its schedule has prefixes, a sample is predicted at their end, whatever the running step."""
-        # both folds get prompts of every step, also where a step has but one; a run's prompt is in one fold, whichever workers decode its samples
+        """A new stream, of a run's `step`. Where its schedule has prefixes, a sample is predicted at their end,
+        whatever the running step."""
+        # both folds get prompts of every step, also where a step has but one; a run's prompt is in one fold, whichever
+        # workers decode its samples
         self._turn = step if self._own is None else self._turn + 1
         self._steps_since, self._settings = 0, settings
         self._wait_at = settings.prefix_tokens or None
@@ -93,7 +101,8 @@ class ProbeWatch:
         self._groups = {group: ReplayedGroup(len(group.prompt_ids)) for group in kept}
 
     def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | None]) -> Moment | None:
-        """After a step of `rows` was launched, its last hidden states [R, E]: take features of those that are due, without a host sync.
+        """After a step of `rows` was launched, its last hidden states [R, E]: take features of those that are due,
+        without a host sync.
 
         The samples already count the token that is being drawn, which `hidden` has not seen.
         """
@@ -111,7 +120,9 @@ class ProbeWatch:
             self._steps_since = 0
         samples = [rows[row] for row in due]
         num_tokens = [sample.num_tokens - 1 for sample in samples]
-        states = hidden if len(due) == len(hidden) else hidden.index_select(0, _to_device(torch.tensor(due), hidden.device))
+        states = (
+            hidden if len(due) == len(hidden) else hidden.index_select(0, _to_device(torch.tensor(due), hidden.device))
+        )
         features, ready = _to_host(self.probe.features(states, _to_device(torch.tensor(num_tokens), hidden.device)))
         self.seconds_spent += time.perf_counter() - started
         return Moment(samples, num_tokens, features, ready)
@@ -145,13 +156,16 @@ class ProbeWatch:
         if group in self._groups:
             self._groups[group].samples.append(ReplayedSample(sample.sample_index, length, seen.predicted))
         ended = self._ended[(group.prompt_index + self._turn) % 2]
-        ended += [(features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)]
+        ended += [
+            (features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)
+        ]
         if len(ended) >= OBSERVED_ROWS:
             self._observe()
         self.seconds_spent += time.perf_counter() - started
 
     def report(self) -> ProbeReport:
-        """What was learnt since the last report, and a replay of the last stream's groups with and without their predictions."""
+        """What was learnt since the last report, and a replay of the last stream's groups with and without their
+        predictions."""
         started = time.perf_counter()
         self._observe()
         groups, self._groups = list(self._groups.values()), {}
@@ -164,7 +178,9 @@ class ProbeWatch:
         for fold, ended in self._ended.items():
             if ended:
                 features, left, cut = zip(*ended, strict=True)
-                self.probe.observe(torch.from_numpy(np.stack(features)).float(), torch.tensor(left), torch.tensor(cut), fold)
+                self.probe.observe(
+                    torch.from_numpy(np.stack(features)).float(), torch.tensor(left), torch.tensor(cut), fold
+                )
                 ended.clear()
 
 

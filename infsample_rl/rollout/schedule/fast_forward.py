@@ -1,6 +1,7 @@
 """What makes simulation fast: pages that are only counted, and many steps of the same rows taken at once. Plain ints.
 
-Both leave every count as the engine's own pool and planner would: tests/rollout/schedule/test_fast_forward.py holds it on random workloads.
+Both leave every count as the engine's own pool and planner would: tests/rollout/schedule/test_fast_forward.py holds it
+on random workloads.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
 
 class CountedPool(KVPool):
-    """A KVPool whose pages are all alike: it knows how many are free, not which. Pages are shared as the whole list that was taken."""
+    """A KVPool whose pages are all alike: it knows how many are free, not which. Pages are shared as the whole list
+    that was taken."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(1, page_size)  # without the lists of its pages
@@ -49,10 +51,11 @@ class CountedPool(KVPool):
 def repeat_steps(planner: StepPlanner, most: int) -> int:
     """Up to `most` steps of the same rows, as that many next_step() and end_step([]) would take them; how many it were.
 
-    No row may end before the last of them. None are taken before a planned step has passed in which nobody came or went: whoever that
-    one refused stays refused until a row leaves, since the tokens that rows hold and their expected lengths only grow and free pages
-    only get fewer; once pages are taken from preempted samples none are free, and such a sample returns only where some stay free (so
-    not with a rebuild_cost of 0, where the caller must go step by step). Preempting rows is left to next_step().
+    No row may end before the last of them. None are taken before a planned step has passed in which nobody came or
+    went: whoever that one refused stays refused until a row leaves, since the tokens that rows hold and their expected
+    lengths only grow and free pages only get fewer; once pages are taken from preempted samples none are free, and such
+    a sample returns only where some stay free (so not with a rebuild_cost of 0, where the caller must go step by step).
+    Preempting rows is left to next_step().
     """
     if not planner.is_settled:
         return 0
@@ -64,7 +67,8 @@ def repeat_steps(planner: StepPlanner, most: int) -> int:
 
     in_reach = pool.num_free + sum(len(sample.pages) for sample in planner.line)
     room = (in_reach + sum(len(sample.pages) for sample in rows)) * size - sum(sample.num_tokens for sample in rows)
-    sure = min(most, max(0, (room - len(rows) * (size - 1)) // len(rows) + 1))  # even if every row's last page held one token
+    # even if every row's last page held one token
+    sure = min(most, max(0, (room - len(rows) * (size - 1)) // len(rows) + 1))
     possible = min(most, room // len(rows) + 1)  # if all were full
     count = sure + bisect_right(range(sure + 1, possible + 1), in_reach, key=lambda steps: sum(lacking(steps)))
     if count <= 0:

@@ -11,11 +11,14 @@ from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
 AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill and fragmentation
 
 
-def num_pool_pages(config: RolloutConfig, *, page_bytes: int, prompts: Sequence[int], free_bytes: int | None = None) -> int:
-    """Pages of the pool for prompts of these numbers of tokens, of which the longest prompts_at_once may be resident together.
+def num_pool_pages(
+    config: RolloutConfig, *, page_bytes: int, prompts: Sequence[int], free_bytes: int | None = None
+) -> int:
+    """Pages of the pool for prompts of these numbers of tokens, of which the longest prompts_at_once may be resident
+    together.
 
-    `free_bytes`: what is free for the pool, read for rollout.kv_budget_bytes=auto alone. Raises ValueError, with the smallest
-    budget that would do, when one prompt and one full response do not fit.
+    `free_bytes`: what is free for the pool, read for rollout.kv_budget_bytes=auto alone. Raises ValueError, with the
+    smallest budget that would do, when one prompt and one full response do not fit.
     """
     page_size = config.page_size
     longest = sorted(prompts, reverse=True)[: config.prompts_at_once]
@@ -24,21 +27,31 @@ def num_pool_pages(config: RolloutConfig, *, page_bytes: int, prompts: Sequence[
         pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
     elif config.kv_budget_bytes == "auto":
         most = config.group_size * len(longest) * response + resident  # more could never be used
-        pages, given = min(most, int(AUTO_SHARE * free_bytes) // page_bytes), f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
+        pages, given = (
+            min(most, int(AUTO_SHARE * free_bytes) // page_bytes),
+            f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)",
+        )
     elif config.kv_budget_bytes is not None:
-        pages, given = parse_bytes(config.kv_budget_bytes) // page_bytes, f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
+        pages, given = (
+            parse_bytes(config.kv_budget_bytes) // page_bytes,
+            f"rollout.kv_budget_bytes={config.kv_budget_bytes}",
+        )
     else:
         return config.num_slots * response + resident
     check_pages(pages, config, longest[0], "a prompt", given=given, page_bytes=page_bytes)
     return pages
 
 
-def check_pages(pages: int, config: RolloutConfig, prompt_tokens: int, name: str, *, page_bytes: int, given: str | None = None) -> None:
-    """Raise ValueError when `pages` cannot hold a prompt of `prompt_tokens` tokens, called `name`, and one full response."""
+def check_pages(
+    pages: int, config: RolloutConfig, prompt_tokens: int, name: str, *, page_bytes: int, given: str | None = None
+) -> None:
+    """Raise ValueError when `pages` cannot hold a prompt of `prompt_tokens` tokens, called `name`, and one full
+    response."""
     smallest = smallest_budget_tokens(prompt_tokens, config.max_new_tokens, config.page_size)
     if pages * config.page_size < smallest:
         raise ValueError(
-            f"{given or 'the KV pool'} holds {pages} pages of {config.page_size} tokens, too few for {name} of {prompt_tokens} tokens and one "
+            f"{given or 'the KV pool'} holds {pages} pages of {config.page_size} tokens, too few for {name} of "
+            f"{prompt_tokens} tokens and one "
             f"response of {config.max_new_tokens}; the smallest that would do is rollout.kv_budget_tokens={smallest} "
             f"({smallest // config.page_size * page_bytes} bytes)"
         )

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 class KVPool:
     """Book-keeping of one worker's KV memory: `num_pages` pages of `page_size` tokens, fixed for the life of the pool.
 
-    A page belongs to whoever took it and to everyone who shared it; it is free again when the last of them has released it.
+    A page belongs to whoever took it and to everyone who shared it; it is free again when the last of them has released
+    it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -57,5 +58,6 @@ class KVPool:
 
 
 def smallest_budget_tokens(prompt_tokens: int, max_new_tokens: int, page_size: int) -> int:
-    """Tokens of the smallest pool that holds one prompt and one full response: smallest_budget_tokens(20, 30, 16) -> 64."""
+    """Tokens of the smallest pool that holds one prompt and one full response: smallest_budget_tokens(20, 30, 16) ->
+    64."""
     return (-(-prompt_tokens // page_size) + -(-max_new_tokens // page_size)) * page_size

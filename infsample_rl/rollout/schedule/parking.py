@@ -1,4 +1,5 @@
-"""How many pages of KV may lie outside the pool, where preempted samples wait: plain ints; parked_kv.py has the KV itself."""
+"""How many pages of KV may lie outside the pool, where preempted samples wait: plain ints; parked_kv.py has the KV
+itself."""
 
 from __future__ import annotations
 

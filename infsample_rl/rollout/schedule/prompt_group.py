@@ -17,7 +17,8 @@ Predict = Callable[[list[int], list[list[int]]], list[float]]  # (prompt ids, pr
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One sample of a group. While it decodes with t tokens, its pages hold the KV of the first t - 1 (a step adds the newest's)."""
+    """One sample of a group. While it decodes with t tokens, its pages hold the KV of the first t - 1 (a step adds the
+    newest's)."""
 
     group: PromptGroup
     index: int  # what the group's schedule counts; a sample that waited with its prefix gets a new one
@@ -47,8 +48,9 @@ class Sample:
 class GroupSettings:
     """What all groups of a call have in common.
 
-    kv_budget_tokens: response tokens of the pool, which infinite and fptas count their predictions against (PredictedKV). The engine
-    leaves it None, no budget: its planner holds pages for a full response of every row anyway.
+    kv_budget_tokens: response tokens of the pool, which infinite and fptas count their predictions against
+    (PredictedKV). The engine leaves it None, no budget: its planner holds pages for a full response of every row
+    anyway.
     """
 
     schedule: str
@@ -62,8 +64,8 @@ class GroupSettings:
 class PromptGroup:
     """One prompt's samples under one schedule, with a prefix phase before it when lengths are predicted.
 
-    In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished. Predictions order
-    samples and change none of them.
+    In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished.
+    Predictions order samples and change none of them.
     """
 
     def __init__(
@@ -78,9 +80,9 @@ class PromptGroup:
         predicted_in_rows: bool = False,
         lengths: list[float] | None = None,
     ) -> None:
-        """`key_of`: noise key of a sample index. `predict`: asked for the lengths once all samples have their prefix; `predicted_in_rows`:
-        they are found in the samples then, as whoever decodes has set them. With neither there is no prefix phase; `lengths` are the
-        predictions, None: all equal."""
+        """`key_of`: noise key of a sample index. `predict`: asked for the lengths once all samples have their prefix;
+        `predicted_in_rows`: they are found in the samples then, as whoever decodes has set them. With neither there is
+        no prefix phase; `lengths` are the predictions, None: all equal."""
         self.prompt_index, self.prompt_ids = prompt_index, prompt_ids
         self.sample_indices, self.settings = sample_indices, settings
         self.place = 0  # among the prompts of the call
@@ -134,8 +136,8 @@ class PromptGroup:
         return True
 
     def withdraw(self, count: int) -> list[int]:
-        """Up to `count` of its sample indices, of samples that have not started and now never will. None where samples have a prefix, or
-        where the schedule has given each its slot."""
+        """Up to `count` of its sample indices, of samples that have not started and now never will. None where samples
+        have a prefix, or where the schedule has given each its slot."""
         if self._in_prefix or self._with_prefix is not None or not isinstance(self._schedule, SharedQueue):
             return []
         return [self.sample_indices[index] for index in self._schedule.withdraw(count)]
@@ -143,7 +145,9 @@ class PromptGroup:
     @property
     def num_waiting(self) -> int:
         """Samples that withdraw() could name."""
-        return self._schedule.num_waiting if isinstance(self._schedule, SharedQueue) and self._with_prefix is None else 0
+        return (
+            self._schedule.num_waiting if isinstance(self._schedule, SharedQueue) and self._with_prefix is None else 0
+        )
 
     @property
     def is_done(self) -> bool:
@@ -159,7 +163,8 @@ class PromptGroup:
         return Sample(self, index, sample_index, self._key_of(sample_index), predicted, wait_at)
 
     def _end_prefix(self) -> None:
-        """One prefix is done; after the last, predict the lengths of the waiting samples and start the schedule proper."""
+        """One prefix is done; after the last, predict the lengths of the waiting samples and start the schedule
+        proper."""
         self._num_prefixes_left -= 1
         if self._num_prefixes_left:
             return
@@ -179,11 +184,14 @@ class PromptGroup:
     def _make_schedule(self, count: int, lengths: Sequence[float]) -> Schedule:
         """The schedule proper of `count` samples with these predicted lengths."""
         settings = self.settings
-        return make_schedule(settings.schedule, count, settings.slots, lengths, settings.epsilon, settings.kv_budget_tokens)
+        return make_schedule(
+            settings.schedule, count, settings.slots, lengths, settings.epsilon, settings.kv_budget_tokens
+        )
 
 
 def with_means(predicted: Sequence[float | None]) -> list[float]:
-    """Predicted lengths, those without one at the mean of the others (1 where there is none): with_means([4, None, 8]) -> [4, 6, 8]."""
+    """Predicted lengths, those without one at the mean of the others (1 where there is none): with_means([4, None, 8])
+    -> [4, 6, 8]."""
     known = [length for length in predicted if length is not None]
     mean = sum(known) / len(known) if known else 1.0
     return [mean if length is None else length for length in predicted]

@@ -1,8 +1,9 @@
 """Which sample of a prompt group decodes next: plain ints, so the engine and a simulator run the same objects.
 
 A schedule is made for one group of `num_samples` samples and `slots` slots. Whoever drives it offers a free slot with
-`next_sample(slot)`, starts the sample it answers, and reports its end with `finished(index, slot)`. None means nothing for
-this slot now; `holds(slot)` then says whether the group will want the slot later. Indices count the samples asked for.
+`next_sample(slot)`, starts the sample it answers, and reports its end with `finished(index, slot)`. None means nothing
+for this slot now; `holds(slot)` then says whether the group will want the slot later. Indices count the samples asked
+for.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ BUDGETED = ("fptas", "infinite")
 class PredictedKV:
     """The KV budget of `fptas` and `infinite`, counted in predicted tokens.
 
-    The paper wants "the total cost in each bin" below "a predefined memory threshold" and promotes samples "if they fit the current
-    memory profile". A slot decodes its bin one sample after another and gives each one's KV back, so what a bin takes is its longest
-    sample, never the sum, and what decodes together is one sample of each slot. Hence: a bin whose longest sample is above the budget
-    is refused, and a sample that does not fit beside those decoding is passed over for the next in line. Nothing waits for ever: where
-    no sample of the group decodes, any one fits. Predictions may be wrong; the pool itself is kept within bounds by the planner.
+    The paper wants "the total cost in each bin" below "a predefined memory threshold" and promotes samples "if they fit
+    the current memory profile". A slot decodes its bin one sample after another and gives each one's KV back, so what a
+    bin takes is its longest sample, never the sum, and what decodes together is one sample of each slot. Hence: a bin
+    whose longest sample is above the budget is refused, and a sample that does not fit beside those decoding is passed
+    over for the next in line. Nothing waits for ever: where no sample of the group decodes, any one fits. Predictions
+    may be wrong; the pool itself is kept within bounds by the planner.
     """
 
     def __init__(self, lengths: Sequence[float], budget: float = math.inf, bins: Sequence[Sequence[int]] = ()) -> None:
@@ -36,10 +38,14 @@ class PredictedKV:
             load = max((lengths[index] for index in samples), default=0)
             if load > budget:
                 smallest = f"the least that works is {math.ceil(max(lengths))}"
-                raise ValueError(f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g} without prompt; {smallest}")
+                raise ValueError(
+                    f"bin {number} takes {load:g} predicted KV tokens, above kv_budget_tokens = {budget:g} without "
+                    f"prompt; {smallest}"
+                )
 
     def start(self, index: int) -> bool:
-        """Count sample `index` in, if it fits now. Summed anew each time: a running difference of floats would never return to 0."""
+        """Count sample `index` in, if it fits now. Summed anew each time: a running difference of floats would never
+        return to 0."""
         if self._budget < math.inf:
             if math.fsum(self._lengths[other] for other in (*self._running, index)) > self._budget:
                 return False
@@ -52,14 +58,17 @@ class PredictedKV:
 
 
 class SharedQueue:
-    """One queue for all slots: continuous sampling without barriers (`arrival`, `full_group`, `sjf`, `lpt`, `infinite`).
+    """One queue for all slots: continuous sampling without barriers (`arrival`, `full_group`, `sjf`, `lpt`,
+    `infinite`).
 
-    `first` reserves a sample for a slot's first turn (Algorithm 1 starts the first sample of each FPTAS group). A reserved
-    sample may still be drawn by another slot when it is next in line: Algorithm 3 draws from samples outside `mask`, which
-    after phase 1 is none, so we read it as those not started.
+    `first` reserves a sample for a slot's first turn (Algorithm 1 starts the first sample of each FPTAS group). A
+    reserved sample may still be drawn by another slot when it is next in line: Algorithm 3 draws from samples outside
+    `mask`, which after phase 1 is none, so we read it as those not started.
     """
 
-    def __init__(self, order: Sequence[int], first: dict[int, int] | None = None, kv: PredictedKV | None = None) -> None:
+    def __init__(
+        self, order: Sequence[int], first: dict[int, int] | None = None, kv: PredictedKV | None = None
+    ) -> None:
         self._order = deque(order)
         self._first = dict(first or {})
         self._kv = kv or PredictedKV(())
@@ -91,7 +100,8 @@ class SharedQueue:
         return withdrawn
 
     def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is free once it fits."""
+        """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is
+        free once it fits."""
         return False
 
     @property
@@ -235,25 +245,31 @@ def make_schedule(
     epsilon: float = 0.1,
     kv_budget_tokens: float | None = None,
 ) -> Schedule:
-    """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and token_budget.
+    """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and
+    token_budget.
 
-    `kv_budget_tokens`: of fptas and infinite, what their slots may hold at a time by prediction, prompt not counted (PredictedKV).
-    Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not finite and positive, and a bin
-    above the budget.
+    `kv_budget_tokens`: of fptas and infinite, what their slots may hold at a time by prediction, prompt not counted
+    (PredictedKV). Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not
+    finite and positive, and a bin above the budget.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     if num_samples < 1 or slots < 1:
         raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
     if kv_budget_tokens is not None and name not in BUDGETED:
-        raise ValueError(f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}")
+        raise ValueError(
+            f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}"
+        )
     reads = name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None)
     if reads and (lengths is None or len(lengths) != num_samples):
-        raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}")
+        raise ValueError(
+            f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}"
+        )
     if lengths is not None:
         check_predictions(lengths)
     everyone = range(num_samples)
-    if name in ("arrival", "full_group") or (name == "token_budget" and not reads):  # full_group differs in its slot count alone
+    # full_group differs in its slot count alone
+    if name in ("arrival", "full_group") or (name == "token_budget" and not reads):
         return SharedQueue(everyone)
     if name in ("lpt", "token_budget"):  # token_budget: how many at once is the planner's to decide
         return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
@@ -268,8 +284,11 @@ def make_schedule(
     return _binned(name, slots, lengths, epsilon, kv_budget_tokens)
 
 
-def _binned(name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_budget_tokens: float | None) -> Schedule:
-    """`fptas`: each slot its own bin. `infinite`, Algorithm 1: the first of each bin, then Algorithm 3, the shortest that fits."""
+def _binned(
+    name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_budget_tokens: float | None
+) -> Schedule:
+    """`fptas`: each slot its own bin. `infinite`, Algorithm 1: the first of each bin, then Algorithm 3, the shortest
+    that fits."""
     groups = fptas_groups(lengths, slots, epsilon)
     kv = PredictedKV(lengths, math.inf if kv_budget_tokens is None else kv_budget_tokens, groups)
     if name == "fptas":
@@ -279,10 +298,14 @@ def _binned(name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_
 
 
 def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
-    """Raise ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what they are called."""
+    """Raise ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what
+    they are called."""
     for index, length in enumerate(lengths):
         if not (isinstance(length, Real) and 0 < length <= sys.float_info.max):
-            raise ValueError(f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense is 1")
+            raise ValueError(
+                f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense "
+                "is 1"
+            )
 
 
 def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:
@@ -291,8 +314,8 @@ def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> l
     fptas_groups([6, 5, 4, 3, 2], 2, 0.1) -> [[0, 2], [1, 3, 4]] (loads 10 and 10)
 
     As the paper has it this is first-fit-decreasing on rounded lengths, with no (1 + epsilon) guarantee, and it drops a
-    sample that fits in no group; here such a sample goes to the least loaded one. Raises ValueError for no lengths, lengths
-    that are not finite and positive, no groups, epsilon not above 0.
+    sample that fits in no group; here such a sample goes to the least loaded one. Raises ValueError for no lengths,
+    lengths that are not finite and positive, no groups, epsilon not above 0.
     """
     if len(lengths) == 0:
         raise ValueError("lengths must be positive and at least one, got none")
@@ -302,7 +325,9 @@ def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> l
         raise ValueError(f"num_groups must be >= 1 and epsilon > 0, got {num_groups} and {epsilon}")
     unit = epsilon * sum(lengths) / num_groups
     if not (0 < unit < math.inf and max(lengths) / unit < math.inf):
-        raise ValueError(f"lengths from {min(lengths):g} to {max(lengths):g} tokens cannot be rounded to units of {unit:g}")
+        raise ValueError(
+            f"lengths from {min(lengths):g} to {max(lengths):g} tokens cannot be rounded to units of {unit:g}"
+        )
     rounded = [math.ceil(length / unit) for length in lengths]
     capacity = math.ceil(sum(rounded) / num_groups)
     groups: list[list[int]] = [[] for _ in range(num_groups)]

@@ -1,4 +1,5 @@
-"""Who decodes in which row of an engine, from when to when: noted where rows come and go, which is rare beside the steps. Plain ints."""
+"""Who decodes in which row of an engine, from when to when: noted where rows come and go, which is rare beside the
+steps. Plain ints."""
 
 from __future__ import annotations
 

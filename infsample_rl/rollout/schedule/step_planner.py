@@ -1,8 +1,9 @@
 """What every running step does: which samples decode, which start, grow, give way or come back. Plain ints.
 
-The engine and the simulator drive the same planner: `next_step()` says what to run, `end_step(ended)` what has come of it.
-KV pages are taken as rows grow and never beyond the pool. Fixed-slot schedules start a sample only when a full response fits
-beside those that decode, so they never run short; `token_budget` starts what its policy lets in and preempts when pages run out.
+The engine and the simulator drive the same planner: `next_step()` says what to run, `end_step(ended)` what has come of
+it. KV pages are taken as rows grow and never beyond the pool. Fixed-slot schedules start a sample only when a full
+response fits beside those that decode, so they never run short; `token_budget` starts what its policy lets in and
+preempts when pages run out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 class StepPlan:
     """One running step, to be carried out in the order of the fields."""
 
-    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)  # preempted: copy the KV of these pages out of the pool
+    # preempted: copy the KV of these pages out of the pool
+    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)
     prefills: list[PromptGroup] = field(default_factory=list)  # compute the prompt's KV into the group's pages
     restored: list[Sample] = field(default_factory=list)  # copy the KV back
-    rebuilt: list[Sample] = field(default_factory=list)  # compute the KV from token num_kv_tokens to the newest but one again, one prefill each
+    # compute the KV from token num_kv_tokens to the newest but one again, one prefill each
+    rebuilt: list[Sample] = field(default_factory=list)
     rows: list[Sample] = field(default_factory=list)  # each gets one token; rows of one prompt are neighbours
     rows_changed: bool = False  # other rows than in the step before
     pages_changed: bool = False  # some row has a new page
@@ -44,8 +47,8 @@ class StepPlanner:
         policy: TokenBudgetPolicy | None = None,
         parking: Parking | None = None,
     ) -> None:
-        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there is room; what finds
-        none, and with None all, keeps its pages until they are needed and is rebuilt."""
+        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there
+        is room; what finds none, and with None all, keeps its pages until they are needed and is rebuilt."""
         self.pool, self.policy, self.parking = pool, policy, parking
         self.prompts_at_once = prompts_at_once
         for place, group in enumerate(groups):
@@ -54,7 +57,9 @@ class StepPlanner:
         self.resident: list[PromptGroup] = []
         self.running: list[Sample] = []
         self.line: list[Sample] = []  # token_budget: preempted samples, and at most one that has not started
-        self.running_steps = self.num_preemptions = self.recomputed_tokens = self.parked_tokens = self.num_tokens = self.most_rows = 0
+        self.running_steps = self.num_preemptions = self.recomputed_tokens = self.parked_tokens = self.num_tokens = (
+            self.most_rows
+        ) = 0
         self.num_slots, self._max_new_tokens = num_slots, max_new_tokens
         self._free_slots = list(range(num_slots))  # ascending
         self._full_pages = pool.pages_for(max_new_tokens)
@@ -74,7 +79,8 @@ class StepPlanner:
         return bool(self.running) and not (self._plan.rows_changed or self._rows_left or self._keepers)
 
     def next_step(self) -> StepPlan:
-        """Plan one running step. RuntimeError when nothing can run although samples are left (never, unless a schedule is broken)."""
+        """Plan one running step. RuntimeError when nothing can run although samples are left (never, unless a schedule
+        is broken)."""
         plan = self._plan = StepPlan()
         self._grow_rows()
         self._fill_slots()
@@ -89,11 +95,16 @@ class StepPlanner:
         return self._run_rows(plan)
 
     def repeat_step(self) -> StepPlan | None:
-        """A step of the same rows, or None when a row is at its end or has left, or some need pages and too few are free.
+        """A step of the same rows, or None when a row is at its end or has left, or some need pages and too few are
+        free.
 
         It may be planned before it is known which rows the last step has ended: their token is then thrown away.
         """
-        if self._rows_left or not self.running or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running):
+        if (
+            self._rows_left
+            or not self.running
+            or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running)
+        ):
             return None
         growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.num_tokens]
         if len(growing) > self.pool.num_free:
@@ -132,7 +143,8 @@ class StepPlanner:
         return sum(group.num_waiting for group in (*self.resident, *self.waiting))
 
     def give_back(self) -> dict[int, list[int]]:
-        """Half of the samples that have not started, the last in line first; they are no longer wanted. {prompt_index: sample indices}."""
+        """Half of the samples that have not started, the last in line first; they are no longer wanted. {prompt_index:
+        sample indices}."""
         groups = [*self.resident, *self.waiting]
         left, given = self.num_waiting // 2, {}
         for group in reversed(groups):
@@ -165,7 +177,8 @@ class StepPlanner:
     def _make_room(self, count: int, taker: Sample) -> bool:
         """Free pages until there are `count`. False: `taker` itself had to go.
 
-        Kept prefixes give way first, then what preempted samples still hold, page by page, then prompts without rows, then rows.
+        Kept prefixes give way first, then what preempted samples still hold, page by page, then prompts without rows,
+        then rows.
         """
         while self.pool.num_free < count:
             if self._keepers:
@@ -173,7 +186,9 @@ class StepPlanner:
             elif donors := [sample for sample in self.line if sample.pages]:
                 donor = donors[self.policy.donor(donors)]
                 self.pool.release([donor.pages.pop()])
-            elif idle := [group for group in self.resident if group.pages and not group.num_running and group is not taker.group]:
+            elif idle := [
+                group for group in self.resident if group.pages and not group.num_running and group is not taker.group
+            ]:
                 self._release_prompt(idle[-1])
             elif self.policy is None:
                 raise RuntimeError(f"the KV pool of {self.pool.num_pages} pages has run out")
@@ -255,9 +270,13 @@ class StepPlanner:
         sample = self.line[self.policy.next_waiting(self.line)]
         prompt_pages = self._missing_prompt_pages(sample.group)
         missing = self.pool.pages_for(sample.num_tokens) - len(sample.pages) + prompt_pages
-        for_responses = self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
+        for_responses = (
+            self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
+        )
         others_wait = self.prompts_at_once > 1 and bool(self.waiting or len(self.resident) > 1)
-        if not self.policy.may_admit(self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait):
+        if not self.policy.may_admit(
+            self.running, sample, missing, self.pool.num_free, for_responses, others_wait=others_wait
+        ):
             return None
         self.line.remove(sample)
         return sample
@@ -277,7 +296,10 @@ class StepPlanner:
         sample.admitted_order, self._num_admitted = self._num_admitted, self._num_admitted + 1
         if sample in self._keepers:
             self._keepers.remove(sample)
-        prompt_pages, new_pages = self._missing_prompt_pages(group), pool.pages_for(sample.num_tokens) - len(sample.pages)
+        prompt_pages, new_pages = (
+            self._missing_prompt_pages(group),
+            pool.pages_for(sample.num_tokens) - len(sample.pages),
+        )
         self._make_room(new_pages + prompt_pages, sample)
         if group.pages is None:
             self._make_resident(group, prompt_pages)

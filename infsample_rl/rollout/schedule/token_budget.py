@@ -1,17 +1,18 @@
 """The policy of the `token_budget` schedule: who starts, who waits and who gives up pages. Plain ints, no torch.
 
-All samples of a group look alike until they end, so the one with the fewest tokens has the most to do and is the likeliest to
-end last. Hence *least work left first* decides who is preempted and whose pages are taken (the tail of the run is what the steps
-are lost in: preempting the row with least progress instead costs 6 % more steps on recorded lengths), and samples that have not
-started go before preempted ones. Of those the one that lacks fewest pages returns first: it loses least by returning now, and
-pages that a longer one holds do not lie idle behind one that needs many. Earlier groups come before later ones, which fill what the
-earlier leave idle.
+All samples of a group look alike until they end, so the one with the fewest tokens has the most to do and is the
+likeliest to end last. Hence *least work left first* decides who is preempted and whose pages are taken (the tail of the
+run is what the steps are lost in: preempting the row with least progress instead costs 6 % more steps on recorded
+lengths), and samples that have not started go before preempted ones. Of those the one that lacks fewest pages returns
+first: it loses least by returning now, and pages that a longer one holds do not lie idle behind one that needs many.
+Earlier groups come before later ones, which fill what the earlier leave idle.
 
-Where lengths are predicted, who is predicted to have most left returns first, and nobody is preempted who has more than CRITICAL of
-the longest left among the rows, as long as there are others; of the others still the one with most tokens, whose pages serve many.
-(Always preempting who ends soonest recomputes a quarter more, and takes 5 % more steps than no prediction at all on recorded code
-completions.) A sample without a prediction yet counts with its group's mean. Running steps of 30 recorded groups with predictions
-every 32 tokens, as a share of those without, by the error sigma of log(tokens left), shrunk to the mean as a regression does:
+Where lengths are predicted, who is predicted to have most left returns first, and nobody is preempted who has more than
+CRITICAL of the longest left among the rows, as long as there are others; of the others still the one with most tokens,
+whose pages serve many. (Always preempting who ends soonest recomputes a quarter more, and takes 5 % more steps than no
+prediction at all on recorded code completions.) A sample without a prediction yet counts with its group's mean. Running
+steps of 30 recorded groups with predictions every 32 tokens, as a share of those without, by the error sigma of
+log(tokens left), shrunk to the mean as a regression does:
 
                                        0     0.25  0.5   1
     AIME, G = 32, memory of 4 slots    0.967 0.972 1.012 1.013
@@ -21,35 +22,38 @@ every 32 tokens, as a share of those without, by the error sigma of log(tokens l
 
 (With preempted KV computed again; parked, the first three stay within 0.02 of these and the last is 0.98 to 1.03.)
 
-Hence predictions are used only while replays of recent groups take no more steps with them (length_prediction/replay.py). They do
-not enter the admission rule: with right ones in the place of the m_i below, steps changed by -1 % to +5 %.
+Hence predictions are used only while replays of recent groups take no more steps with them
+(length_prediction/replay.py). They do not enter the admission rule: with right ones in the place of the m_i below,
+steps changed by -1 % to +5 %.
 
-Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and hold t_i
-tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n h) exp(-h n / S)
-tokens; the maximum over h >= 0 is
+Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and
+hold t_i tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n
+h) exp(-h n / S) tokens; the maximum over h >= 0 is
 
     peak = S exp(T / S - 1) if T < S, else T
 
-and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0) this
-admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not fit after all
-is preempted. While another prompt has samples left and preempted KV is computed again, 0.9 of the pages are given out: nothing lies
-idle for want of samples then, and what is preempted is lost. Of eight prompts in a call, two at a time, that takes 3 to 9 % less
-time on a CPU (a third fewer tokens twice, at -4 to +4 % steps) on each of seven recordings than all pages; 0.95 and 0.85 lie beside it.
-Where KV is parked 1.2 of the pages are: 2 to 4 % fewer steps with 50 samples than all, and the copies cost little.
+and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0)
+this admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not
+fit after all is preempted. While another prompt has samples left and preempted KV is computed again, 0.9 of the pages
+are given out: nothing lies idle for want of samples then, and what is preempted is lost. Of eight prompts in a call,
+two at a time, that takes 3 to 9 % less time on a CPU (a third fewer tokens twice, at -4 to +4 % steps) on each of seven
+recordings than all pages; 0.95 and 0.85 lie beside it. Where KV is parked 1.2 of the pages are: 2 to 4 % fewer steps
+with 50 samples than all, and the copies cost little.
 
-Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one with
-twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more with the prior.
-The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
+Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one
+with twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more
+with the prior. The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
 under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
 
-A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (parking.py) and costs a copy. Else it
-keeps its pages as long as nobody needs them: pages are taken one by one, from the end of the sample at the back of the line, and only
-the tokens in them are recomputed. Taking a whole sample's pages at once
-recomputes 1.7 times as much on recorded lengths.
+A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (parking.py) and costs a
+copy. Else it keeps its pages as long as nobody needs them: pages are taken one by one, from the end of the sample at
+the back of the line, and only the tokens in them are recomputed. Taking a whole sample's pages at once recomputes 1.7
+times as much on recorded lengths.
 
-No livelock. Every running row gains a token in every step, and tokens are never lost, so n samples of l_i tokens need at most
-sum l_i decoding steps, and at most one rebuild for each token gained: 2 x sum l_i running steps in all. Besides, the row that
-has run longest without a pause is never preempted, so some sample ends at least every max_new_tokens decoding steps.
+No livelock. Every running row gains a token in every step, and tokens are never lost, so n samples of l_i tokens need
+at most sum l_i decoding steps, and at most one rebuild for each token gained: 2 x sum l_i running steps in all.
+Besides, the row that has run longest without a pause is never preempted, so some sample ends at least every
+max_new_tokens decoding steps.
 """
 
 from __future__ import annotations
@@ -62,7 +66,8 @@ from typing import Protocol
 CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
 SHARE_WHILE_OTHERS_WAIT = 0.9  # of the pages that admission counts on
 PARKED_SHARE = 1.2  # where preemption costs a copy only
-PRIOR_SHARE = 3  # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
+# the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
+PRIOR_SHARE = 3
 
 
 class Sample(Protocol):
@@ -79,10 +84,10 @@ class TokenBudgetPolicy:
     """Decides admission and preemption under a budget of KV pages; see the module's docstring for the rule."""
 
     def __init__(self, page_size: int, max_new_tokens: int, rebuild_cost: float = 0.25, *, parks: bool = False) -> None:
-        """`rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted sample
-        returns only where rebuild_cost x its expected length would stay free: between two ends of samples the rows together
-        write about one mean length, so at 1 the next end is awaited before anybody is preempted again. `parks`: what is preempted is
-        parked, not computed again.
+        """`rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted
+        sample returns only where rebuild_cost x its expected length would stay free: between two ends of samples the
+        rows together write about one mean length, so at 1 the next end is awaited before anybody is preempted again.
+        `parks`: what is preempted is parked, not computed again.
 
         Raises ValueError for page_size or max_new_tokens < 1, a negative rebuild_cost.
         """
@@ -107,7 +112,8 @@ class TokenBudgetPolicy:
         self._all_tokens += length
 
     def next_waiting(self, waiting: Sequence[Sample]) -> int:
-        """Index of the sample to admit next: earliest group, then not started, then fewest pages lacking; ties in the order given.
+        """Index of the sample to admit next: earliest group, then not started, then fewest pages lacking; ties in the
+        order given.
 
         With predictions: earliest group, then neither started nor predicted, then most predicted to be left.
         """
@@ -115,14 +121,21 @@ class TokenBudgetPolicy:
         return min(range(len(waiting)), key=lambda index: self._place_in_line(waiting[index], known))
 
     def may_admit(
-        self, running: Sequence[Sample], candidate: Sample, missing_pages: int, free_pages: int, response_pages: int, *, others_wait: bool = False
+        self,
+        running: Sequence[Sample],
+        candidate: Sample,
+        missing_pages: int,
+        free_pages: int,
+        response_pages: int,
+        *,
+        others_wait: bool = False,
     ) -> bool:
         """Whether `candidate` may run from this step on.
 
-        `missing_pages`: pages it must get now, ceil(num_tokens / page_size) less those it has kept. `free_pages`: pages nobody
-        holds, after the running rows took what they need in this step. `response_pages`: all pages that are not a prompt's.
-        `others_wait`: another prompt has samples left, so that no page lies idle for want of one.
-        An empty engine admits always (the caller takes pages from preempted samples if it must).
+        `missing_pages`: pages it must get now, ceil(num_tokens / page_size) less those it has kept. `free_pages`: pages
+        nobody holds, after the running rows took what they need in this step. `response_pages`: all pages that are not
+        a prompt's. `others_wait`: another prompt has samples left, so that no page lies idle for want of one. An empty
+        engine admits always (the caller takes pages from preempted samples if it must).
         """
         if not running:
             return True
@@ -144,10 +157,14 @@ class TokenBudgetPolicy:
 
         With predictions: latest group, then most tokens among those with at most CRITICAL of the longest left, if any.
 
-        Raises RuntimeError with fewer than two rows: the budget holds one prompt and one full response, so one row always fits.
+        Raises RuntimeError with fewer than two rows: the budget holds one prompt and one full response, so one row
+        always fits.
         """
         if len(running) < 2:
-            raise RuntimeError(f"token_budget has {len(running)} rows and no page for them: the budget must hold a prompt and max_new_tokens")
+            raise RuntimeError(
+                f"token_budget has {len(running)} rows and no page for them: the budget must hold a prompt and "
+                "max_new_tokens"
+            )
         oldest = min(range(len(running)), key=lambda index: running[index].admitted_order)
         longest = self._longest_left(running)
         chosen, chosen_key = -1, (-1, False, 0.0, 0)
@@ -155,19 +172,32 @@ class TokenBudgetPolicy:
             if index != oldest:
                 left = self._work_left(row) if longest is None else self._expected_left(row)
                 is_critical = longest is not None and left > CRITICAL * longest
-                key = (row.group_id, not is_critical, -left if is_critical or longest is None else row.num_tokens, row.admitted_order)
+                key = (
+                    row.group_id,
+                    not is_critical,
+                    -left if is_critical or longest is None else row.num_tokens,
+                    row.admitted_order,
+                )
                 if chosen < 0 or key > chosen_key:
                     chosen, chosen_key = index, key
         return chosen
 
     def donor(self, preempted: Sequence[Sample]) -> int:
-        """Index of the preempted sample, of those that still hold pages, whose last page is taken next: the back of the line."""
-        return max(range(len(preempted)), key=lambda index: (preempted[index].group_id, -self._work_left(preempted[index])))
+        """Index of the preempted sample, of those that still hold pages, whose last page is taken next: the back of the
+        line."""
+        return max(
+            range(len(preempted)), key=lambda index: (preempted[index].group_id, -self._work_left(preempted[index]))
+        )
 
     def _place_in_line(self, sample: Sample, known: bool) -> tuple[int, bool, float, float]:
         """Smaller is admitted earlier. `known`: some sample in line has a prediction."""
         if known:
-            return sample.group_id, sample.num_tokens > 0 or sample.predicted is not None, -self._expected_left(sample), 0
+            return (
+                sample.group_id,
+                sample.num_tokens > 0 or sample.predicted is not None,
+                -self._expected_left(sample),
+                0,
+            )
         lacking = -(-sample.num_tokens // self._page_size) - len(sample.pages)
         return sample.group_id, sample.num_tokens > 0, lacking, -self._work_left(sample)
 

@@ -23,7 +23,9 @@ class Converted:
         lines = self.text.split("\n")
         start = lines.index(f"# {heading}:") + 1 if f"# {heading}:" in lines else len(lines)
         found = [line for line in lines[start:] if line]
-        return "\n".join(found[: next((index for index, line in enumerate(found) if not line.startswith("#   ")), len(found))])
+        return "\n".join(
+            found[: next((index for index, line in enumerate(found) if not line.startswith("#   ")), len(found))]
+        )
 
 
 @pytest.fixture

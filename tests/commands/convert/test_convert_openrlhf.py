@@ -38,15 +38,42 @@ def test_a_ray_job_keeps_units_and_objective(convert, tmp_path):
     found = convert("openrlhf", "train.sh", SCRIPT)
     config = found.config
     assert (config.data.prompts_per_step, config.rollout.group_size, config.objective.mini_batches) == (64, 8, 2)
-    assert (config.data.source, config.data.prompt_field, config.data.answer_field) == ("someone/sums", "question", "gold")
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.apply_chat_template) == (1024, 2048, True)
+    assert (config.data.source, config.data.prompt_field, config.data.answer_field) == (
+        "someone/sums",
+        "question",
+        "gold",
+    )
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.apply_chat_template) == (
+        1024,
+        2048,
+        True,
+    )
     objective = config.objective
-    assert (objective.loss, objective.advantage, objective.clip_high, objective.entropy_coef) == ("dapo", "std", 0.3, 0.01)
+    assert (objective.loss, objective.advantage, objective.clip_high, objective.entropy_coef) == (
+        "dapo",
+        "std",
+        0.3,
+        0.01,
+    )
     assert (objective.kl, objective.kl_coef, config.reference.placement) == ("k3", 1e-3, "learner")
     assert [entry.name for entry in config.reward.functions] == [f"{tmp_path.parent}/rewards/grade.py:reward_func"]
-    assert (config.learner.lr_schedule, config.learner.warmup_ratio, config.learner.min_lr_ratio, config.learner.beta2) == ("cosine", 0.03, 0.1, 0.95)
-    assert (config.learner.backend, config.learner.zero_stage, config.cluster.colocate, config.cluster.learner_ranks) == ("deepspeed", 3, True, 4)
-    assert (config.data.eval_source, config.run.eval_temperature, config.run.eval_samples) == ("someone/sums_test", 0.6, 4)
+    assert (
+        config.learner.lr_schedule,
+        config.learner.warmup_ratio,
+        config.learner.min_lr_ratio,
+        config.learner.beta2,
+    ) == ("cosine", 0.03, 0.1, 0.95)
+    assert (
+        config.learner.backend,
+        config.learner.zero_stage,
+        config.cluster.colocate,
+        config.cluster.learner_ranks,
+    ) == ("deepspeed", 3, True, 4)
+    assert (config.data.eval_source, config.run.eval_temperature, config.run.eval_samples) == (
+        "someone/sums_test",
+        0.6,
+        4,
+    )
     assert (config.run.seed, config.run.epochs, config.run.checkpoint_every) == (42, 3.0, 20)
 
 
@@ -62,7 +89,12 @@ def test_nothing_of_a_script_is_dropped_and_keys_are_never_shown(convert):
 
 def test_flags_of_older_versions_are_the_same_settings(convert):
     config = convert("openrlhf", "old.sh", OLD).config
-    assert (config.model.path, config.data.prompts_per_step, config.objective.advantage, config.objective.kl) == ("a/b", 16, "mean_only", "none")
+    assert (config.model.path, config.data.prompts_per_step, config.objective.advantage, config.objective.kl) == (
+        "a/b",
+        16,
+        "mean_only",
+        "none",
+    )
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.run.max_staleness) == (512, 1024, 1)
     assert (config.cluster.rollout_workers, config.cluster.learner_ranks, config.cluster.colocate) == (2, 2, False)
     assert config.data.apply_chat_template is False
@@ -73,15 +105,25 @@ def test_evaluations_are_of_the_whole_set_and_a_constant_rate_has_no_warm_up(con
     assert (config.run.eval_prompts, config.run.eval_every, config.learner.warmup_ratio) == (1_000_000, 10, 0.03)
     constant = convert("openrlhf", "two.sh", SCRIPT.rstrip() + " --actor.lr_scheduler constant\n")
     assert (constant.config.learner.warmup_ratio, constant.config.learner.lr_schedule) == (0.0, "constant")
-    assert "rollout.max_new_tokens=1k, line" in refused("openrlhf", "three.sh", SCRIPT.replace("max_new_tokens 2048", "max_new_tokens 1k"))
+    assert "rollout.max_new_tokens=1k, line" in refused(
+        "openrlhf", "three.sh", SCRIPT.replace("max_new_tokens 2048", "max_new_tokens 1k")
+    )
 
 
 @pytest.mark.parametrize(
     ("added", "settings", "said"),
     [
         ("--actor.policy_loss_type gspo", {"loss": "gspo"}, ""),
-        ("--algo.kl.init_coef 0.02", {"kl_in_reward": True, "kl_reward_coef": 0.02}, "takes a token's KL off the advantages"),
-        ("--algo.advantage.estimator reinforce_baseline", {"advantage": "mean_only"}, "not divided by the batch's standard deviation"),
+        (
+            "--algo.kl.init_coef 0.02",
+            {"kl_in_reward": True, "kl_reward_coef": 0.02},
+            "takes a token's KL off the advantages",
+        ),
+        (
+            "--algo.advantage.estimator reinforce_baseline",
+            {"advantage": "mean_only"},
+            "not divided by the batch's standard deviation",
+        ),
         ("--algo.advantage.estimator gae", {"advantage": "std"}, "there is no critic"),
         (
             "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip",
@@ -100,11 +142,18 @@ def test_objectives_by_their_name(convert, added, settings, said):
 
 
 def test_what_is_missing_is_one_line(refused):
-    assert "what reward.functions is to be; add --reward.remote_url" in refused("openrlhf", "one.sh", OLD.replace("--remote_rm_url grade.py", ""))
+    assert "what reward.functions is to be; add --reward.remote_url" in refused(
+        "openrlhf", "one.sh", OLD.replace("--remote_rm_url grade.py", "")
+    )
     assert "holds no command with openrlhf.cli.train_ppo_ray" in refused("openrlhf", "one.sh", "echo\n")
 
 
 def test_where_output_goes_is_no_setting(convert, refused):
     script = OLD.replace(" --async_train", "").rstrip()
-    assert convert("openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log\n").config.objective.clip_high == 0.3
+    assert (
+        convert(
+            "openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log\n"
+        ).config.objective.clip_high
+        == 0.3
+    )
     assert "eps_clip_low_high" in refused("openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2\n")

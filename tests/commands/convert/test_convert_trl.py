@@ -100,16 +100,31 @@ def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
     found = convert("trl", "recipe.yaml", RECIPE, "--num_processes", "2")
     config = found.config
     assert (config.model.path, config.model.dtype) == ("Qwen/Qwen2.5-0.5B-Instruct", "bfloat16")
-    assert (config.data.source, config.data.eval_source, config.data.eval_split) == ("someone/sums:easy", "someone/sums:easy", "test")
-    # a generation batch is 4 x 2 processes x 16 = 128 responses, 8 groups of 16; an update 4 x 2 x 8 = 64: two updates, twice
+    assert (config.data.source, config.data.eval_source, config.data.eval_split) == (
+        "someone/sums:easy",
+        "someone/sums:easy",
+        "test",
+    )
+    # a generation batch is 4 x 2 processes x 16 = 128 responses, 8 groups of 16; an update 4 x 2 x 8 = 64: two updates,
+    # twice
     assert (config.data.prompts_per_step, config.rollout.group_size) == (8, 16)
     assert (config.objective.mini_batches, config.objective.epochs) == (2, 2)
-    assert (config.run.steps, config.run.checkpoint_every, config.run.eval_every) == (100, 20, 10)  # TRL counts updates, 4 a step here
+    # TRL counts updates, 4 a step here
+    assert (config.run.steps, config.run.checkpoint_every, config.run.eval_every) == (100, 20, 10)
     assert (config.learner.lr, config.learner.lr_schedule, config.learner.min_lr_ratio) == (2e-6, "cosine", 0.1)
     assert config.learner.warmup_ratio == 0.05
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (256, 768, "truncate")
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (
+        256,
+        768,
+        "truncate",
+    )
     objective = config.objective
-    assert (objective.loss, objective.advantage, objective.clip_low, objective.clip_high) == ("dr_grpo", "mean_only", 0.2, 0.28)
+    assert (objective.loss, objective.advantage, objective.clip_low, objective.clip_high) == (
+        "dr_grpo",
+        "mean_only",
+        0.2,
+        0.28,
+    )
     assert (objective.kl, objective.kl_coef) == ("k2", 0.04)  # the gradient of TRL's k3 times the ratio
     assert (objective.importance, objective.importance_cap) == ("token_tis", 2.5)
     assert [(entry.name.rpartition("/")[2], entry.weight) for entry in config.reward.functions] == [
@@ -117,7 +132,12 @@ def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
         ("math", 1.0),
     ]
     assert (config.cluster.colocate, config.cluster.rollout_workers, config.cluster.learner_ranks) == (True, 2, 2)
-    assert (config.run.seed, config.rollout.temperature, config.rollout.top_k, config.run.keep_checkpoints) == (7, 0.9, 50, 3)
+    assert (config.run.seed, config.rollout.temperature, config.rollout.top_k, config.run.keep_checkpoints) == (
+        7,
+        0.9,
+        50,
+        3,
+    )
 
 
 def test_every_key_of_a_recipe_is_in_the_printed_text(convert):
@@ -136,8 +156,12 @@ def test_no_key_is_printed_and_no_value_leaves_its_comment(convert):
 def test_what_has_no_equivalent_differs_or_is_unknown_is_said(convert):
     found = convert("trl", "recipe.yaml", RECIPE)
     assert "mask_truncated_completions=True, recipe.yaml" in found.under("No equivalent here")
-    assert "k2" in found.under("Differs in meaning") and "one GPU is taken; add --num_processes N" in found.under("Differs in meaning")
-    assert "vllm_gpu_memory_utilization=0.35, recipe.yaml: the engine here" in found.under("Changes nothing that is learnt")
+    assert "k2" in found.under("Differs in meaning") and "one GPU is taken; add --num_processes N" in found.under(
+        "Differs in meaning"
+    )
+    assert "vllm_gpu_memory_utilization=0.35, recipe.yaml: the engine here" in found.under(
+        "Changes nothing that is learnt"
+    )
     assert found.under("Unknown, not converted") == "#   warp_speed=9, recipe.yaml"
 
 
@@ -149,31 +173,47 @@ def test_a_script_is_read_and_never_run(convert, tmp_path):
     assert config.data.system_prompt == "Think, then answer."
     assert (config.objective.loss, config.objective.clip_high) == ("gspo", 4e-4)
     assert (config.data.prompts_per_step, config.rollout.max_new_tokens, config.learner.max_grad_norm) == (2, 1024, 0.2)
-    assert (config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets) == (32, 64.0, ["all-linear"])
+    assert (config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets) == (
+        32,
+        64.0,
+        ["all-linear"],
+    )
     names = [(entry.name.removeprefix(f"{tmp_path}/"), entry.weight) for entry in config.reward.functions]
     assert names[0][0].endswith("scoring/sums.py:correct")
     assert names[1:] == [("train.py:shortness", 0.5), ("think_format", 0.25)]
     assert (config.objective.overlong_buffer_tokens, config.objective.overlong_penalty) == (128, 0.75)
     assert ".map(to_chat) is not run" in found.under("No equivalent here")
-    assert "the script is imported for its reward functions, with what it imports (datasets, peft, scoring, trl)" in found.under("No equivalent here")
+    assert (
+        "the script is imported for its reward functions, with what it imports (datasets, peft, scoring, trl)"
+        in found.under("No equivalent here")
+    )
 
 
 def test_trl_defaults_that_are_not_ours_are_written_out(convert):
     minimal = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
     config = convert("trl", "minimal.yaml", minimal).config
-    assert (config.objective.loss, config.objective.kl, config.learner.lr_schedule, config.run.epochs) == ("dapo", "none", "linear", 3.0)
+    assert (config.objective.loss, config.objective.kl, config.learner.lr_schedule, config.run.epochs) == (
+        "dapo",
+        "none",
+        "linear",
+        3.0,
+    )
     assert (config.run.seed, config.rollout.max_new_tokens, config.learner.activation_checkpointing) == (42, 512, 1)
     assert (config.data.prompts_per_step, config.data.eval_source, config.run.checkpoint_every) == (1, None, 500)
 
 
 def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(convert, tmp_path):
-    (tmp_path / "train_gspo.py").write_text(SCRIPT.replace('model="Qwen/Qwen3-0.6B"', "model=model_args.model_name_or_path"))
+    (tmp_path / "train_gspo.py").write_text(
+        SCRIPT.replace('model="Qwen/Qwen3-0.6B"', "model=model_args.model_name_or_path")
+    )
     config = convert("trl", "run.sh", COMMAND).config
     assert (config.model.path, config.rollout.group_size, config.cluster.learner_ranks) == ("Qwen/Qwen3-1.7B", 8, 4)
     assert (config.run.dir.endswith("out/Qwen3-1.7B"), config.learner.lora_targets) == (True, ["q_proj", "v_proj"])
     assert config.objective.loss == "gspo"
     unclear = convert("trl", "run.sh", COMMAND.replace("${G:-8}", "$NOWHERE")).text
-    assert "group_size: 8  # num_generations is given, line 6, and could not be resolved; 8 is the default of" in unclear
+    assert (
+        "group_size: 8  # num_generations is given, line 6, and could not be resolved; 8 is the default of" in unclear
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +229,9 @@ def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(
     ],
 )
 def test_objectives_by_their_name(convert, changed, settings, said):
-    found = convert("trl", "one.yaml", f"model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n{changed}\n")
+    found = convert(
+        "trl", "one.yaml", f"model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n{changed}\n"
+    )
     assert {name: getattr(found.config.objective, name) for name in settings} == settings
     assert said in found.under("No equivalent here") + found.under("Differs in meaning")
 
@@ -201,9 +243,17 @@ LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_rewa
     ("changed", "settings", "said"),
     [
         ("max_steps: 1000", {"eval_every": 0}, ""),
-        ("eval_strategy: steps\neval_steps: 40\nmax_steps: 1000", {"eval_every": 40, "eval_prompts": 1_000_000, "eval_samples": 8}, ""),
+        (
+            "eval_strategy: steps\neval_steps: 40\nmax_steps: 1000",
+            {"eval_every": 40, "eval_prompts": 1_000_000, "eval_samples": 8},
+            "",
+        ),
         ("eval_strategy: steps\neval_steps: 0.1\nmax_steps: 1000", {"eval_every": 100}, ""),
-        ("eval_strategy: steps\neval_steps: 0.1", {"eval_every": 0}, "eval_steps=0.1, one.yaml: a share of max_steps, which is not given"),
+        (
+            "eval_strategy: steps\neval_steps: 0.1",
+            {"eval_every": 0},
+            "eval_steps=0.1, one.yaml: a share of max_steps, which is not given",
+        ),
         ("eval_strategy: steps", {"eval_every": 10}, ""),
         ("eval_strategy: steps\nlogging_steps: 25\nnum_generations_eval: 2", {"eval_every": 25, "eval_samples": 2}, ""),
         ("eval_strategy: epoch", {"eval_every": 0}, "eval_strategy=epoch, one.yaml: set run.eval_every, in steps"),
@@ -232,11 +282,20 @@ def test_a_constant_rate_has_no_warm_up_in_transformers(convert, changed, warmup
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("dataset_name: c/d\nreward_funcs: accuracy_reward\n", "what model.path is to be; add --model_name_or_path NAME"),
-        ("model_name_or_path: a\nreward_funcs: accuracy_reward\n", "what data.source is to be; add --dataset_name NAME"),
+        (
+            "dataset_name: c/d\nreward_funcs: accuracy_reward\n",
+            "what model.path is to be; add --model_name_or_path NAME",
+        ),
+        (
+            "model_name_or_path: a\nreward_funcs: accuracy_reward\n",
+            "what data.source is to be; add --dataset_name NAME",
+        ),
         ("model_name_or_path: a\ndataset_name: c\n", "what reward.functions is to be; add --reward_funcs"),
         ("- a\n", "must hold a mapping of settings, got list"),
-        ("model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nnum_generations: 3\n", "are no whole groups of num_generations=3"),
+        (
+            "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nnum_generations: 3\n",
+            "are no whole groups of num_generations=3",
+        ),
         (
             "model_name_or_path: a\ndataset_name: c\nreward_funcs: accuracy_reward\nlearning_rate: fast\n",
             "learning_rate=fast, one.yaml is not a value",

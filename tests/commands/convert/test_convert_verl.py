@@ -51,13 +51,35 @@ def test_a_script_keeps_units_and_objective(convert):
     config = found.config
     assert (config.data.prompts_per_step, config.rollout.group_size) == (96, 8)
     assert (config.objective.mini_batches, config.objective.epochs) == (3, 2)
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (512, 1024, "drop")
-    assert (config.data.source.endswith("/data/sums/train.parquet"), config.data.eval_source.endswith("/data/sums/test.parquet")) == (True, True)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (
+        512,
+        1024,
+        "drop",
+    )
+    assert (
+        config.data.source.endswith("/data/sums/train.parquet"),
+        config.data.eval_source.endswith("/data/sums/test.parquet"),
+    ) == (True, True)
     objective = config.objective
-    assert (objective.loss, objective.advantage, objective.clip_low, objective.clip_high) == ("grpo", "mean_only", 0.2, 0.28)
-    assert (objective.kl, objective.kl_coef, config.reference.placement, config.reference.offload) == ("k3", 0.002, "learner", True)
+    assert (objective.loss, objective.advantage, objective.clip_low, objective.clip_high) == (
+        "grpo",
+        "mean_only",
+        0.2,
+        0.28,
+    )
+    assert (objective.kl, objective.kl_coef, config.reference.placement, config.reference.offload) == (
+        "k3",
+        0.002,
+        "learner",
+        True,
+    )
     assert (objective.overlong_buffer_tokens, objective.overlong_penalty) == (128, 0.5)
-    assert (config.learner.warmup_steps, config.learner.weight_decay, config.learner.offload_optimizer) == (30, 0.1, True)  # 5 steps of 6 updates
+    # 5 steps of 6 updates
+    assert (config.learner.warmup_steps, config.learner.weight_decay, config.learner.offload_optimizer) == (
+        30,
+        0.1,
+        True,
+    )
     assert config.learner.max_tokens_per_micro_batch == 24000
     assert (config.cluster.learner_ranks, config.cluster.rollout_workers, config.cluster.learner_gpus) == (8, 8, 1)
     assert (config.run.eval_temperature, config.run.eval_samples, config.run.eval_every) == (0.6, 4, 0)
@@ -68,14 +90,19 @@ def test_a_script_keeps_units_and_objective(convert):
 def test_a_value_that_is_given_but_unknown_is_not_said_to_be_left_to_the_default(convert):
     text = convert("verl", "sums.sh", SCRIPT.replace("data.train_batch_size=96", "data.train_batch_size=$(nproc)")).text
     (line,) = [line for line in text.splitlines() if "prompts_per_step:" in line]
-    assert "data.train_batch_size is given, line " in line and "could not be resolved; 1024 is the default of verl" in line
+    assert (
+        "data.train_batch_size is given, line " in line and "could not be resolved; 1024 is the default of verl" in line
+    )
 
 
 def test_nothing_of_a_script_is_dropped_and_what_only_a_shell_knows_is_said(convert):
     found = convert("verl", "sums.sh", SCRIPT)
     command = SCRIPT.partition("python3 -m verl.trainer.main_ppo")[2]
     keys = [word.lstrip("+").partition("=")[0] for word in command.split() if "=" in word and not word.startswith('"$')]
-    shown = {"custom_reward_function.path": "reward.custom_reward_function.path", "custom_reward_function.name": "reward.custom_reward_function.name"}
+    shown = {
+        "custom_reward_function.path": "reward.custom_reward_function.path",
+        "custom_reward_function.name": "reward.custom_reward_function.name",
+    }
     assert [key for key in keys if f"{shown.get(key, key)}=" not in found.text] == []
     unknown = found.under("Unknown, not converted")
     assert "trainer.nonsense=1" in unknown
@@ -89,7 +116,10 @@ def test_arguments_behind_the_file_override_it(convert):
 
 def test_a_missing_setting_names_what_could_not_be_resolved(refused):
     said = refused("verl", "sums.sh", script_of(**{"actor_rollout_ref.model.path": "$NOWHERE"}))
-    assert "what model.path is to be (could not be resolved: actor_rollout_ref.model.path); add actor_rollout_ref.model.path=NAME" in said
+    assert (
+        "what model.path is to be (could not be resolved: actor_rollout_ref.model.path); add "
+        "actor_rollout_ref.model.path=NAME" in said
+    )
 
 
 MINIMAL = {
@@ -108,7 +138,12 @@ def script_of(**changes):
 
 def test_verl_defaults_that_are_not_ours_are_written_out(convert):
     config = convert("verl", "minimal.sh", script_of()).config
-    assert (config.objective.loss, config.objective.kl, config.learner.weight_decay, config.run.epochs) == ("dapo", "none", 0.01, 30.0)
+    assert (config.objective.loss, config.objective.kl, config.learner.weight_decay, config.run.epochs) == (
+        "dapo",
+        "none",
+        0.01,
+        30.0,
+    )
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.cluster.learner_ranks) == (512, 512, 8)
     assert (config.data.eval_source, config.run.checkpoint_every, config.model.dtype) == (None, 0, "bfloat16")
     assert [entry.name for entry in config.reward.functions] == ["data_source"]
@@ -128,7 +163,11 @@ def test_verl_defaults_that_are_not_ours_are_written_out(convert):
             "",
         ),
         ({"algorithm.rollout_correction.rollout_is": "token"}, {"importance": "token_tis", "importance_cap": 2.0}, ""),
-        ({"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "mse"}, {"kl": "k2", "kl_coef": 0.001}, ""),
+        (
+            {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_type": "mse"},
+            {"kl": "k2", "kl_coef": 0.001},
+            "",
+        ),
     ],
 )
 def test_objectives_by_their_name(convert, changes, settings, said):
@@ -142,24 +181,41 @@ def test_a_kl_in_the_reward_leaves_room_for_the_reference(convert, gpus, ranks, 
     settings = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01, "trainer.n_gpus_per_node": gpus}
     config = convert("verl", "one.sh", script_of(**settings)).config
     assert (config.objective.kl_in_reward, config.objective.kl_reward_coef) == (True, 0.01)
-    assert (config.cluster.learner_ranks, config.cluster.learner_gpus, config.reference.placement) == (ranks, share, "workers")
+    assert (config.cluster.learner_ranks, config.cluster.learner_gpus, config.reference.placement) == (
+        ranks,
+        share,
+        "workers",
+    )
 
 
 def test_a_hydra_yaml_file_is_read_too(convert):
     text = (
-        "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\ndata:\n  train_files: [a.parquet, b.parquet]\n  train_batch_size: 4\n"
+        "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: grpo}\ndata:\n  train_files: [a.parquet, "
+        "b.parquet]\n  train_batch_size: 4\n"
         "  apply_chat_template_kwargs: {enable_thinking: false}\n"
-        "actor_rollout_ref:\n  model: {path: a/b}\n  rollout: {n: 4, name: vllm}\n  actor: {optim: {lr: 1e-5}}\ntrainer: {total_training_steps: 9}\n"
+        "actor_rollout_ref:\n  model: {path: a/b}\n  rollout: {n: 4, name: vllm}\n  actor: {optim: {lr: "
+        "1e-5}}\ntrainer: {total_training_steps: 9}\n"
     )
     found = convert("verl", "one.yaml", text)
-    assert (found.config.learner.lr, found.config.run.steps, found.config.data.chat_template_kwargs) == (1e-5, 9, {"enable_thinking": False})
+    assert (found.config.learner.lr, found.config.run.steps, found.config.data.chat_template_kwargs) == (
+        1e-5,
+        9,
+        {"enable_thinking": False},
+    )
     assert "b.parquet beside a.parquet" in found.under("No equivalent here")
     assert "defaults=" in found.under("Changes nothing that is learnt")
 
 
-@pytest.mark.parametrize("spelling", ["reward_model.overlong_buffer", "+reward_model.reward_kwargs.overlong_buffer_cfg"])
+@pytest.mark.parametrize(
+    "spelling", ["reward_model.overlong_buffer", "+reward_model.reward_kwargs.overlong_buffer_cfg"]
+)
 def test_dapos_punishment_in_both_spellings(convert, spelling):
-    changes = {"reward_model.reward_manager": "dapo", f"{spelling}.enable": True, f"{spelling}.len": 64, f"{spelling}.penalty_factor": 0.5}
+    changes = {
+        "reward_model.reward_manager": "dapo",
+        f"{spelling}.enable": True,
+        f"{spelling}.len": 64,
+        f"{spelling}.penalty_factor": 0.5,
+    }
     config = convert("verl", "one.sh", script_of(**changes)).config
     assert (config.objective.overlong_buffer_tokens, config.objective.overlong_penalty) == (64, 0.5)
 
@@ -185,7 +241,9 @@ def test_dictionaries_in_both_spellings(convert):
 
 def test_dictionaries_within_dictionaries_and_null_ones(convert):
     names = {"+custom_reward_function.reward_kwargs.cfg.len": 4, "+custom_reward_function.reward_kwargs.cfg.deep.er": 5}
-    (function,) = convert("verl", "one.sh", script_of(**{"custom_reward_function.path": "rw.py", **names})).config.reward.functions
+    (function,) = convert(
+        "verl", "one.sh", script_of(**{"custom_reward_function.path": "rw.py", **names})
+    ).config.reward.functions
     assert function.kwargs == {"cfg": {"len": 4, "deep": {"er": 5}}}
     null = (
         "algorithm: {adv_estimator: grpo}\n"
@@ -203,7 +261,13 @@ def test_other_samples_are_not_called_the_same(convert):
 
 
 @pytest.mark.parametrize(
-    "name", ["data.max_prompt_length", "actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.optim.betas", "trainer.nnodes"]
+    "name",
+    [
+        "data.max_prompt_length",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.actor.optim.betas",
+        "trainer.nnodes",
+    ],
 )
 @pytest.mark.parametrize("value", ["null", "0", "abc"])
 def test_a_value_that_verl_does_not_take_is_one_line(tmp_path, capsys, name, value):

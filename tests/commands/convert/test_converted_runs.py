@@ -1,4 +1,5 @@
-"""What the command prints for a peer's file trains, with the peer's data and reward function as they are; only the GPUs are taken away."""
+"""What the command prints for a peer's file trains, with the peer's data and reward function as they are; only the GPUs
+are taken away."""
 
 from __future__ import annotations
 
@@ -68,7 +69,11 @@ def write_data(peer, folder):
     questions = [(f"{a} + {b} = ?", str(a + b)) for a, b in SUMS]
     if peer == "verl":
         rows = [
-            {"data_source": "sums", "prompt": [{"role": "user", "content": text}], "reward_model": {"style": "rule", "ground_truth": answer}}
+            {
+                "data_source": "sums",
+                "prompt": [{"role": "user", "content": text}],
+                "reward_model": {"style": "rule", "ground_truth": answer},
+            }
             for text, answer in questions
         ]
         pandas.DataFrame(rows).to_parquet(folder / "data.parquet")
@@ -83,19 +88,34 @@ def write_data(peer, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("peer", "name", "text", "reward"),
-    [("trl", "recipe.yaml", TRL, TRL_REWARD), ("verl", "run.sh", VERL, VERL_REWARD), ("openrlhf", "train.sh", OPENRLHF, OPENRLHF_REWARD)],
+    [
+        ("trl", "recipe.yaml", TRL, TRL_REWARD),
+        ("verl", "run.sh", VERL, VERL_REWARD),
+        ("openrlhf", "train.sh", OPENRLHF, OPENRLHF_REWARD),
+    ],
     ids=["trl", "verl", "openrlhf"],
 )
 def test_a_converted_file_trains(peer, name, text, reward, tiny_qwen3, tmp_path):
     (tmp_path / name).write_text(text.format(model=tiny_qwen3, folder=tmp_path))
     (tmp_path / "my_rewards.py").write_text(reward)
     write_data(peer, tmp_path)
-    converted = subprocess.run([sys.executable, "-m", "infsample_rl", "convert", peer, name], cwd=tmp_path, capture_output=True, text=True)
+    converted = subprocess.run(
+        [sys.executable, "-m", "infsample_rl", "convert", peer, name], cwd=tmp_path, capture_output=True, text=True
+    )
     assert converted.returncode == 0, converted.stderr
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "theirs.yaml").write_text(converted.stdout)
     here = ["cluster.rollout_gpus=0", "cluster.learner_gpus=0", "model.dtype=float32"]
-    run = [sys.executable, "-m", "infsample_rl.main", "--config-dir", "mine", "+experiment=theirs", f"run.dir={tmp_path}/run", *here]
+    run = [
+        sys.executable,
+        "-m",
+        "infsample_rl.main",
+        "--config-dir",
+        "mine",
+        "+experiment=theirs",
+        f"run.dir={tmp_path}/run",
+        *here,
+    ]
     trained = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert trained.returncode == 0, (trained.stdout[-2000:], trained.stderr[-2000:])
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -19,9 +19,18 @@ def words_of(text, **environment):
         ("run a b", ["run", "a", "b"]),
         ("A=1\nrun $A ${A}x '$A' \"$A $A\"", ["run", "1", "1x", "$A", "1 1"]),
         ("run ${NONE:-7} ${NONE:-$HOME/x}", ["run", "7", "/home/me/x"]),
-        ('A=${A:-"${HOME}/x"}\nB=${B:-"${A}/y"}\nrun $A $B "${C:-${D:-c}}"', ["run", "/home/me/x", "/home/me/x/y", "c"]),
-        ("run ${M:-${ROOT:-${HOME}/m}/Qwen}/z ${1:-1e-6} ${HOME:+set} a${NONE:+set}b", ["run", "/home/me/m/Qwen/z", "1e-6", "set", "ab"]),
-        ('run ${HOME%/me} ${HOME/ /_} ${1} ${N:-a\\}b} ${N:-"}"}', ["run", "${HOME%/me}", "${HOME/ /_}", "${1}", "a}b", "}"]),
+        (
+            'A=${A:-"${HOME}/x"}\nB=${B:-"${A}/y"}\nrun $A $B "${C:-${D:-c}}"',
+            ["run", "/home/me/x", "/home/me/x/y", "c"],
+        ),
+        (
+            "run ${M:-${ROOT:-${HOME}/m}/Qwen}/z ${1:-1e-6} ${HOME:+set} a${NONE:+set}b",
+            ["run", "/home/me/m/Qwen/z", "1e-6", "set", "ab"],
+        ),
+        (
+            'run ${HOME%/me} ${HOME/ /_} ${1} ${N:-a\\}b} ${N:-"}"}',
+            ["run", "${HOME%/me}", "${HOME/ /_}", "${1}", "a}b", "}"],
+        ),
         ('run "${A:-it\'s}" "${B:-[\'$HOME/a\']}"', ["run", "it's", "['/home/me/a']"]),
         ("A=(x y)\nrun ${B:-${A[@]}} ${C:?set C} ${D:-$(date)}", ["run", "x", "y", "${C:?set C}", "$(date)"]),
         (": ${A:=x} ${B=y}\nrun $A $B ${A:=z}", ["run", "x", "y", "x"]),
@@ -47,7 +56,14 @@ def test_words_of_a_command(text, words):
 
 
 def test_what_only_a_shell_could_know_is_told_apart():
-    assert [is_unresolved(text) for text in ("$(hostname)", "${X}", "`date`", "a$", "5$", "plain")] == [True, True, True, False, False, False]
+    assert [is_unresolved(text) for text in ("$(hostname)", "${X}", "`date`", "a$", "5$", "plain")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert is_unresolved({"a": ["b", "$C"]}) and not is_unresolved({"a": ["b", 1]})
 
 
@@ -78,5 +94,10 @@ def test_values_are_read_as_their_trainers_read_them(word, value):
 def test_flags_take_as_many_values_as_stand_behind_them():
     commands, _ = read_commands("run x --a 1 --b --c=2 --d 3 4 5 -- y", {}, keep=bool)
     flags, others = read_flags(commands[0])
-    assert {name: value for name, (value, _) in flags.items()} == {"a": "1", "b": True, "c": "2", "d": ["3", "4", "5", "--", "y"]}
+    assert {name: value for name, (value, _) in flags.items()} == {
+        "a": "1",
+        "b": True,
+        "c": "2",
+        "d": ["3", "4", "5", "--", "y"],
+    }
     assert [word.text for word in others] == ["run", "x"]

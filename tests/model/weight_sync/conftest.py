@@ -22,13 +22,18 @@ class Members:
         import link_members
 
         context = multiprocessing.get_context("forkserver")  # one import of torch for all members of all tests
-        context.set_forkserver_preload(["transformers.models.qwen3.modeling_qwen3", "infsample_rl.model.weight_sync.sync"])
+        context.set_forkserver_preload(
+            ["transformers.models.qwen3.modeling_qwen3", "infsample_rl.model.weight_sync.sync"]
+        )
         self.results: dict[int, list] = {member: [] for member in range(count)}
         self.pids: dict[int, int] = {}
         self.half, self.go_on = context.Event(), context.Event()
         self._queue, self._ports = context.Queue(), context.Queue()  # kept: their semaphores go with them
         arguments = (count, plan, self._ports, self.half, self.go_on, self._queue)
-        self.processes = [context.Process(target=link_members.run_member, args=(member, *arguments), daemon=True) for member in range(count)]
+        self.processes = [
+            context.Process(target=link_members.run_member, args=(member, *arguments), daemon=True)
+            for member in range(count)
+        ]
         for process in self.processes:
             process.start()
 

@@ -18,7 +18,8 @@ from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of
 from infsample_rl.model.weight_sync.rendezvous import host_store, open_store
 from infsample_rl.model.weight_sync.sync import receive_weights, send_weights
 
-BUCKET_BYTES = 20_000  # the tiny model has some 60 kB in float32: tensors in several buckets, buckets of several tensors
+# the tiny model has some 60 kB in float32: tensors in several buckets, buckets of several tensors
+BUCKET_BYTES = 20_000
 
 
 @dataclass
@@ -39,14 +40,21 @@ def tiny_model(seed: int, plan: Plan, hidden_size: int = 32) -> Qwen3ForCausalLM
     """A random Qwen3 of one layer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        **{"vocab_size": 320, "hidden_size": hidden_size, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{
+            "vocab_size": 320,
+            "hidden_size": hidden_size,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
         **{"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": plan.tied, "initializer_range": 0.5},
     )
     return Qwen3ForCausalLM(config).to(plan.device, getattr(torch, plan.dtype))
 
 
 def run_member(member: int, members: int, plan: Plan, ports: Queue, half: Event, go_on: Event, results: Queue) -> None:
-    """Put (member, one entry for each version) into `results`: (report, parameters equal the learner's), or an error and its seconds."""
+    """Put (member, one entry for each version) into `results`: (report, parameters equal the learner's), or an error
+    and its seconds."""
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")  # the members are not each other's children
     if member == 0:
@@ -56,7 +64,15 @@ def run_member(member: int, members: int, plan: Plan, ports: Queue, half: Event,
     else:
         store = open_store("127.0.0.1", ports.get(), plan.timeout_s)
     device = torch.device(plan.device)
-    link = WeightLink(store, plan.transport, member=member, members=members, device=device, timeout_s=plan.timeout_s, bucket_bytes=BUCKET_BYTES)
+    link = WeightLink(
+        store,
+        plan.transport,
+        member=member,
+        members=members,
+        device=device,
+        timeout_s=plan.timeout_s,
+        bucket_bytes=BUCKET_BYTES,
+    )
     results.put((member, os.getpid()))
     engine = None if member == 0 else spoiled_engine(plan, plan.spoiled.get(member, ""))
     for version in range(1, plan.versions + 1):
@@ -71,7 +87,9 @@ def run_member(member: int, members: int, plan: Plan, ports: Queue, half: Event,
                 wanted = 99 if plan.spoiled.get(member) == f"version {version}" else version
                 report = receive_weights(link, engine, wanted)
                 pairs = zip(engine.parameters(), source.parameters(), strict=True)
-                results.put((member, (report, all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs))))
+                results.put(
+                    (member, (report, all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)))
+                )
         except RuntimeError as error:
             results.put((member, (str(error), time.monotonic() - started)))
     link.close()
@@ -88,7 +106,9 @@ def spoiled_engine(plan: Plan, what: str) -> torch.nn.Module:
     return engine
 
 
-def interrupted(model: torch.nn.Module, half: Event, go_on: Event, *, is_paused: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def interrupted(
+    model: torch.nn.Module, half: Event, go_on: Event, *, is_paused: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters; with `is_paused` the test is told when most are on their way, and the rest waits for it."""
     parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     for index, (name, tensor) in enumerate(parameters):

@@ -66,7 +66,9 @@ def test_differences_name_the_parameters_and_compare_in_the_published_dtype():
     passed = list(summed(model.named_parameters(), sums))
     assert [name for name, _ in passed] == list(sums) == ["weight", "bias"]
     manifest = plan_weights([("weight", torch.bfloat16, (2, 3)), ("bias", torch.bfloat16, (2,))], version=5)
-    assert differences(model.float(), manifest, sums) is None, "an engine that holds them in float32 holds the same values"
+    assert differences(model.float(), manifest, sums) is None, (
+        "an engine that holds them in float32 holds the same values"
+    )
     with torch.no_grad():
         model.weight[[0, 1]] = model.weight[[1, 0]].clone()
     assert differences(model, manifest, sums) == "1 parameters differ from the learner's after loading: weight"

@@ -47,7 +47,9 @@ def test_full_parameters_are_copied_in_place_and_all_are_asked_for_even_after_a_
 
     gathered = iter(list(learner.named_parameters()))
     small = tiny_model(0, Plan("local", tied=False), hidden_size=64)
-    with pytest.raises(RuntimeError, match="engine beside its learner, weights version 2: .*embed_tokens.weight has shape"):
+    with pytest.raises(
+        RuntimeError, match="engine beside its learner, weights version 2: .*embed_tokens.weight has shape"
+    ):
         load_local(small, gathered, manifest)
     assert next(gathered, None) is None, "other ranks gather with it"
     with pytest.raises(RuntimeError, match=r"\['model.norm.weight'\] of the manifest were not given"):

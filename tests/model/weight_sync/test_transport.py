@@ -1,4 +1,5 @@
-"""Which way the weights go follows from who has a GPU; what cannot work is refused in one line before anything starts."""
+"""Which way the weights go follows from who has a GPU; what cannot work is refused in one line before anything
+starts."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def test_nccl_only_among_whole_gpus():
     [
         ({"rollout_gpus": 1}, "cluster.learner_gpus must be > 0 with cluster.weight_sync=cuda_ipc, got 0"),
         ({"learner_gpus": 1}, "cluster.rollout_gpus must be > 0 with cluster.weight_sync=cuda_ipc, got 0"),
-        ({"learner_gpus": 1, "rollout_gpus": 0.5, "rollout_workers": 2}, "<= 1, got 1 x 1 \\+ 2 x 0.5; the nearest .* cluster.weight_sync=broadcast"),
+        (
+            {"learner_gpus": 1, "rollout_gpus": 0.5, "rollout_workers": 2},
+            "<= 1, got 1 x 1 \\+ 2 x 0.5; the nearest .* cluster.weight_sync=broadcast",
+        ),
     ],
 )
 def test_cuda_ipc_without_a_shared_gpu_is_refused(settings, message):
@@ -54,5 +58,7 @@ def test_cuda_ipc_without_a_shared_gpu_is_refused(settings, message):
 def test_an_object_store_too_small_for_one_version_is_refused_with_the_smallest_that_works():
     needed = 1_000_000_000 + 100_000_000 + 67_108_864
     check_object_store(1_000_000_000, needed)
-    with pytest.raises(ValueError, match=r"must have >= 1,167,108,864 bytes .* got 1,167,108,863: run `ray start .*=1167108864`"):
+    with pytest.raises(
+        ValueError, match=r"must have >= 1,167,108,864 bytes .* got 1,167,108,863: run `ray start .*=1167108864`"
+    ):
         check_object_store(1_000_000_000, needed - 1)

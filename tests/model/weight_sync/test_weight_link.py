@@ -21,7 +21,9 @@ def test_two_engines_hold_the_learners_weights_bitwise_at_every_version(start_me
     for number in range(3):
         reports = [results[member][number] for member in range(3)]
         assert all(is_equal for _, is_equal in reports), reports
-        assert {(report.version, report.num_bytes) for report, _ in reports} == {(number + 1, elements * (4 if dtype == "float32" else 2))}
+        assert {(report.version, report.num_bytes) for report, _ in reports} == {
+            (number + 1, elements * (4 if dtype == "float32" else 2))
+        }
         assert len({report.checksum for report, _ in reports}) == 1 and reports[0][0].checksum is not None
     assert len({report.checksum for report, _ in results[0]}) == 3, "other weights, other checksum"
 
@@ -29,8 +31,16 @@ def test_two_engines_hold_the_learners_weights_bitwise_at_every_version(start_me
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("shape", r"rollout worker 1: weights version 1: model.embed_tokens.weight has shape \(320, 32\), the engine's model has \(320, 64\)"),
-        ("name", r"rollout worker 1: weights version 1 do not fit the engine's model: missing \['surplus'\], not in the model \[\]"),
+        (
+            "shape",
+            r"rollout worker 1: weights version 1: model.embed_tokens.weight has shape \(320, 32\), the engine's model "
+            r"has \(320, 64\)",
+        ),
+        (
+            "name",
+            r"rollout worker 1: weights version 1 do not fit the engine's model: missing \['surplus'\], not in the "
+            r"model \[\]",
+        ),
         ("version 1", r"rollout worker 1: weights version 1 came where version 99 was to come"),
     ],
 )

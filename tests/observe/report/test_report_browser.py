@@ -1,4 +1,5 @@
-"""The page in a real browser: Chromium, driven by playwright. Skipped where either is not installed (the extra `browser`)."""
+"""The page in a real browser: Chromium, driven by playwright. Skipped where either is not installed (the extra
+`browser`)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
     with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"])
+        yield playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
 
 
 @pytest.fixture
@@ -55,7 +58,8 @@ def page(recorded_run, opened):
 def test_every_part_of_the_page_is_drawn(page):
     titles = page.locator("section h2").all_inner_texts()
     assert titles == [
-        "Learning", "Policy and update", "Who decoded when", "Length prediction", "Time", "Memory", "Completions", "Every metric", "In numbers",
+        "Learning", "Policy and update", "Who decoded when", "Length prediction", "Time", "Memory", "Completions",
+        "Every metric", "In numbers",
         "Settings", "Versions",
     ]  # fmt: skip
     assert page.locator("figure.chart svg path.line").count() > 20 and page.locator(".critical").count() > 5
@@ -88,11 +92,18 @@ def test_another_step_axis_and_colour_of_the_timeline_can_be_chosen(page):
     controls.nth(0).select_option("2")
     controls.nth(2).select_option("steps")
     controls.nth(3).select_option("length")
-    assert "running steps" in page.locator("#rows .plot").inner_text() and "length (tokens)" in page.locator("#rows .legend").inner_text()
+    assert (
+        "running steps" in page.locator("#rows .plot").inner_text()
+        and "length (tokens)" in page.locator("#rows .legend").inner_text()
+    )
 
 
 def test_completions_are_filtered_by_kind_step_and_words(page):
-    shown, kind, step = page.locator("article.completion"), page.locator("#completions select").nth(0), page.locator("#completions select").nth(1)
+    shown, kind, step = (
+        page.locator("article.completion"),
+        page.locator("#completions select").nth(0),
+        page.locator("#completions select").nth(1),
+    )
     assert shown.count() == 12
     kind.select_option("b")
     assert shown.count() == 2 and page.locator(".tag.best").count() == 2  # all recorded rewards of one step are equal
@@ -105,9 +116,14 @@ def test_completions_are_filtered_by_kind_step_and_words(page):
 
 
 def test_markup_in_a_completion_is_shown_as_text_and_does_nothing(recorded_run, opened):
-    hostile = "</script><img src=http://203.0.113.1/x onerror='document.title=1'><svg onload=document.title=1><script>document.title=1</script>"
+    hostile = (
+        "</script><img src=http://203.0.113.1/x onerror='document.title=1'><svg "
+        "onload=document.title=1><script>document.title=1</script>"
+    )
     record = json.loads((recorded_run / "completions.jsonl").read_text().splitlines()[0])
-    (recorded_run / "completions.jsonl").write_text(json.dumps(record | {"response": hostile, "prompt": hostile}) + "\n")
+    (recorded_run / "completions.jsonl").write_text(
+        json.dumps(record | {"response": hostile, "prompt": hostile}) + "\n"
+    )
     write_report([recorded_run], recorded_run / "report.html")
     page = opened(recorded_run / "report.html")
     assert page.locator("article.completion > pre").inner_text() == hostile

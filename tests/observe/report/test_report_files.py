@@ -1,4 +1,5 @@
-"""Run folders as a crash, a kill or a run that goes on leaves them: a page in every case, and what is missing said on it."""
+"""Run folders as a crash, a kill or a run that goes on leaves them: a page in every case, and what is missing said on
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ from infsample_rl.observe.report.run_folder import read_run
 from infsample_rl.observe.report.writing import write_report
 
 FILES = ("config.yaml", "metrics.jsonl", "completions.jsonl", "samples.jsonl", "trace.json", "versions.json", "run.log")
-STRANGE = (b"\xff\xfe\x00", b"[]", b"null", b'{"step": 1}\n', b'{"step": -5, "samples": 7, "components": 3}\n', b"[" * 5_000)
+STRANGE = (
+    b"\xff\xfe\x00",
+    b"[]",
+    b"null",
+    b'{"step": 1}\n',
+    b'{"step": -5, "samples": 7, "components": 3}\n',
+    b"[" * 5_000,
+)
 NOTED = FILES[:-1]  # a run.log that says nothing is no loss
 
 
@@ -87,7 +95,9 @@ def test_files_of_a_run_that_has_just_begun_make_a_page(recorded_run):
 def test_strange_values_in_metrics_are_no_points(recorded_run, page_in):
     with (recorded_run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "learner/kl": 1' + "0" * 400 + "}\n")
-        file.write('{"step": 4, "reward/mean": "high", "learner/entropy": NaN, "timing/step": Infinity, "response/length_mean": [1], "x": true}\n')
+        file.write(
+            '{"step": 4, "reward/mean": "high", "learner/entropy": NaN, "timing/step": Infinity, "response/length_mean": [1], "x": true}\n'
+        )
     notes_of(recorded_run)
     page = page_in(recorded_run / "report.html")
     assert page["learning"][0]["lines"][0]["x"] == [1, 2, 3] and "x" not in page["metrics"]
@@ -95,8 +105,13 @@ def test_strange_values_in_metrics_are_no_points(recorded_run, page_in):
 
 def test_the_command_writes_the_page_and_says_where(recorded_run, capsys):
     assert main([str(recorded_run)]) == 0
-    assert capsys.readouterr().out.startswith(f"{recorded_run / 'report.html'} (") and (recorded_run / "report.html").is_file()
-    assert main([str(recorded_run), f"out={recorded_run / 'other.html'}"]) == 0 and (recorded_run / "other.html").is_file()
+    assert (
+        capsys.readouterr().out.startswith(f"{recorded_run / 'report.html'} (")
+        and (recorded_run / "report.html").is_file()
+    )
+    assert (
+        main([str(recorded_run), f"out={recorded_run / 'other.html'}"]) == 0 and (recorded_run / "other.html").is_file()
+    )
     assert list(recorded_run.glob(".*tmp")) == []
 
 
@@ -169,9 +184,18 @@ def test_one_run_without_files_does_not_spoil_the_comparison(recorded_run, tmp_p
 
 def test_a_plan_stands_beside_what_was_measured(recorded_run, page_in):
     lines = [{"name": "weights", "bytes": 2_414_080}, {"name": "KV pool", "bytes": 3_276_800}]
-    plan = {"processes": [{"role": "rollout", "lines": lines, "sum_bytes": 5_690_880}, {"role": "learner", "lines": "none"}, 7]}
+    plan = {
+        "processes": [
+            {"role": "rollout", "lines": lines, "sum_bytes": 5_690_880},
+            {"role": "learner", "lines": "none"},
+            7,
+        ]
+    }
     (recorded_run / "plan.json").write_text(json.dumps(plan))
-    measured = [json.loads(line) | {"memory/rollout_peak_bytes": 6e6 + n} for n, line in enumerate((recorded_run / "metrics.jsonl").open())]
+    measured = [
+        json.loads(line) | {"memory/rollout_peak_bytes": 6e6 + n}
+        for n, line in enumerate((recorded_run / "metrics.jsonl").open())
+    ]
     (recorded_run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measured))
     notes_of(recorded_run)
     page = page_in(recorded_run / "report.html")
@@ -185,10 +209,14 @@ def test_a_plan_stands_beside_what_was_measured(recorded_run, page_in):
 
 
 def test_one_process_for_both_has_the_peaks_of_both(recorded_run, page_in):
-    (recorded_run / "plan.json").write_text(json.dumps({"processes": [{"role": "colocated", "lines": [], "sum_bytes": 9}]}))
+    (recorded_run / "plan.json").write_text(
+        json.dumps({"processes": [{"role": "colocated", "lines": [], "sum_bytes": 9}]})
+    )
     metrics = recorded_run / "metrics.jsonl"
     peaks = {"memory/learner_peak_bytes": 7.0, "memory/rollout_peak_bytes": 6.0, "memory/reference_peak_bytes": 5.0}
-    metrics.write_text("".join(json.dumps(json.loads(line) | peaks) + "\n" for line in metrics.read_text().splitlines()))
+    metrics.write_text(
+        "".join(json.dumps(json.loads(line) | peaks) + "\n" for line in metrics.read_text().splitlines())
+    )
     notes_of(recorded_run)
     (process,) = page_in(recorded_run / "report.html")["plan"]
     assert sorted(process["measured"]) == [["Learner peak", 7.0], ["Rollout peak", 6.0]]

@@ -40,9 +40,13 @@ def test_everything_a_run_recorded_is_on_its_page(page):
 def test_curves_are_the_values_of_metrics_jsonl(page, recorded_run):
     steps = [json.loads(line) for line in (recorded_run / "metrics.jsonl").read_text().splitlines()]
     (line,) = page["learning"][0]["lines"]
-    assert line["x"] == [1, 2, 3] and line["y"] == pytest.approx([step["reward/mean"] for step in steps if step["step"]], rel=1e-4)
+    assert line["x"] == [1, 2, 3] and line["y"] == pytest.approx(
+        [step["reward/mean"] for step in steps if step["step"]], rel=1e-4
+    )
     assert line["high"][0] == pytest.approx(steps[1]["reward/mean"] + steps[1]["reward/std"], rel=1e-4)
-    assert page["metrics"]["timing/driver"]["lines"][0]["y"] == pytest.approx([step["timing/driver"] for step in steps if step["step"]], rel=1e-4)
+    assert page["metrics"]["timing/driver"]["lines"][0]["y"] == pytest.approx(
+        [step["timing/driver"] for step in steps if step["step"]], rel=1e-4
+    )
 
 
 def test_the_timeline_of_a_prompt_has_every_stay_and_every_text(page):
@@ -61,7 +65,11 @@ def test_the_critical_path_fills_the_step_and_is_that_of_run_log(page, recorded_
 
 def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
     path = recorded_run / "completions.jsonl"
-    record = json.loads(path.read_text().splitlines()[0]) | {"prompt": HOSTILE, "response": HOSTILE, "finish_reason": HOSTILE}
+    record = json.loads(path.read_text().splitlines()[0]) | {
+        "prompt": HOSTILE,
+        "response": HOSTILE,
+        "finish_reason": HOSTILE,
+    }
     record["components"] = {HOSTILE: 1.0}
     path.write_text(json.dumps(record) + "\n")
     group = json.loads((recorded_run / "samples.jsonl").read_text().splitlines()[0]) | {"prompt": HOSTILE}
@@ -95,8 +103,11 @@ def test_the_page_loads_nothing_and_runs_nothing_but_its_own(recorded_run):
     write_report([recorded_run], recorded_run / "report.html")
     text = (recorded_run / "report.html").read_text(encoding="utf-8")
     shell = re.sub(r'<script type="application/json" id="page">.*?</script>', "", text, flags=re.DOTALL)
-    assert set(re.findall(r"\b(?:https?|wss?|ftp)://[^\s'\"`)]+", shell)) == {"http://www.w3.org/2000/svg"}  # SVG's name, which nobody fetches
-    assert not re.search(r"\b(fetch|XMLHttpRequest|import|eval|innerHTML|outerHTML|insertAdjacentHTML|document\.write)\b\s*[(=]", shell)
+    # SVG's name, which nobody fetches
+    assert set(re.findall(r"\b(?:https?|wss?|ftp)://[^\s'\"`)]+", shell)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(
+        r"\b(fetch|XMLHttpRequest|import|eval|innerHTML|outerHTML|insertAdjacentHTML|document\.write)\b\s*[(=]", shell
+    )
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', shell)[1]
     assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
     for element in ("script", "style"):

@@ -61,8 +61,15 @@ def test_the_random_choice_is_blind_to_the_reward(chosen):
 def test_a_long_line_keeps_its_extremes_in_the_band():
     metrics = [{"step": step, "learner/grad_norm": 100.0 if step == 777 else 1.0} for step in range(1, 5001)]
     run = RunFolder(path=None, label="a", settings={}, metrics=metrics, versions={}, plan={}, warnings=[])
-    ((line,),) = [chart["lines"] for chart in charts([run], [Curve("Gradient norm", "norm", {"learner/grad_norm": "norm"})])]
-    assert len(line["x"]) <= MOST_POINTS and max(line["high"]) == 100.0 and min(line["low"]) == 1.0 and line["x"][-1] == 5000
+    ((line,),) = [
+        chart["lines"] for chart in charts([run], [Curve("Gradient norm", "norm", {"learner/grad_norm": "norm"})])
+    ]
+    assert (
+        len(line["x"]) <= MOST_POINTS
+        and max(line["high"]) == 100.0
+        and min(line["low"]) == 1.0
+        and line["x"][-1] == 5000
+    )
     assert line["band"] == "lowest to highest; the line is the mean of 13 steps"
 
 

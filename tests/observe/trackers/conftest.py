@@ -1,4 +1,5 @@
-"""A config whose trackers are the only thing that differs, and a W&B server on the loopback address that keeps what it is sent."""
+"""A config whose trackers are the only thing that differs, and a W&B server on the loopback address that keeps what it
+is sent."""
 
 from __future__ import annotations
 
@@ -11,23 +12,38 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config import Config, DataConfig, LoggingConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
+from infsample_rl.config import (
+    Config,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RunConfig,
+)
 from infsample_rl.observe.run_log import RunLogger
 
 
 def sample(step: int) -> dict:
     """A completion as the driver gives it."""
     return {
-        "step": step, "prompt_index": 0, "sample_index": 0, "prompt": "1 + 1 = ?", "response": "2", "reward": 1.0, "components": {"kk": 1.0},
+        "step": step, "prompt_index": 0, "sample_index": 0, "prompt": "1 + 1 = ?", "response": "2", "reward": 1.0,
+        "components": {"kk": 1.0},
         "advantage": 0.5, "length": 2, "finish_reason": "stop", "policy_version": step - 1,
     }  # fmt: skip
 
 
 def trace_of(step: int) -> str:
     """A trace of one step: a rollout worker that decodes, a learner rank that trains."""
-    names = [{"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in ((1, "rollout 0 on a"), (2, "learner 0 on a"))]
+    names = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+        for pid, name in ((1, "rollout 0 on a"), (2, "learner 0 on a"))
+    ]
     phases = [("decode", 1, 0, 3_000_000), ("backward", 2, 1_000_000, 2_500_000)]
-    events = [{"name": name, "ph": "X", "pid": pid, "tid": 0, "ts": ts, "dur": dur, "args": {"step": step}} for name, pid, ts, dur in phases]
+    events = [
+        {"name": name, "ph": "X", "pid": pid, "tid": 0, "ts": ts, "dur": dur, "args": {"step": step}}
+        for name, pid, ts, dur in phases
+    ]
     return json.dumps(names + events)
 
 
@@ -47,7 +63,11 @@ def log_run():
         if start_step:
             logger.rewind(start_step)
         for step in steps:
-            logger.log_step(step, {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None}, [sample(step)])
+            logger.log_step(
+                step,
+                {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None},
+                [sample(step)],
+            )
         (run_dir / "trace.json").write_text(trace_of(steps[-1]))
         (run_dir / "config.yaml").write_text("run: {name: tiny}\n")
         logger.close(failed=failed)
@@ -109,18 +129,43 @@ class Recorder:
         entity = {"name": "team", "organization": None}
         project = {"id": "p", "name": "infsample_rl", "entity": entity}
         if name == "UpsertBucket":
-            run = {"id": "r", "name": variables["name"], "displayName": "tiny", "description": "", "config": "{}", "sweepName": None}
-            return {"data": {"upsertBucket": {"bucket": run | {"project": project, "historyLineCount": 0}, "inserted": True}}}
+            run = {
+                "id": "r",
+                "name": variables["name"],
+                "displayName": "tiny",
+                "description": "",
+                "config": "{}",
+                "sweepName": None,
+            }
+            return {
+                "data": {
+                    "upsertBucket": {"bucket": run | {"project": project, "historyLineCount": 0}, "inserted": True}
+                }
+            }
         if name == "CreateRunFiles":
             files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
             return {"data": {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}}
         if name == "CreateArtifact":  # of the table; it is there already, so nothing of it is uploaded
             sequence = {"id": "s", "latestArtifact": {"id": "a", "versionIndex": 0}}
-            return {"data": {"createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}}}}
+            return {
+                "data": {
+                    "createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}}
+                }
+            }
         if body.get("query", "").lstrip().startswith("mutation"):
             return {"errors": [{"message": f"{name}: the recorder knows no such mutation"}]}
-        viewer = {"id": "v", "entity": "team", "username": "me", "email": "", "flags": "{}", "teams": {"edges": []}, "apiKeys": {"edges": []}}
-        return {"data": {"viewer": viewer, "serverInfo": {"features": []}, "model": None, "project": None, "entity": None}}
+        viewer = {
+            "id": "v",
+            "entity": "team",
+            "username": "me",
+            "email": "",
+            "flags": "{}",
+            "teams": {"edges": []},
+            "apiKeys": {"edges": []},
+        }
+        return {
+            "data": {"viewer": viewer, "serverInfo": {"features": []}, "model": None, "project": None, "entity": None}
+        }
 
     def stream(self, body: dict) -> dict:
         """A piece of the run's file stream."""
@@ -129,7 +174,11 @@ class Recorder:
 
     def history(self) -> list[dict]:
         """Rows of metrics that have come."""
-        lines = [line for body in self.streamed for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])]
+        lines = [
+            line
+            for body in self.streamed
+            for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+        ]
         return [json.loads(line) for line in lines]
 
 
@@ -140,7 +189,11 @@ def recorder(monkeypatch):
 
     wandb.teardown()  # a process reads the environment once
     server = Recorder()
-    for name, value in {"WANDB_API_KEY": "local-" + "0" * 40, "WANDB_BASE_URL": server.url, "WANDB_MODE": "online"}.items():
+    for name, value in {
+        "WANDB_API_KEY": "local-" + "0" * 40,
+        "WANDB_BASE_URL": server.url,
+        "WANDB_MODE": "online",
+    }.items():
         monkeypatch.setenv(name, value)
     yield server
     wandb.teardown()

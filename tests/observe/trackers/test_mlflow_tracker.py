@@ -21,7 +21,10 @@ def own_patience(monkeypatch):
 def test_without_mlflow_the_setting_is_refused_in_one_line_before_anything_is_written(log_run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"logging.mlflow=sqlite:///x.db needs MLflow, which is not installed: pip install infsample_rl\[mlflow\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"logging.mlflow=sqlite:///x.db needs MLflow, which is not installed: pip install infsample_rl\[mlflow\]",
+    ):
         log_run(tmp_path / "run", range(1, 2), mlflow="sqlite:///x.db")
     assert not (tmp_path / "run").exists()
 
@@ -37,7 +40,10 @@ def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, 
     log_run(tmp_path / "run", range(3, 5), start_step=2, mlflow=uri, failed=True)
     client = MlflowClient(tracking_uri=uri)
     (run,) = client.search_runs([client.get_experiment_by_name("infsample_rl").experiment_id])
-    assert run.info.run_id == run_id == (tmp_path / "run" / "mlflow_id").read_text().strip() and run.info.status == "FAILED"
+    assert (
+        run.info.run_id == run_id == (tmp_path / "run" / "mlflow_id").read_text().strip()
+        and run.info.status == "FAILED"
+    )
     points = {(point.step, point.value) for point in client.get_metric_history(run_id, "reward/mean")}
     assert points == {(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)}
     assert run.data.metrics["eval/pass_at_1"] == 0.5 and run.data.params["run.name"] == "tiny"

@@ -37,5 +37,8 @@ def test_the_colour_of_a_phase_is_in_its_processes_row():
 
 
 def test_of_many_processes_some_are_drawn():
-    few, many = (draw_timeline(1, {f"rollout {index}": [event("decode", 1)] for index in range(count)}) for count in (MOST_ROWS, 10 * MOST_ROWS))
+    few, many = (
+        draw_timeline(1, {f"rollout {index}": [event("decode", 1)] for index in range(count)})
+        for count in (MOST_ROWS, 10 * MOST_ROWS)
+    )
     assert few.shape[0] == many.shape[0]

@@ -22,7 +22,8 @@ def offline(monkeypatch, tmp_path):
 
 
 def records(store: Path) -> list:
-    """Every record of a .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes (W&B's own reader is not public)."""
+    """Every record of a .wandb file: LevelDB's log format, blocks of 32 KiB, behind a header of 7 bytes (W&B's own
+    reader is not public)."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, found, parts = store.read_bytes(), 7, [], []
@@ -51,7 +52,10 @@ def finished_records(store: Path) -> list:
 
 def rows(found: list) -> list[dict]:
     """Rows of metrics as dicts."""
-    items = [[("/".join(item.nested_key) or item.key, json.loads(item.value_json)) for item in record.history.item] for record in found]
+    items = [
+        [("/".join(item.nested_key) or item.key, json.loads(item.value_json)) for item in record.history.item]
+        for record in found
+    ]
     return [dict(pairs) for pairs in items if pairs]
 
 
@@ -59,7 +63,11 @@ def test_offline_file_has_every_group_over_step_a_table_and_a_timeline(offline, 
     log_run(tmp_path, range(1, 3), wandb="offline")
     (store,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found = finished_records(store)
-    defined = {record.metric.name or record.metric.glob_name: record.metric for record in found if record.WhichOneof("record_type") == "metric"}
+    defined = {
+        record.metric.name or record.metric.glob_name: record.metric
+        for record in found
+        if record.WhichOneof("record_type") == "metric"
+    }
     assert {f"{group}/*" for group in GROUPS} | {"completions", "timeline"} <= set(defined)
     assert all(metric.step_metric == "step" for name, metric in defined.items() if name != "step")
     assert defined["step"].options.hidden and defined["eval/accuracy"].summary.max
@@ -79,7 +87,9 @@ def test_online_run_reports_to_the_server_and_a_resumed_one_goes_on_under_its_id
     upserts = [variables for name, variables in recorder.queries if name == "UpsertBucket"]
     assert {variables["name"] for variables in upserts} == {run_id} and upserts[0]["project"] == "infsample_rl"
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3]
-    assert any("media/images/timeline" in name for name in recorder.uploaded) and any("media/table/completions" in name for name in recorder.uploaded)
+    assert any("media/images/timeline" in name for name in recorder.uploaded) and any(
+        "media/table/completions" in name for name in recorder.uploaded
+    )
     log_run(tmp_path, range(3, 5), start_step=2, wandb="online")
     assert {variables["name"] for name, variables in recorder.queries if name == "UpsertBucket"} == {run_id}
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3, 3, 4]

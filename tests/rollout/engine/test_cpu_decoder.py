@@ -22,7 +22,12 @@ KERNELS = cpu_kernels.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler")
 THREE_TO_ONE = {"num_attention_heads": 6, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 16}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [3.0] * 8,
+    "original_max_position_embeddings": 16,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +58,21 @@ class Work:
         self.ids = []
         for row, size in enumerate(own):
             place = row % 2
-            self.ids.append(torch.cat([prompt_ids[place], torch.randint(0, numbers.vocab_size, (size,), generator=draw)]))
-            batch.tokens[row], batch.positions[row], batch.starts[row], batch.lengths[row] = self.ids[row][-1], size - 1, prompts[place], size
+            self.ids.append(
+                torch.cat([prompt_ids[place], torch.randint(0, numbers.vocab_size, (size,), generator=draw)])
+            )
+            batch.tokens[row], batch.positions[row], batch.starts[row], batch.lengths[row] = (
+                self.ids[row][-1],
+                size - 1,
+                prompts[place],
+                size,
+            )
         self.fill()
 
     @torch.no_grad()
     def fill(self):
-        """By transformers' modules: expected last hidden states, the KV of all tokens but the newest, and in `after` that of the newest too."""
+        """By transformers' modules: expected last hidden states, the KV of all tokens but the newest, and in `after`
+        that of the newest too."""
         batch, wanted, newest = self.batch, [], []
         for row, ids in enumerate(self.ids):
             out = self.model.model(input_ids=ids[None], use_cache=True)
@@ -85,7 +98,9 @@ class Work:
     def pick(self, rows):
         """Make these rows, in this order, the batch's."""
         batch = self.batch
-        picked = RowBatch(len(rows), batch.tables.shape[1], 2, batch.prompt_tables.shape[1], batch.scratch_page, batch.device)
+        picked = RowBatch(
+            len(rows), batch.tables.shape[1], 2, batch.prompt_tables.shape[1], batch.scratch_page, batch.device
+        )
         for name in ("tables", "tokens", "positions", "starts", "lengths", "prompt_of_row"):
             vars(picked)[name].copy_(vars(batch)[name][list(rows)])
         picked.prompt_tables.copy_(batch.prompt_tables)
@@ -108,7 +123,11 @@ def distance(found, wanted):
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", THREE_TO_ONE | {"head_dim": 24}),
         ("qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 0.1}),
-        ("qwen3", THREE_TO_ONE | {"head_dim": 10, "hidden_size": 43, "intermediate_size": 37, "vocab_size": 61, "num_hidden_layers": 3}),
+        (
+            "qwen3",
+            THREE_TO_ONE
+            | {"head_dim": 10, "hidden_size": 43, "intermediate_size": 37, "vocab_size": 61, "num_hidden_layers": 3},
+        ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
         ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0}}),
     ],
@@ -124,7 +143,8 @@ def test_it_is_transformers_modules_and_writes_the_newest_tokens_kv_alone(make_m
     assert distance(work.decode(), work.wanted) < 1e-5
     torch.testing.assert_close(work.kv.store, work.after, rtol=1e-4, atol=1e-5, equal_nan=True)
     untouched = work.after.isnan() | (work.kv.store == work.after)
-    assert untouched.sum() >= work.after.numel() - len(work.own) * work.after[:, 0, 0].numel()  # every older token to the bit
+    # every older token to the bit
+    assert untouched.sum() >= work.after.numel() - len(work.own) * work.after[:, 0, 0].numel()
 
 
 def test_places_beyond_the_first_table_of_angles_are_right(make_model):
@@ -161,7 +181,9 @@ def test_a_row_without_a_token_counts_as_the_first_place(make_model):
     assert torch.equal(work.decode(), wanted)
 
 
-@pytest.mark.parametrize("sizes", [{}, THREE_TO_ONE | {"head_dim": 24, "hidden_size": 43, "intermediate_size": 130}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{}, THREE_TO_ONE | {"head_dim": 24, "hidden_size": 43, "intermediate_size": 130}], ids=str
+)
 def test_a_row_gets_the_same_bits_in_any_batch_place_pages_and_thread_count(make_model, monkeypatch, sizes):
     monkeypatch.setattr(cpu_decoder, "WORK_PER_THREAD", 1)
     model = make_model("qwen3", **sizes)
@@ -187,7 +209,8 @@ def test_small_steps_take_one_thread(make_model):
     model = make_model("llama")  # 2 layers of 64 x (64 + 32 + 32 + 64 + 3 x 96) + 2 x 64 weights: 61,696
     decoder, work = CompiledDecoder(model, KERNELS), Work(model, own=(1,) * 36)
     torch.set_num_threads(2)
-    assert [decoder._step(work.batch, rows, work.kv).threads for rows in (1, 33, 34, 36)] == [1, 1, 2, 2]  # 34 x 61,696 > 2 x 1,048,576
+    # 34 x 61,696 > 2 x 1,048,576
+    assert [decoder._step(work.batch, rows, work.kv).threads for rows in (1, 33, 34, 36)] == [1, 1, 2, 2]
 
 
 def test_weights_changed_in_place_or_replaced_are_seen(make_model):
@@ -211,7 +234,9 @@ def test_weights_changed_in_place_or_replaced_are_seen(make_model):
         found = decoder(work.batch, 5, work.kv)
         assert distance(found, work.wanted) < 1e-5 < distance(found, first)
     attention.v_proj.weight = torch.nn.Parameter(torch.zeros(31, 64))
-    with pytest.raises(ValueError, match=r"a weight of the model is torch.float32 \(31, 64\) .* must be torch.float32 \(32, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"a weight of the model is torch.float32 \(31, 64\) .* must be torch.float32 \(32, 64\)"
+    ):
         decoder(work.batch, 5, work.kv)
 
 
@@ -251,7 +276,9 @@ def test_what_does_not_fit_the_model_is_refused(make_model):
     with pytest.raises(ValueError, match="num_rows must be 1 to the batch's 5, on cpu, got 6 on cpu"):
         CompiledDecoder(work.model, KERNELS)(work.batch, 6, work.kv)
     other = PagedKV(2, 3, 4, 2, 8, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"kv.store is torch.float32 \(4, 4, 4, 2, 8\) .* must be torch.float32 \(4, 4, 4, 2, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"kv.store is torch.float32 \(4, 4, 4, 2, 8\) .* must be torch.float32 \(4, 4, 4, 2, 16\)"
+    ):
         CompiledDecoder(work.model, KERNELS)(work.batch, 5, other)
     with pytest.raises(ValueError, match="a weight of the model is torch.bfloat16"):
         CompiledDecoder(make_model().bfloat16(), KERNELS)
@@ -288,10 +315,14 @@ def test_the_runner_takes_it_for_float32_pages_and_the_lean_one_otherwise(make_m
 
 def test_an_architecture_it_does_not_know_decodes_through_its_own_modules(make_model, tokenizer):
     model, prompt = make_model("llama", hidden_act="gelu"), [5, 9, 7, 30, 2]
-    wanted = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0)[0, 5:].tolist()
+    wanted = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
+    )[0, 5:].tolist()
     engine = SamplingEngine(model, tokenizer, RolloutConfig(group_size=3, max_new_tokens=12), stop_token_ids=set())
     assert engine.runner.decoder is None
-    assert [completion.token_ids.tolist() for completion in engine.generate([prompt], seed=0, temperature=0)[0]] == [wanted] * 3
+    assert [completion.token_ids.tolist() for completion in engine.generate([prompt], seed=0, temperature=0)[0]] == [
+        wanted
+    ] * 3
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")

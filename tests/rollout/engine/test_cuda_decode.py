@@ -1,4 +1,5 @@
-"""The CUDA path of a decode step without CUDA: static tensors, buckets of rows, steps launched ahead, and the kernels in Triton's interpreter.
+"""The CUDA path of a decode step without CUDA: static tensors, buckets of rows, steps launched ahead, and the kernels
+in Triton's interpreter.
 
 Graphs themselves are in test_cuda_graphs.py; here the step that they capture runs uncaptured.
 """
@@ -56,7 +57,8 @@ def ahead(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "most_rows", "bucket"), [(1, 256, 1), (3, 256, 4), (17, 256, 24), (17, 20, 20), (256, 256, 256), (300, 999, 384), (5, 5, 5)]
+    ("num_rows", "most_rows", "bucket"),
+    [(1, 256, 1), (3, 256, 4), (17, 256, 24), (17, 20, 20), (256, 256, 256), (300, 999, 384), (5, 5, 5)],
 )
 def test_a_step_runs_the_next_larger_bucket_of_rows(num_rows, most_rows, bucket):
     assert bucket_of(num_rows, most_rows) == bucket
@@ -146,7 +148,8 @@ def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
     assert kept() is first and first.captures == captures
     with torch.no_grad():
         model.load_state_dict(other.state_dict())  # in place
-    assert kept() is first and first.captures == len(first._graphs)  # other samples may need another bucket, none is captured twice
+    # other samples may need another bucket, none is captured twice
+    assert kept() is first and first.captures == len(first._graphs)
     layer = model.model.layers[0].self_attn.q_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
     second = kept()

@@ -42,10 +42,14 @@ def results(groups):
 def test_greedy_tokens_equal_generate(gpu_model, tokenizer, family):
     model = gpu_model(family)
     plain = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [model.generate(torch.tensor([prompt], device="cuda"), **plain)[0, len(prompt) :].tolist() for prompt in PROMPTS]
+    wanted = [
+        model.generate(torch.tensor([prompt], device="cuda"), **plain)[0, len(prompt) :].tolist() for prompt in PROMPTS
+    ]
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
     found = engine.generate(PROMPTS, seed=0, temperature=0)
-    assert [[completion.token_ids.tolist() for completion in group] for group in found] == [[tokens] * 6 for tokens in wanted]
+    assert [[completion.token_ids.tolist() for completion in group] for group in found] == [
+        [tokens] * 6 for tokens in wanted
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,10 @@ def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings
 
 def test_int8_pages_are_read_by_the_captured_step_as_by_the_plain_one(gpu_model, tokenizer):
     model = gpu_model()
-    engines = [make_engine(model, tokenizer, captured=captured, kv_dtype="int8", max_new_tokens=12) for captured in (False, True)]
+    engines = [
+        make_engine(model, tokenizer, captured=captured, kv_dtype="int8", max_new_tokens=12)
+        for captured in (False, True)
+    ]
     first, second = ([sample.logprobs[:2] for sample in engine.generate(PROMPTS[:1], seed=4)[0]] for engine in engines)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=1e-2, rtol=0)
@@ -97,7 +104,8 @@ def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):
             parameter.copy_(value)
     assert results(engine.generate(PROMPTS, seed=4)) == results(make_engine(other, tokenizer).generate(PROMPTS, seed=4))
     assert engine.runner.graphs._kept == {next(iter(engine.runner.graphs._kept)): graphs}
-    assert all(graphs._graphs[rows] is graph for rows, graph in captured.items())  # other lengths may need other numbers of rows
+    # other lengths may need other numbers of rows
+    assert all(graphs._graphs[rows] is graph for rows, graph in captured.items())
 
 
 def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
@@ -106,18 +114,27 @@ def test_bfloat16_log_probabilities_equal_a_full_forward(gpu_model, tokenizer):
     for completion in group:
         response = completion.token_ids.tolist()
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([PROMPTS[0] + response], device="cuda"), use_cache=False).logits[0, len(PROMPTS[0]) - 1 : -1]
+            logits = model(input_ids=torch.tensor([PROMPTS[0] + response], device="cuda"), use_cache=False).logits[
+                0, len(PROMPTS[0]) - 1 : -1
+            ]
         wanted = torch.log_softmax(logits.float(), -1).cpu()[torch.arange(len(response)), torch.tensor(response)]
         assert (torch.from_numpy(completion.logprobs) - wanted).abs().mean() < 0.05
 
 
 @pytest.fixture(scope="module")
 def make_running(gpu_model, tokenizer):
-    """The loop of a call whose rows never end within 200 tokens, in one page each; its graph is captured and it has taken 3 steps."""
+    """The loop of a call whose rows never end within 200 tokens, in one page each; its graph is captured and it has
+    taken 3 steps."""
     model = gpu_model(max_position_embeddings=512)
 
     def build(group_size=8, **settings):
-        options = {"group_size": group_size, "slots": group_size, "max_new_tokens": 200, "page_size": 256, "schedule": "full_group"}
+        options = {
+            "group_size": group_size,
+            "slots": group_size,
+            "max_new_tokens": 200,
+            "page_size": 256,
+            "schedule": "full_group",
+        }
         engine = make_engine(model, tokenizer, stop=set(), **(options | settings))
         engine.generate([PROMPTS[0]], seed=1)
         engine.stream([PROMPTS[0]], seed=1)
@@ -153,7 +170,9 @@ def test_fifty_steps_allocate_nothing(make_running, settings):
 
 def test_a_step_is_one_launch_and_the_graph_holds_the_rest(make_running):
     loop = make_running()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
         for _ in range(10):
             loop.step()
         torch.cuda.synchronize()

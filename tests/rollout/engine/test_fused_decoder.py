@@ -1,4 +1,5 @@
-"""The decoder of the CUDA path on CPU: the same as transformers' modules, weights joined in place, compiled once for all layers and rows."""
+"""The decoder of the CUDA path on CPU: the same as transformers' modules, weights joined in place, compiled once for
+all layers and rows."""
 
 from __future__ import annotations
 
@@ -58,8 +59,13 @@ def test_there_is_no_second_copy_and_a_second_decoder_shares_the_first_one_s(mak
     model = make_model()
     FusedDecoder(model)
     attention_layer, mlp = model.model.layers[1].self_attn, model.model.layers[1].mlp
-    for group in ([attention_layer.q_proj, attention_layer.k_proj, attention_layer.v_proj], [mlp.gate_proj, mlp.up_proj]):
-        storages = {linear.weight.untyped_storage().data_ptr(): linear.weight.untyped_storage().nbytes() for linear in group}
+    for group in (
+        [attention_layer.q_proj, attention_layer.k_proj, attention_layer.v_proj],
+        [mlp.gate_proj, mlp.up_proj],
+    ):
+        storages = {
+            linear.weight.untyped_storage().data_ptr(): linear.weight.untyped_storage().nbytes() for linear in group
+        }
         assert list(storages.values()) == [sum(linear.weight.nbytes for linear in group)]
     places = [parameter.data_ptr() for parameter in model.parameters()]
     second = FusedDecoder(model)
@@ -128,8 +134,13 @@ def test_without_a_compiler_one_line_says_so_and_steps_run_uncompiled(make_model
     engine.runner.decoder = FusedDecoder(model)
     engine.runner.graphs.is_used = engine.runner.graphs.compiles = True
     torch._dynamo.reset()
-    with inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}), pytest.warns(UserWarning) as caught:
+    with (
+        inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
+        pytest.warns(UserWarning) as caught,
+    ):
         found = engine.generate(PROMPTS, seed=3)
     assert len([item for item in caught if "steps run uncompiled, slower" in str(item.message)]) == 1
-    found_tokens, wanted_tokens = ([sample.token_ids.tolist() for sample in sum(groups, [])] for groups in (found, wanted))
+    found_tokens, wanted_tokens = (
+        [sample.token_ids.tolist() for sample in sum(groups, [])] for groups in (found, wanted)
+    )
     assert found_tokens == wanted_tokens

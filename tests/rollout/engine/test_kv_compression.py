@@ -1,4 +1,5 @@
-"""KV pages of 8 bits: what rounding costs, when a scale grows, that memory shrinks and everything else stays as it was."""
+"""KV pages of 8 bits: what rounding costs, when a scale grows, that memory shrinks and everything else stays as it
+was."""
 
 import warnings
 
@@ -50,7 +51,8 @@ def test_a_larger_token_makes_the_scale_grow_and_rounds_the_page_again():
     kv.write(0, torch.tensor([9]), column(-4.0), column(0.25))
     assert stored(kv, 2) == ([32, -127, 0, 0], pytest.approx(4 / 127))  # 127 / 4 = 31.75
     kv.write(0, torch.tensor([10]), column(2.0), column(0.5))
-    assert stored(kv, 2) == ([32, -127, 64, 0], pytest.approx(4 / 127))  # 63.5, half to even; a smaller token changes nothing else
+    # 63.5, half to even; a smaller token changes nothing else
+    assert stored(kv, 2) == ([32, -127, 64, 0], pytest.approx(4 / 127))
     keys, values = kv.gather(0, torch.tensor([[2]]))
     torch.testing.assert_close(keys[0, :, 0, 0], torch.tensor([32.0, -127, 64, 0]) * 4 / 127)
     torch.testing.assert_close(values[0, :, 0, 0], torch.tensor([127.0, 64, 127, 0]) * 0.5 / 127)
@@ -107,7 +109,9 @@ def test_a_run_in_pieces_keeps_what_the_earlier_ones_wrote(kind, cuts):
     whole.write_run(0, index, keys, values)
     torch.testing.assert_close(kv.scales[:, :-1], whole.scales[:, :-1])  # the last is scratch
     for wanted, got in zip((keys, values), kv.gather(0, torch.tensor([[4, 0, 2]])), strict=True):
-        largest = torch.stack([page.abs().amax((0, 2)) for page in wanted.split(8)]).repeat_interleave(8, 0)[:22, :, None]
+        largest = torch.stack([page.abs().amax((0, 2)) for page in wanted.split(8)]).repeat_interleave(8, 0)[
+            :22, :, None
+        ]
         error = (got[0, :22] - wanted).abs() / largest
         assert error.max() < (0.02 if kind == "int8" else 0.12)  # rounded again at every growth
 
@@ -164,7 +168,9 @@ def make_engine(model, tokenizer, **settings):
 def logprob_differences(model, groups):
     """|engine - full forward| of every token."""
     differences = []
-    for prompt, completion in [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]:
+    for prompt, completion in [
+        (prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group
+    ]:
         response = completion.token_ids.tolist()
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -194,14 +200,20 @@ def test_the_same_settings_give_the_same_completions_twice(model, tokenizer, kin
     other = make_engine(model, tokenizer, kv_dtype=kind, kv_budget_tokens=56).generate(PROMPTS, seed=1)
     assert engine.stats.preemptions > 0
     assert tokens_of(first) == tokens_of(again) == tokens_of(other)
-    for one, two, three in zip(*([completion for group in run for completion in group] for run in (first, again, other)), strict=True):
+    for one, two, three in zip(
+        *([completion for group in run for completion in group] for run in (first, again, other)), strict=True
+    ):
         assert one.logprobs.tolist() == two.logprobs.tolist() == three.logprobs.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{"preemption": "recompute"}, {"preemption": "park"}, {"schedule": "naive", "kv_budget_tokens": None}])
+@pytest.mark.parametrize(
+    "settings", [{"preemption": "recompute"}, {"preemption": "park"}, {"schedule": "naive", "kv_budget_tokens": None}]
+)
 def test_every_sample_ends_inside_the_pool_with_constant_preemption(model, tokenizer, kind, settings):
-    engine = make_engine(model, tokenizer, **({"kv_dtype": kind, "kv_budget_tokens": 40, "prompts_at_once": 2} | settings))
+    engine = make_engine(
+        model, tokenizer, **({"kv_dtype": kind, "kv_budget_tokens": 40, "prompts_at_once": 2} | settings)
+    )
     groups = engine.generate(PROMPTS, seed=2)
     assert [len(group) for group in groups] == [6, 6, 6]
     stats, pages = engine.stats, engine.runner.kv.num_pages
@@ -220,8 +232,12 @@ def test_other_families_are_as_close(make_model, tokenizer, family):
 
 
 def test_the_same_bytes_hold_four_times_the_tokens_of_float32(model, tokenizer):
-    pages = {kind: make_engine(model, tokenizer, kv_dtype=kind, kv_budget_bytes="64KiB").runner.kv.num_pages for kind in ("auto", *KINDS)}
-    # 2 layers x keys and values x 8 tokens x 2 heads x 16 numbers: 4,096 bytes in float32; 1,024 and 32 of scales in 8 bits
+    pages = {
+        kind: make_engine(model, tokenizer, kv_dtype=kind, kv_budget_bytes="64KiB").runner.kv.num_pages
+        for kind in ("auto", *KINDS)
+    }
+    # 2 layers x keys and values x 8 tokens x 2 heads x 16 numbers: 4,096 bytes in float32; 1,024 and 32 of scales in 8
+    # bits
     assert pages == {"auto": 16, "int8": 62, "fp8": 62}
 
 
@@ -232,7 +248,10 @@ def test_rounded_kv_is_refused_with_deterministic_steps(model, tokenizer):
 
 
 def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it():
-    with pytest.raises(ValueError, match=r"kv_dtype=fp8 needs a GPU of compute capability 8\.9 or above, this one has 8\.6; take .*int8"):
+    with pytest.raises(
+        ValueError,
+        match=r"kv_dtype=fp8 needs a GPU of compute capability 8\.9 or above, this one has 8\.6; take .*int8",
+    ):
         check_kv_dtype("fp8", (8, 6), deterministic=False)
     for kind, capability in (("fp8", (8, 9)), ("fp8", (9, 0)), ("fp8", None), ("int8", (8, 0)), ("auto", (7, 0))):
         check_kv_dtype(kind, capability, deterministic=False)

@@ -1,4 +1,5 @@
-"""The engine in pools of every size: preemption, sharing, exactness on random models, and the memory it really takes."""
+"""The engine in pools of every size: preemption, sharing, exactness on random models, and the memory it really
+takes."""
 
 import errno
 import json
@@ -45,13 +46,18 @@ def expected(model, tokenizer):
 @pytest.mark.parametrize("preemption", ["recompute", "park"])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monkeypatch, preemption, page_size, compiled):
+def test_constant_preemption_changes_no_sample(
+    model, tokenizer, expected, monkeypatch, preemption, page_size, compiled
+):
     if not compiled:
         monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
     budget = smallest_budget_tokens(5, 24, page_size)
-    engine = make_engine(model, tokenizer, page_size=page_size, kv_budget_tokens=budget, preemption=preemption, prompts_at_once=2)
+    engine = make_engine(
+        model, tokenizer, page_size=page_size, kv_budget_tokens=budget, preemption=preemption, prompts_at_once=2
+    )
     if preemption == "park":
-        monkeypatch.setattr(parked_kv, "check_disk_folder", lambda name, folder: None)  # whatever the folder of this machine is
+        # whatever the folder of this machine is
+        monkeypatch.setattr(parked_kv, "check_disk_folder", lambda name, folder: None)
     engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
     assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
     stats = engine.stats
@@ -64,7 +70,9 @@ def test_constant_preemption_changes_no_sample(model, tokenizer, expected, monke
 
 def engine_that_parks(model, tokenizer, folder, **settings):
     budget = smallest_budget_tokens(5, 24, 4)
-    engine = make_engine(model, tokenizer, page_size=4, kv_budget_tokens=budget, park_folder=str(folder), prompts_at_once=2, **settings)
+    engine = make_engine(
+        model, tokenizer, page_size=4, kv_budget_tokens=budget, park_folder=str(folder), prompts_at_once=2, **settings
+    )
     engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
     return engine
 
@@ -78,7 +86,9 @@ def test_the_file_holds_the_kv_of_those_alone_who_wait(model, tokenizer, disk_fo
         largest = max(largest, engine.parking.num_taken)
     assert engine.stats.parked_tokens > 0 and largest > 0
     size = os.fstat(engine.parking._file.fileno()).st_size
-    assert size == engine.parking._num_places * engine.runner.kv.page_bytes, "it has grown to what was wanted at most at a time"
+    assert size == engine.parking._num_places * engine.runner.kv.page_bytes, (
+        "it has grown to what was wanted at most at a time"
+    )
     engine.generate([PROMPT, PROMPT[:2]], seed=4)
     assert os.fstat(engine.parking._file.fileno()).st_size == size, "and is used again"
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
@@ -96,7 +106,9 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected
         real(file, size)
 
     monkeypatch.setattr(parked_kv, "take_room", take_room)
-    with pytest.warns(UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device") as warned:
+    with pytest.warns(
+        UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device"
+    ) as warned:
         found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
     assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
     assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.parking.most_pages <= 3
@@ -115,10 +127,14 @@ def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected,
         pytest.skip("/dev/shm does not lie in memory")
     monkeypatch.setattr(parked_kv.tempfile, "gettempdir", lambda: "/dev/shm")
     engine = make_engine(model, tokenizer, prompts_at_once=2)
-    with pytest.warns(UserWarning, match="KV of preempted samples is computed again, not parked: .* must be on a disk, got /dev/shm"):
+    with pytest.warns(
+        UserWarning, match="KV of preempted samples is computed again, not parked: .* must be on a disk, got /dev/shm"
+    ):
         assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
     for asked in ({"preemption": "park"}, {"park_folder": "/dev/shm"}):
-        with pytest.raises(ValueError, match="rollout.park_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"):
+        with pytest.raises(
+            ValueError, match="rollout.park_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"
+        ):
             make_engine(model, tokenizer, **asked)
 
 
@@ -151,19 +167,30 @@ def test_random_models_and_prompts_equal_generate(make_tokenizer):
         }
         family = [LlamaConfig, Qwen2Config, Qwen3Config][seed % 3]
         model = AutoModelForCausalLM.from_config(family(**shape), dtype=torch.float32).eval()
-        prompts = [[draw.randrange(50) for _ in range(size)] for size in (1, draw.randint(2, 20), 44)]  # the last fills the context
+        # the last fills the context
+        prompts = [[draw.randrange(50) for _ in range(size)] for size in (1, draw.randint(2, 20), 44)]
         plain = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
         wanted = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
             wanted.append(model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0, len(prompt) :].tolist())
-        settings = {"group_size": 3, "max_new_tokens": 20, "page_size": draw.choice([1, 3, 16]), "prompts_at_once": draw.randint(1, 3)}
-        engine = make_engine(model, make_tokenizer(50), stop=(), kv_budget_tokens=draw.choice([80, 100, 300]), **settings)
+        settings = {
+            "group_size": 3,
+            "max_new_tokens": 20,
+            "page_size": draw.choice([1, 3, 16]),
+            "prompts_at_once": draw.randint(1, 3),
+        }
+        engine = make_engine(
+            model, make_tokenizer(50), stop=(), kv_budget_tokens=draw.choice([80, 100, 300]), **settings
+        )
         assert tokens_of(engine.generate(prompts, seed=0, temperature=0)) == [[tokens] * 3 for tokens in wanted]
 
 
 def test_four_workers_give_what_one_gives(model, tokenizer, expected):
-    parts = [make_engine(model, tokenizer).generate([PROMPT], seed=4, sample_indices=[list(range(start, start + 3))]) for start in (0, 3, 6, 9)]
+    parts = [
+        make_engine(model, tokenizer).generate([PROMPT], seed=4, sample_indices=[list(range(start, start + 3))])
+        for start in (0, 3, 6, 9)
+    ]
     assert sum((tokens_of(part)[0] for part in parts), []) == tokens_of(expected)[0]
 
 
@@ -184,7 +211,9 @@ def test_a_pool_that_nobody_uses_is_given_back_to_the_system_and_comes_again(mod
     first = tokens_of(engine.generate([PROMPT], seed=4))
     pages = engine.runner.kv.store
     held = resident_kilobytes(pages)
-    assert engine.stats.peak_kv_bytes > 1e6 and held * 1024 < 0.02 * engine.stats.peak_kv_bytes + 8192, "the pages at its ends are shared"
+    assert engine.stats.peak_kv_bytes > 1e6 and held * 1024 < 0.02 * engine.stats.peak_kv_bytes + 8192, (
+        "the pages at its ends are shared"
+    )
     assert pages.count_nonzero() * pages.element_size() <= 8192
     assert tokens_of(engine.generate([PROMPT], seed=4)) == first
 
@@ -210,7 +239,10 @@ def test_a_budget_in_bytes_holds_as_many_pages_as_fit(model, tokenizer):
 
 
 def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, tokenizer):
-    with pytest.raises(ValueError, match="kv_budget_tokens=24 holds 6 pages .* the smallest that would do is rollout.kv_budget_tokens=28"):
+    with pytest.raises(
+        ValueError,
+        match="kv_budget_tokens=24 holds 6 pages .* the smallest that would do is rollout.kv_budget_tokens=28",
+    ):
         make_engine(model, tokenizer, kv_budget_tokens=24)
     with pytest.raises(ValueError, match="kv_budget_bytes=1KB holds 0 pages"):
         make_engine(model, tokenizer, kv_budget_bytes="1KB")
@@ -273,8 +305,11 @@ def test_a_pool_of_256_mb_is_what_the_process_grows_by():
     found = []
     for group_size in (64, 192):
         command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(group_size)]
-        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]  # the allocator's peak varies by 5 MB
-        found.append(min((json.loads(run.stdout.splitlines()[-1]) for run in runs), key=lambda measured: measured["risen"]))
+        # the allocator's peak varies by 5 MB
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
+        found.append(
+            min((json.loads(run.stdout.splitlines()[-1]) for run in runs), key=lambda measured: measured["risen"])
+        )
     for measured in found:
         assert 0.95 * 256e6 < measured["pool"] <= 256e6
         assert measured["risen"] <= 1.15 * measured["pool"], measured

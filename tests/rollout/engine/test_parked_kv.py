@@ -79,11 +79,14 @@ def test_samples_parked_in_memory_are_those_of_an_engine_that_parks_nothing(make
     expected, _ = sample(schedule="full_group")
     monkeypatch.setattr(engine_module, "open_parking", lambda config, kv: ParkedInMemory(kv))
     found, stats = sample(kv_budget_tokens=budget + 16)
-    assert found == expected and stats.parked_tokens > 0 and stats.recomputed_tokens <= 2 * 7  # prompts that had to give way
+    # prompts that had to give way
+    assert found == expected and stats.parked_tokens > 0 and stats.recomputed_tokens <= 2 * 7
 
 
 def test_a_folder_is_checked_by_the_name_of_its_setting(tmp_path):
     (tmp_path / "file").touch()
     for given in (tmp_path / "file", tmp_path / "none"):
-        with pytest.raises(ValueError, match="rollout.park_folder must be a folder of its worker's machine, got .*, which is none"):
+        with pytest.raises(
+            ValueError, match="rollout.park_folder must be a folder of its worker's machine, got .*, which is none"
+        ):
             check_disk_folder("rollout.park_folder", str(given))

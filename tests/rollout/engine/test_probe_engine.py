@@ -1,4 +1,5 @@
-"""The length probe inside the engine, on a policy that counts down from a random number: its lengths can be read off its states."""
+"""The length probe inside the engine, on a policy that counts down from a random number: its lengths can be read off
+its states."""
 
 import math
 import warnings
@@ -14,17 +15,38 @@ from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import ProbeFit, PublishedProbe
 
-START = 63  # after it, any other token; after token t comes t - 1, and 0 ends: a response has 1 to 63 tokens, all equally likely
+# after it, any other token; after token t comes t - 1, and 0 ends: a response has 1 to 63 tokens, all equally likely
+START = 63
 PROMPTS = [[5, 9, START], [7, 4, 4, 2, START]]
 BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256, "predict_every": 4}
-SLOTS = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "slots": 4, "prefix_tokens": 2, "prompts_at_once": 1, "kv_budget_tokens": 400}
-REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] * 66)  # weights that take few tokens left for many
+SLOTS = {
+    "group_size": 24,
+    "max_new_tokens": 64,
+    "page_size": 4,
+    "slots": 4,
+    "prefix_tokens": 2,
+    "prompts_at_once": 1,
+    "kv_budget_tokens": 400,
+}
+# weights that take few tokens left for many
+REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] * 66)
 
 
 @pytest.fixture(scope="module")
 def countdown():
-    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=None))
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            **sizes, intermediate_size=32, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=None
+        )
+    )
     with torch.no_grad():
         layer = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
@@ -54,7 +76,9 @@ def sample(engine, calls):
 
 
 @pytest.mark.parametrize(
-    "settings", [BUDGET, SLOTS | {"schedule": "lpt"}, SLOTS | {"schedule": "infinite"}, BUDGET | {"preemption": "park"}], ids=str
+    "settings",
+    [BUDGET, SLOTS | {"schedule": "lpt"}, SLOTS | {"schedule": "infinite"}, BUDGET | {"preemption": "park"}],
+    ids=str,
 )
 def test_predictions_change_no_sample(countdown, tokenizer, settings):
     plain = make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0}))
@@ -98,7 +122,9 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     """On CUDA states lie in a buffer of the graph, and a step is read when the next one has been launched."""
     plain = make_engine(countdown, tokenizer, **settings)
     wanted, _ = sample(plain, 3)
-    monkeypatch.setattr(engine_module, "DecodeLoop", lambda *args, **options: DecodeLoop(*args, **(options | {"run_ahead": True})))
+    monkeypatch.setattr(
+        engine_module, "DecodeLoop", lambda *args, **options: DecodeLoop(*args, **(options | {"run_ahead": True}))
+    )
     static = make_engine(countdown, tokenizer, **settings)
     static.runner.graphs.is_used = True
     found, _ = sample(static, 3)
@@ -107,14 +133,18 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     ours, theirs = static.learn().statistics, plain.learn().statistics
     assert ours.counts.sum() == pytest.approx(theirs.counts.sum(), rel=0.2)  # rows come and go a step later
     states, logs = ours.xx[:, -1, :64].sum(0) / 8, [0.0] + [math.log(token) for token in range(1, 64)]
-    assert ours.xy[:, -1].sum() == pytest.approx(float(states @ logs), rel=1e-3), "every state goes with the tokens that came after it"
+    assert ours.xy[:, -1].sum() == pytest.approx(float(states @ logs), rel=1e-3), (
+        "every state goes with the tokens that came after it"
+    )
 
 
 def test_rows_are_predicted_together_every_so_many_steps(countdown, tokenizer, monkeypatch):
     engine = make_engine(countdown, tokenizer, **BUDGET)
     moments = []
     launch = engine.watch.launch
-    monkeypatch.setattr(engine.watch, "launch", lambda hidden, rows: moments.append(launch(hidden, rows)) or moments[-1])
+    monkeypatch.setattr(
+        engine.watch, "launch", lambda hidden, rows: moments.append(launch(hidden, rows)) or moments[-1]
+    )
     sample(engine, 1)
     taken = [number for number, moment in enumerate(moments) if moment is not None]
     assert all(later - earlier == 4 for earlier, later in zip(taken, taken[1:], strict=False)) and len(taken) > 10
@@ -131,7 +161,9 @@ def test_every_observation_is_of_what_its_state_had_seen(countdown, tokenizer):
     assert column_sums[:64].sum() == pytest.approx(8 * count, rel=1e-3)  # a state is one 8
     # after token t, t tokens are left: sum of log t over observations, by the state's place
     logs = torch.tensor([0.0] + [math.log(token) for token in range(1, 64)], dtype=torch.float64)
-    assert report.statistics.xy[:, -1].sum() == pytest.approx(float((logs * torch.from_numpy(column_sums[:64]) / 8).sum()), rel=1e-3)
+    assert report.statistics.xy[:, -1].sum() == pytest.approx(
+        float((logs * torch.from_numpy(column_sums[:64]) / 8).sum()), rel=1e-3
+    )
     assert column_sums[0] == column_sums[START] == 0  # a sample that has ended is not asked about
 
 
@@ -172,7 +204,10 @@ def test_predictions_that_cost_steps_are_not_used(countdown, tokenizer):
     report = engine.learn()
     assert report.steps_with == engine.stats.running_steps > report.steps_without > 0
     sentence = RunProbe(64, max_new_tokens=64)
-    assert "are not used in the next step, it goes on learning" in sentence.enter([report]) and not sentence.published().is_used
+    assert (
+        "are not used in the next step, it goes on learning" in sentence.enter([report])
+        and not sentence.published().is_used
+    )
 
 
 def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer):
@@ -200,7 +235,9 @@ def test_what_a_step_that_was_given_up_has_shown_is_forgotten_when_it_is_done_ag
     assert report.statistics.counts.tolist() == [0, 0] and report.steps_without == 0
 
 
-@pytest.mark.parametrize("settings", [{"schedule": "arrival"}, {"schedule": "dynamic_slot"}, {"schedule": "full_group"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "arrival"}, {"schedule": "dynamic_slot"}, {"schedule": "full_group"}], ids=str
+)
 def test_a_schedule_that_reads_no_prediction_has_no_probe(countdown, tokenizer, settings):
     engine = make_engine(countdown, tokenizer, group_size=8, slots=4, max_new_tokens=64, **settings)
     assert engine.watch is None and engine.config.predictor == "probe"
@@ -224,9 +261,17 @@ def test_a_stream_closed_early_teaches_what_had_ended(countdown, tokenizer):
 
 
 def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_takes(tokenizer):
-    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 32}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "word_embed_proj_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "ffn_dim": 32,
+    }
     torch.manual_seed(0)
-    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()  # as OPT-350M
+    # as OPT-350M
+    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()
     engine = make_engine(model, tokenizer, **(BUDGET | {"kv_budget_tokens": 1024}))
     prompts = [[5, 9, 7], [7, 4, 4]]
     for step in range(3):

@@ -13,13 +13,20 @@ CPU = torch.device("cpu")
 
 
 def make_sampler(vocab_size, *, valid_vocab=None, device=CPU, **settings):
-    return Sampler(vocab_size, valid_vocab or vocab_size, **({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | settings), device=device)
+    return Sampler(
+        vocab_size,
+        valid_vocab or vocab_size,
+        **({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | settings),
+        device=device,
+    )
 
 
 def draw(sampler, logits, keys, positions):
     """Drawn lists from lists."""
     device = logits.device
-    return sampler.to_host(sampler.draw(logits, torch.tensor(keys, device=device), torch.tensor(positions, device=device)))
+    return sampler.to_host(
+        sampler.draw(logits, torch.tensor(keys, device=device), torch.tensor(positions, device=device))
+    )
 
 
 class Draws(NamedTuple):
@@ -66,7 +73,13 @@ def test_positions_of_one_sample_draw_independently():
 
 def test_the_key_depends_on_every_word():
     base = sample_key(1, 0, 2, 3, 4)
-    others = {sample_key(2, 0, 2, 3, 4), sample_key(1, 1, 2, 3, 4), sample_key(1, 0, 3, 3, 4), sample_key(1, 0, 2, 4, 4), sample_key(1, 0, 2, 3, 5)}
+    others = {
+        sample_key(2, 0, 2, 3, 4),
+        sample_key(1, 1, 2, 3, 4),
+        sample_key(1, 0, 3, 3, 4),
+        sample_key(1, 0, 2, 4, 4),
+        sample_key(1, 0, 2, 3, 5),
+    }
     assert len(others | {base}) == 6
     assert all(-(2**63) <= key < 2**63 for key in others)
     assert sample_key(0, 0, 0, 0, 0) == 8695987549771912286  # kept: another value would change every run's samples
@@ -178,10 +191,15 @@ def test_greedy_takes_the_lowest_of_equal_ids_that_may_be_sampled():
     assert flat.tokens == [0, 0, 0]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}]
+)
 def test_sixteen_bit_logits_draw_as_their_float32_values(settings):
     logits = (torch.randn(16, 60, generator=torch.Generator().manual_seed(3)) * 3).bfloat16()
-    sampler, keys = make_sampler(60, bad_token_ids=[7], **settings), [sample_key(0, 0, 0, 0, index) for index in range(16)]
+    sampler, keys = (
+        make_sampler(60, bad_token_ids=[7], **settings),
+        [sample_key(0, 0, 0, 0, index) for index in range(16)],
+    )
     assert draw(sampler, logits.clone(), keys, [0] * 16) == draw(sampler, logits.float(), keys, [0] * 16)
 
 
@@ -204,14 +222,18 @@ class Operations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}, {"min_p": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.9, "min_p": 0.01}, {"min_p": 0.1}]
+)
 def test_drawing_reads_nothing_back_to_the_host(settings):
     sampler = make_sampler(60, valid_vocab=55, bad_token_ids=[7], **settings)
     with Operations() as operations:
         sampler.draw(torch.randn(4, 60), torch.arange(4), torch.arange(4))
         nucleus_cutoff(torch.full((2, 8), 0.125), 0.9)
     assert "softmax" in str(operations.names)
-    assert operations.names & {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique"} == set()
+    assert (
+        operations.names & {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "unique"} == set()
+    )
 
 
 def sorted_cutoff(probs, top_p):
@@ -228,7 +250,8 @@ def test_the_bisected_nucleus_is_the_sorted_one(top_p):
         cutoff, expected = nucleus_cutoff(probs, top_p), sorted_cutoff(probs, top_p)
         masses = [torch.where(probs >= edge, probs.double(), 0.0).sum(-1) for edge in (cutoff, expected)]
         exact = (cutoff == expected)[:, 0]
-        assert torch.all(exact | ((masses[0] - top_p).abs() < 1e-6) | ((masses[1] - top_p).abs() < 1e-6))  # sums that rounding decides
+        # sums that rounding decides
+        assert torch.all(exact | ((masses[0] - top_p).abs() < 1e-6) | ((masses[1] - top_p).abs() < 1e-6))
         assert exact.float().mean() > 0.5
         assert all(float(edge) in row.tolist() for edge, row in zip(cutoff, probs, strict=True))
 
@@ -244,7 +267,10 @@ def test_the_bisected_nucleus_written_out():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.01}],
+)
 def test_a_cuda_graph_of_draw_gives_the_tokens_of_the_cpu(settings):
     logits = torch.randn(32, 151936, generator=torch.Generator().manual_seed(8)) * 3
     keys, positions = [sample_key(0, 0, 0, 0, index) for index in range(32)], list(range(32))
@@ -284,7 +310,9 @@ def test_padded_vocabulary_is_never_sampled_and_has_no_mass():
     assert greedy.tokens[0] < 6
 
 
-@pytest.mark.parametrize(("vocab_size", "split"), [(151936, (128, 1187)), (64, (8, 8)), (101, (10, 11)), (1, (1, 1)), (2, (1, 2))])
+@pytest.mark.parametrize(
+    ("vocab_size", "split"), [(151936, (128, 1187)), (64, (8, 8)), (101, (10, 11)), (1, (1, 1)), (2, (1, 2))]
+)
 def test_the_vocabulary_is_cut_into_blocks_near_its_square_root(vocab_size, split):
     assert split_vocabulary(vocab_size) == split
 

@@ -51,7 +51,9 @@ def full_logprobs(model, prompt, response, temperature=1.0):
 def test_greedy_tokens_equal_generate(make_model, tokenizer, family):
     model = make_model(family)
     wanted = [
-        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)[0, len(prompt) :].tolist()
+        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)[
+            0, len(prompt) :
+        ].tolist()
         for prompt in PROMPTS
     ]
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
@@ -64,7 +66,9 @@ def test_other_architectures_run_through_their_own_modules_and_the_model_stays_u
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
     groups = engine.generate(PROMPTS[:2], seed=0, temperature=0)
     for prompt, group in zip(PROMPTS, groups, strict=False):
-        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        out = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
+        )
         assert tokens_of([group]) == [[out[0, len(prompt) :].tolist()] * 6]
 
 
@@ -107,8 +111,14 @@ def test_scheduling_cannot_change_the_sample(model, tokenizer, expected, setting
     groups = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
     assert tokens_of(groups) == tokens_of(expected)
     for found, wanted in zip(sum(groups, []), sum(expected, []), strict=True):
-        assert (found.prompt_index, found.sample_index, found.finish_reason) == (wanted.prompt_index, wanted.sample_index, wanted.finish_reason)
-        torch.testing.assert_close(torch.from_numpy(found.logprobs), torch.from_numpy(wanted.logprobs), atol=1e-5, rtol=0)
+        assert (found.prompt_index, found.sample_index, found.finish_reason) == (
+            wanted.prompt_index,
+            wanted.sample_index,
+            wanted.finish_reason,
+        )
+        torch.testing.assert_close(
+            torch.from_numpy(found.logprobs), torch.from_numpy(wanted.logprobs), atol=1e-5, rtol=0
+        )
 
 
 def test_samples_split_over_two_engines_are_the_same(model, tokenizer, expected):
@@ -125,16 +135,26 @@ def test_samples_split_over_two_engines_are_the_same(model, tokenizer, expected)
     [
         ("arrival", 3, {}),
         ("arrival", 5, {}),
-        ("arrival", 11, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}),  # 33 queries: other code computes the last
+        # 33 queries: other code computes the last
+        ("arrival", 11, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}),
         ("token_budget", 5, {}),
     ],
 )
 @pytest.mark.parametrize("compiled", [True, False])
-def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(make_model, tokenizer, monkeypatch, schedule, slots, heads, compiled):
+def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(
+    make_model, tokenizer, monkeypatch, schedule, slots, heads, compiled
+):
     if not compiled:
         monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
     model = make_model(**heads)
-    settings = {"deterministic": True, "schedule": schedule, "slots": slots, "group_size": 12, "prompts_at_once": 2, "max_new_tokens": 16}
+    settings = {
+        "deterministic": True,
+        "schedule": schedule,
+        "slots": slots,
+        "group_size": 12,
+        "prompts_at_once": 2,
+        "max_new_tokens": 16,
+    }
     together = make_engine(model, tokenizer, **settings).generate(PROMPTS[:2], seed=4)
     alone = make_engine(model, tokenizer, **settings)
     for index, prompt in enumerate(PROMPTS[:2]):
@@ -180,7 +200,14 @@ def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(mo
     lengths = [len(completion.token_ids) for completion in expected[0]]
     waiting = sum(length > 5 for length in lengths)
     assert waiting > 1
-    settings = {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 5, "slots": 1, "page_size": 1, "kv_budget_tokens": budget}
+    settings = {
+        "schedule": "lpt",
+        "predictor": "bert",
+        "prefix_tokens": 5,
+        "slots": 1,
+        "page_size": 1,
+        "kv_budget_tokens": budget,
+    }
     engine = make_engine(model, tokenizer, **settings)
     assert tokens_of(engine.generate(PROMPTS[:1], seed=4, step=2)) == tokens_of(expected)[:1]
     rebuilt = engine.stats.recomputed_tokens // 4  # the fifth token goes through the next decode step anyway
@@ -195,12 +222,16 @@ def test_a_missing_predictor_is_said_once_and_how_to_give_one(model, tokenizer):
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("settings", [{}, {"prompts_at_once": 2, "slots": 5}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"prompts_at_once": 2, "slots": 5}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}],
+)
 def test_the_default_pool_holds_slots_full_responses_and_the_resident_prompts(model, tokenizer, settings):
     engine = make_engine(model, tokenizer, group_size=16, page_size=4, **settings)
     engine.generate(PROMPTS, seed=0)
     stats, config = engine.stats, engine.config
-    assert stats.kv_pool_bytes == (config.slots * 24 + config.prompts_at_once * 8) * TOKEN_BYTES  # a prompt of 7 tokens has two pages of 4
+    # a prompt of 7 tokens has two pages of 4
+    assert stats.kv_pool_bytes == (config.slots * 24 + config.prompts_at_once * 8) * TOKEN_BYTES
     assert 0 < stats.peak_kv_bytes <= stats.kv_pool_bytes
     assert stats.peak_kv_bytes % (4 * TOKEN_BYTES) == 0
 
@@ -251,7 +282,9 @@ def test_dynamic_slot_keeps_the_first_to_finish_and_warns_that_it_favours_short_
         engine = SamplingEngine(model, tokenizer, config, stop_token_ids=STOP)
     group = engine.generate(PROMPTS[:1], seed=4, step=2)[0]
     assert len(group) == 6
-    assert sum(len(completion.token_ids) for completion in group) <= sum(len(completion.token_ids) for completion in expected[0])
+    assert sum(len(completion.token_ids) for completion in group) <= sum(
+        len(completion.token_ids) for completion in expected[0]
+    )
     for completion in group:
         if completion.sample_index < 6:
             assert completion.token_ids.tolist() == expected[0][completion.sample_index].token_ids.tolist()
@@ -262,7 +295,9 @@ def test_dynamic_slot_keeps_the_first_to_finish_and_warns_that_it_favours_short_
 def test_stop_ids_come_from_generation_config_tokenizer_and_settings(make_model, make_tokenizer):
     model = make_model()
     model.generation_config.eos_token_id = [40, 41]
-    engine = SamplingEngine(model, make_tokenizer(eos_token="w17"), RolloutConfig(stop_token_ids=[3], max_new_tokens=24))
+    engine = SamplingEngine(
+        model, make_tokenizer(eos_token="w17"), RolloutConfig(stop_token_ids=[3], max_new_tokens=24)
+    )
     assert engine.stop_token_ids == {40, 41, 17, 3}
     for completion in engine.generate(PROMPTS[:1], seed=0)[0]:
         ids = completion.token_ids.tolist()
@@ -285,7 +320,9 @@ def test_samples_that_end_within_their_prefix_are_finished(model, tokenizer):
     assert engine.stats.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("settings", [{"slots": 4}, {"schedule": "naive"}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}])
+@pytest.mark.parametrize(
+    "settings", [{"slots": 4}, {"schedule": "naive"}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}]
+)
 def test_a_group_of_one(model, tokenizer, expected, settings):
     groups = make_engine(model, tokenizer, group_size=1, **settings).generate(PROMPTS, seed=4, step=2)
     assert tokens_of(groups) == [group[:1] for group in tokens_of(expected)]
@@ -366,11 +403,19 @@ def test_both_attention_paths_give_output_and_log_sum_exp(dtype):
     mask = torch.zeros(2, 1, 1, 9, dtype=dtype)
     mask[0, ..., 5:] = -torch.inf
     scores = query.float() @ keys.float().transpose(2, 3) * 0.25 + mask.float()
-    paths = [attention_with_lse] + [plain_attention_with_lse] * (dtype == torch.float32)  # bmm's out_dtype is CUDA's alone
+    # bmm's out_dtype is CUDA's alone
+    paths = [attention_with_lse] + [plain_attention_with_lse] * (dtype == torch.float32)
     for path in paths:
         out, lse = path(query, keys, values, 0.25, mask=mask)
-        torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
-        torch.testing.assert_close(out.float(), torch.softmax(scores, -1) @ values.float(), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+        torch.testing.assert_close(
+            lse, torch.logsumexp(scores, -1), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
+        )
+        torch.testing.assert_close(
+            out.float(),
+            torch.softmax(scores, -1) @ values.float(),
+            atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+            rtol=0,
+        )
 
 
 def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(model, tokenizer, expected):

@@ -31,9 +31,15 @@ def sentencepiece():
         "an",
         "\u2581an",
     ]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: index for index, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["<unk>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
@@ -121,7 +127,11 @@ def test_a_leading_space_counts_and_is_not_there_at_the_start(sentencepiece):
     is_word, mark, here = (sentencepiece.convert_tokens_to_ids(piece) for piece in ("\u2581is", "\u2581", "he"))
     stop = StopStrings(sentencepiece, [" is"])
     assert sentencepiece.decode([is_word, is_word]) == "is is"
-    assert [stop.ends([is_word]), stop.ends([is_word, is_word]), stop.ends([here] * 30 + [is_word])] == [False, True, True]
+    assert [stop.ends([is_word]), stop.ends([is_word, is_word]), stop.ends([here] * 30 + [is_word])] == [
+        False,
+        True,
+        True,
+    ]
     space = StopStrings(sentencepiece, [" "])
     assert [space.ends([here]), space.ends([here, mark])] == [False, True]
 
@@ -142,7 +152,9 @@ def test_only_a_bounded_tail_is_decoded_and_only_for_tokens_that_can_end_a_strin
     ids = bytes_only("a > b " * 200, add_special_tokens=False)["input_ids"]
     assert found_end(stop, ids) is None  # every token's text is known now
     decoded, decode = [], bytes_only.decode
-    monkeypatch.setattr(bytes_only, "decode", lambda tokens, **options: decoded.append(len(tokens)) or decode(tokens, **options))
+    monkeypatch.setattr(
+        bytes_only, "decode", lambda tokens, **options: decoded.append(len(tokens)) or decode(tokens, **options)
+    )
     assert found_end(stop, ids) is None
     assert decoded == [3] + [9] * 1 + [15] + [17] * 197  # ">" only; 9 bytes and 8 tokens of slack
 
@@ -157,5 +169,8 @@ def test_the_text_is_cut_before_the_first_string(bytes_only):
 
 
 def test_special_tokens_are_refused_since_texts_leave_them_out(bytes_only):
-    with pytest.raises(ValueError, match=r"rollout.stop_strings must not hold special tokens.*'x<\|im_end\|>'.*rollout.stop_token_ids=\[257\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout.stop_strings must not hold special tokens.*'x<\|im_end\|>'.*rollout.stop_token_ids=\[257\]",
+    ):
         StopStrings(bytes_only, ["x<|im_end|>"])

@@ -1,4 +1,5 @@
-"""The decoder layers in Triton against the same model in float64: on CPU in Triton's interpreter, compiled for Hopper, and on CUDA."""
+"""The decoder layers in Triton against the same model in float64: on CPU in Triton's interpreter, compiled for Hopper,
+and on CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from infsample_rl.rollout.engine.model_runner import ModelRunner  # noqa: E402
 from infsample_rl.rollout.engine.row_batch import RowBatch  # noqa: E402
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup  # noqa: E402
 
-SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
 NUM_ROWS = 5  # of which the fourth is idle
 OWN_TOKENS = (3, 1, 9, None, 8)
@@ -21,7 +28,11 @@ OWN_TOKENS = (3, 1, 9, None, 8)
 def make_batch(runner, own_tokens):
     """A prompt of three tokens, and rows with so many of their own whose KV is written but for the newest."""
     group = PromptGroup(
-        0, [5, 6, 7], list(range(len(own_tokens))), GroupSettings("arrival", len(own_tokens), len(own_tokens)), lambda index: 100 + index
+        0,
+        [5, 6, 7],
+        list(range(len(own_tokens))),
+        GroupSettings("arrival", len(own_tokens), len(own_tokens)),
+        lambda index: 100 + index,
     )
     group.pages = [0]
     runner.prefill(group.prompt_ids, [0])
@@ -62,12 +73,15 @@ def run_step(model, own_tokens, kv_dtype, in_triton):
 
 
 def both_steps(config, state, dtype, kv_dtype="auto", own_tokens=OWN_TOKENS, device="cpu", repeats=1):
-    """The step of a model of these weights in float64, by transformers' modules, in `dtype` by the same, and in `dtype` in Triton."""
+    """The step of a model of these weights in float64, by transformers' modules, in `dtype` by the same, and in `dtype`
+    in Triton."""
     from transformers import AutoModelForCausalLM
 
     out = []
     for in_triton, used in ((False, torch.float64), (False, dtype), *[(True, dtype)] * repeats):
-        model = AutoModelForCausalLM.from_config(config, dtype=used).eval().to("cpu" if used == torch.float64 else device)
+        model = (
+            AutoModelForCausalLM.from_config(config, dtype=used).eval().to("cpu" if used == torch.float64 else device)
+        )
         model.load_state_dict(state)
         out.append(run_step(model, own_tokens, kv_dtype, in_triton))
     return out
@@ -84,7 +98,8 @@ def build(make_variant, variant, dtype, **changes):
 
 
 def assert_as_exact_as_torch(steps):
-    """Hidden states and KV written are no farther from float64's than transformers' modules in the same dtype are, nearly."""
+    """Hidden states and KV written are no farther from float64's than transformers' modules in the same dtype are,
+    nearly."""
     for exact, of_torch, found in zip(*steps, strict=True):
         exact, of_torch, found = map(torch.from_numpy, (exact, of_torch, found))
         scale = exact.norm()
@@ -111,7 +126,9 @@ def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, 
 
 
 def test_kernels_leave_counters_at_zero_for_the_next_step(interpreted, make_variant):
-    *_, first, second = interpreted(both_steps, *build(make_variant, "qwen3", torch.float16), torch.float16, "auto", (1, 2), "cpu", 2)
+    *_, first, second = interpreted(
+        both_steps, *build(make_variant, "qwen3", torch.float16), torch.float16, "auto", (1, 2), "cpu", 2
+    )
     assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
 
 
@@ -144,11 +161,14 @@ def test_splits_are_the_fewest_that_fill_the_device():
 
 
 def signature_of(kernel, fixed, dtype):
-    """Triton's signature of a kernel whose pointers are of `dtype` but for the ones named here, and which of them are aligned."""
+    """Triton's signature of a kernel whose pointers are of `dtype` but for the ones named here, and which of them are
+    aligned."""
     kinds = dict.fromkeys(("squares", "partials"), "*fp32") | dict.fromkeys(("counters", "tables"), "*i32")
     kinds |= {"positions": "*i64", "num_rows": "i32", "table_stride": "i32", "epsilon": "fp32"}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, dtype) for name in kernel.arg_names}
-    return signature, {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")}
+    return signature, {
+        (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")
+    }
 
 
 @pytest.mark.parametrize(("name", "num_rows"), [("heads", 4), ("out", 32), ("gated", 64)])
@@ -169,20 +189,32 @@ def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name,
     sizes = plan.sizes(num_rows, early=True, product=tl.bfloat16)
     options = {option: sizes.pop(option) for option in ("num_warps", "num_stages", "launch_pdl", "maxnreg")}
     fixed |= sizes | {"bias": None}
-    source = triton.compiler.ASTSource(kernel, *(lambda kinds, aligned: (kinds, fixed, aligned))(*signature_of(kernel, fixed, "*bf16")))
+    source = triton.compiler.ASTSource(
+        kernel, *(lambda kinds, aligned: (kinds, fixed, aligned))(*signature_of(kernel, fixed, "*bf16"))
+    )
     compiled = triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32), options=options)
     assert (2 if num_rows < 64 else 1) * compiled.metadata.shared <= 227 * 1024
     for instruction in ("griddepcontrol.wait", "griddepcontrol.launch_dependents", "st.global"):
         assert instruction in compiled.asm["ptx"]
 
 
-GPU_SIZES = {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
-GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [("qwen3", torch.bfloat16, rows) for rows in (1, 16, 64)]
+GPU_SIZES = {
+    "hidden_size": 1024,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [
+    ("qwen3", torch.bfloat16, rows) for rows in (1, 16, 64)
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("variant", "dtype", "num_rows"), [*GPU_CASES, ("qwen3", torch.float16, 32)])
-def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_bit(make_variant, variant, dtype, num_rows):
+def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_bit(
+    make_variant, variant, dtype, num_rows
+):
     config, state = build(make_variant, variant, dtype, **GPU_SIZES)
     own_tokens = [None if row % 7 == 3 else 1 + 9 * (row == 1) for row in range(num_rows)]
     *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)

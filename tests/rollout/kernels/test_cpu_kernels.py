@@ -1,4 +1,5 @@
-"""The compiled decode kernels against float64, and their results bit by bit in other company and on other thread counts."""
+"""The compiled decode kernels against float64, and their results bit by bit in other company and on other thread
+counts."""
 
 from __future__ import annotations
 
@@ -42,11 +43,18 @@ class Workload:
         self.row_lengths = torch.randint(1, own_tokens + 1, (rows,), dtype=torch.int32)
         self.prompt_lengths = torch.randint(1, prompt_tokens + 1, (prompts,), dtype=torch.int32)
         self.row_lengths[-1], self.prompt_lengths[-1] = own_tokens, prompt_tokens
-        for table, length in [*zip(self.row_tables, self.row_lengths, strict=True), *zip(self.prompt_tables, self.prompt_lengths, strict=True)]:
+        for table, length in [
+            *zip(self.row_tables, self.row_lengths, strict=True),
+            *zip(self.prompt_tables, self.prompt_lengths, strict=True),
+        ]:
             table[-(-int(length) // page_size) :] = 2_000_000_000  # what lies past a length is not followed
         self.prompt_of_row = torch.randint(0, prompts, (rows,), dtype=torch.int32)
-        self.keys, self.values = (torch.full((num_pages, page_size, kv_heads, size), torch.nan) for _ in range(2))  # what is not written is not read
-        for table, length in [*zip(self.row_tables, self.row_lengths, strict=True), *zip(self.prompt_tables, self.prompt_lengths, strict=True)]:
+        # what is not written is not read
+        self.keys, self.values = (torch.full((num_pages, page_size, kv_heads, size), torch.nan) for _ in range(2))
+        for table, length in [
+            *zip(self.row_tables, self.row_lengths, strict=True),
+            *zip(self.prompt_tables, self.prompt_lengths, strict=True),
+        ]:
             for token in range(length):
                 for pool in (self.keys, self.values):
                     pool[table[token // page_size], token % page_size] = torch.randn(kv_heads, size)
@@ -75,8 +83,13 @@ class Workload:
         """In float64, row by row over the gathered tokens."""
         kv_heads, out = self.keys.shape[2], []
         for row, prompt in enumerate(self.prompt_of_row):
-            parts = ((self.prompt_tables[prompt], self.prompt_lengths[prompt]), (self.row_tables[row], self.row_lengths[row]))
-            keys, values = (torch.cat([self.gather(pool, *part) for part in parts]).double() for pool in (self.keys, self.values))
+            parts = (
+                (self.prompt_tables[prompt], self.prompt_lengths[prompt]),
+                (self.row_tables[row], self.row_lengths[row]),
+            )
+            keys, values = (
+                torch.cat([self.gather(pool, *part) for part in parts]).double() for pool in (self.keys, self.values)
+            )
             query = self.query[row].double().unflatten(0, (kv_heads, -1))
             weights = (torch.einsum("hnd,thd->hnt", query, keys) * self.scaling).softmax(-1)
             out.append(torch.einsum("hnt,thd->hnd", weights, values).flatten(0, 1))
@@ -93,9 +106,9 @@ def test_linear_is_the_product_of_float64(rows, size, outs):
 
 
 def test_linear_counts_integers_exactly():
-    assert KERNELS.linear(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, -1.0]]), torch.tensor([0.0, 10.0])).tolist() == [
-        [6.0, 11.0]
-    ]
+    assert KERNELS.linear(
+        torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 1.0, 1.0], [0.0, 2.0, -1.0]]), torch.tensor([0.0, 10.0])
+    ).tolist() == [[6.0, 11.0]]
 
 
 @pytest.mark.parametrize(("size", "outs"), [(576, 100), (83, 77)])
@@ -143,7 +156,11 @@ def test_attention_by_hand():
     keys[1, 0, 0, 0] = 1.0  # page 1: the prompt's one token; page 0: the row's two
     values[1, 0], values[0, 0], values[0, 1] = 3.0, 1.0, 2.0
     table, count = torch.tensor([[0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-    prompt, one, none = torch.tensor([[1]], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+    prompt, one, none = (
+        torch.tensor([[1]], dtype=torch.int32),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+    )
     query = torch.full((1, 1, 8), 2.0 * torch.log(torch.tensor(2.0)))
     out = KERNELS.paged_attention(query, keys, values, table, count, prompt, one, none, 0.5)
     assert out.flatten().tolist() == pytest.approx([(2 * 3.0 + 1.0 + 2.0) / 4] * 8, rel=1e-6)  # weights 2 : 1 : 1
@@ -171,11 +188,15 @@ def test_attention_gives_the_same_bits_on_other_pages_of_another_size(page_size)
     width = -(-36 // page_size)
     tables = torch.randperm(5 * width, dtype=torch.int32).view(5, width)
     keys, values = (torch.full((5 * width, page_size, 2, 16), torch.nan) for _ in range(2))
-    for new, old, length in zip(tables, [*work.row_tables, *work.prompt_tables], [*work.row_lengths, *work.prompt_lengths], strict=True):
+    for new, old, length in zip(
+        tables, [*work.row_tables, *work.prompt_tables], [*work.row_lengths, *work.prompt_lengths], strict=True
+    ):
         for token in range(length):
             for fresh, pool in ((keys, work.keys), (values, work.values)):
                 fresh[new[token // page_size], token % page_size] = pool[old[token // 4], token % 4]
-    moved = work.attend(keys=keys, values=values, row_tables=tables[:4].contiguous(), prompt_tables=tables[4:].contiguous())
+    moved = work.attend(
+        keys=keys, values=values, row_tables=tables[:4].contiguous(), prompt_tables=tables[4:].contiguous()
+    )
     assert torch.equal(moved, work.attend())
 
 
@@ -185,7 +206,8 @@ def test_attention_takes_a_slice_of_a_larger_pool_and_of_a_fused_projection():
     fused = torch.cat((work.query.flatten(1), torch.randn(4, 10)), dim=1)
     sliced = work.attend(query=fused[:, :96].unflatten(1, (6, 16)), keys=pool[:, 0], values=pool[:, 1])
     assert torch.equal(sliced, work.attend())
-    keys, values = (pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (work.keys, work.values))  # [pages, H, page_size, D] in memory
+    # [pages, H, page_size, D] in memory
+    keys, values = (pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (work.keys, work.values))
     assert torch.equal(work.attend(keys=keys, values=values), work.attend())
 
 

@@ -43,7 +43,9 @@ def fresh_load():
     ],
     ids=["missing", "none", "failing"],
 )
-def test_without_a_working_compiler_load_warns_once_and_gives_none(tmp_path, monkeypatch, fresh_load, environment, reason):
+def test_without_a_working_compiler_load_warns_once_and_gives_none(
+    tmp_path, monkeypatch, fresh_load, environment, reason
+):
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.warns(UserWarning, match=reason) as caught:

@@ -41,7 +41,9 @@ def test_silu_mul_is_float64s_and_the_same_bits_in_any_batch(size):
 
 def test_silu_mul_of_huge_gates_is_finite():
     gate = torch.tensor([[-1e30, -200.0, -50.0, 0.0, 200.0, 1e30]])
-    assert KERNELS.silu_mul(gate, torch.ones(1, 6)).tolist()[0] == pytest.approx([0.0, 0.0, -50 * 1.9287e-22, 0.0, 200.0, 1e30], rel=1e-4, abs=1e-6)
+    assert KERNELS.silu_mul(gate, torch.ones(1, 6)).tolist()[0] == pytest.approx(
+        [0.0, 0.0, -50 * 1.9287e-22, 0.0, 200.0, 1e30], rel=1e-4, abs=1e-6
+    )
 
 
 def test_what_is_not_contiguous_is_refused():

@@ -29,13 +29,17 @@ def test_lengths_are_positive_and_depend_on_the_first_tokens(folder):
 def test_predictions_of_a_batch_equal_those_one_by_one(folder):
     predictor = BertLengthPredictor(folder)
     prefixes = [f" w{index}" * (1 + index % 5) for index in range(40)]  # more than one batch, padded differently
-    assert predictor.predict("w1 w2", prefixes) == pytest.approx([predictor.predict("w1 w2", [prefix])[0] for prefix in prefixes], rel=1e-4)
+    assert predictor.predict("w1 w2", prefixes) == pytest.approx(
+        [predictor.predict("w1 w2", [prefix])[0] for prefix in prefixes], rel=1e-4
+    )
 
 
 def test_a_long_prompt_is_cut_from_the_left(folder):
     predictor = BertLengthPredictor(folder)
     tail = " w1 w2 w3 w4 w5 w6 w7 w8 w9 w10"
-    assert predictor.predict("w50 w51 w52" + tail, [" w11 w12"]) == predictor.predict("w20 w21 w22" + tail, [" w11 w12"])
+    assert predictor.predict("w50 w51 w52" + tail, [" w11 w12"]) == predictor.predict(
+        "w20 w21 w22" + tail, [" w11 w12"]
+    )
     assert predictor.predict("w50" + tail, [" w11 w12"]) != predictor.predict("w50" + tail, [" w11 w13"])
 
 
@@ -48,8 +52,12 @@ def test_a_trained_predictor_does_not_change_the_samples(folder, make_model, tok
     model = make_model()
     settings = {"group_size": 6, "slots": 2, "max_new_tokens": 20}
     stop = {3, 17, 40}
-    plain = SamplingEngine(model, tokenizer, RolloutConfig(**settings), stop_token_ids=stop).generate([[5, 9], [7]], seed=1)
+    plain = SamplingEngine(model, tokenizer, RolloutConfig(**settings), stop_token_ids=stop).generate(
+        [[5, 9], [7]], seed=1
+    )
     config = RolloutConfig(**settings, schedule="infinite", predictor="bert", predictor_path=folder, prefix_tokens=4)
     predicted = SamplingEngine(model, tokenizer, config, stop_token_ids=stop).generate([[5, 9], [7]], seed=1)
-    ids = [[[completion.token_ids.tolist() for completion in group] for group in groups] for groups in (plain, predicted)]
+    ids = [
+        [[completion.token_ids.tolist() for completion in group] for group in groups] for groups in (plain, predicted)
+    ]
     assert ids[0] == ids[1]

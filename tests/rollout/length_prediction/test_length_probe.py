@@ -1,4 +1,5 @@
-"""The length probe by itself: its sums add, it finds what was planted, also from cut responses, and nothing makes it answer nonsense."""
+"""The length probe by itself: its sums add, it finds what was planted, also from cut responses, and nothing makes it
+answer nonsense."""
 
 import math
 
@@ -13,7 +14,8 @@ CAP = 4096
 
 
 def planted(count, seed, hidden_size=24, noise=0.3):
-    """Hidden states [n, 24] after 16 tokens and tokens left [n], whose log is linear in three of the dimensions: 5 + 0.8 a - 0.5 b + 0.3 c."""
+    """Hidden states [n, 24] after 16 tokens and tokens left [n], whose log is linear in three of the dimensions: 5 +
+    0.8 a - 0.5 b + 0.3 c."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, hidden_size, generator=generator)
     logs = 5 + hidden[:, :3] @ torch.tensor([0.8, -0.5, 0.3]) + noise * torch.randn(count, generator=generator)
@@ -82,8 +84,9 @@ def test_a_log_length_that_is_not_linear_in_the_state_is_found_too():
 
 
 def test_with_half_the_responses_cut_the_bias_goes_below_a_tenth():
-    """A fit to what was seen of responses cut at the median falls short by 0.35 on all and by 0.75 on the long half; imputed step after
-    step, by less than 0.1 and 0.2. (Of a response known to be long, the noise alone puts the log length 0.1 above its prediction.)"""
+    """A fit to what was seen of responses cut at the median falls short by 0.35 on all and by 0.75 on the long half;
+    imputed step after step, by less than 0.1 and 0.2. (Of a response known to be long, the noise alone puts the log
+    length 0.1 above its prediction.)"""
     limit, probe, naive = math.exp(5), LengthProbe(24, max_new_tokens=CAP), LengthProbe(24, max_new_tokens=CAP)
     for step in range(100):
         hidden, left = planted(200, step)
@@ -119,7 +122,11 @@ def test_wide_states_are_projected_alike_in_every_process():
     assert torch.equal(features_of(one, hidden), features_of(other, hidden))
     assert not torch.equal(features_of(one, hidden), features_of(LengthProbe(700, max_new_tokens=CAP, seed=1), hidden))
     narrow = LengthProbe(3, max_new_tokens=CAP).features(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([8]))
-    assert narrow[0, :3].tolist() == [1, 2, 3] and narrow[0, 3:6].min() >= 0 and narrow[0, 6:].tolist() == [pytest.approx(math.log(8)), 1]
+    assert (
+        narrow[0, :3].tolist() == [1, 2, 3]
+        and narrow[0, 3:6].min() >= 0
+        and narrow[0, 6:].tolist() == [pytest.approx(math.log(8)), 1]
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, 0.0])

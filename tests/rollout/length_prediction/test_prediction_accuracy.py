@@ -28,7 +28,8 @@ def test_errors_leave_cut_samples_out_and_the_order_does_not():
     found = prompt_accuracy([20.0, 5.0, 30.0], [10, 10, 40], [False, False, True])
     assert (found.num_samples, found.num_uncensored) == (3, 2)
     assert found.log_error == pytest.approx(2 * math.log(2)) and found.token_error == pytest.approx(15)
-    assert found.tau == pytest.approx(2 / math.sqrt(3 * 2))  # the two equal lengths have no order, the cut one is longest
+    # the two equal lengths have no order, the cut one is longest
+    assert found.tau == pytest.approx(2 / math.sqrt(3 * 2))
 
 
 def test_several_prompts_weigh_samples_in_errors_and_prompts_in_tau():
@@ -59,7 +60,11 @@ def test_bootstrap_is_seeded_and_covers_the_mean_of_a_known_distribution():
         interval = bootstrap(values, np.ones(40), resamples=400)
         inside += interval.low <= 3.0 <= interval.high
     assert 178 <= inside <= 199  # 95 % of 200, less what 40 prompts cost the percentile method
-    assert bootstrap(values, np.ones(40), seed=1) == bootstrap(values, np.ones(40), seed=1) != bootstrap(values, np.ones(40), seed=2)
+    assert (
+        bootstrap(values, np.ones(40), seed=1)
+        == bootstrap(values, np.ones(40), seed=1)
+        != bootstrap(values, np.ones(40), seed=2)
+    )
 
 
 def test_bootstrap_of_a_ratio_draws_both_totals_together():

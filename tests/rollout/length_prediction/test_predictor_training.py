@@ -22,12 +22,22 @@ def folders(make_tokenizer, tmp_path_factory):
     """(encoder, policy): a tiny random BERT of 24 positions and the tokenizer of a policy, words w0 to w63."""
     encoder, policy = tmp_path_factory.mktemp("encoder"), tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
-    sizes = {"vocab_size": 66, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=24, num_labels=1)).save_pretrained(encoder)
+    sizes = {
+        "vocab_size": 66,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    BertForSequenceClassification(BertConfig(**sizes, max_position_embeddings=24, num_labels=1)).save_pretrained(
+        encoder
+    )
     tokenizer = make_tokenizer(64, pad_token="w63")
     tokenizer.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
     ends = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=ends
+    )
     tokenizer.save_pretrained(encoder)
     make_tokenizer(64).save_pretrained(policy)
     return str(encoder), str(policy)
@@ -41,7 +51,14 @@ def record(index, policy):
         lengths.append({10: 8, 20: 40, 30: CAP}[kind] + (noise.randrange(-2, 3) if kind < 30 else 0))
         first.append([kind] + [noise.randrange(40, 60) for _ in range(3)])
     cut = [length == CAP for length in lengths]
-    fields = {"dataset": "made", "model": policy, "prompt_id": str(index), "prompt": f"w{index} w1 ", "lengths": lengths, "max_new_tokens": CAP}
+    fields = {
+        "dataset": "made",
+        "model": policy,
+        "prompt_id": str(index),
+        "prompt": f"w{index} w1 ",
+        "lengths": lengths,
+        "max_new_tokens": CAP,
+    }
     return fields | {"truncated": cut, "first_tokens": first}
 
 
@@ -68,7 +85,10 @@ def test_training_finds_that_the_first_token_says_the_length(trained):
 
 
 def test_every_k_and_every_prompt_is_evaluated(folders, recordings):
-    groups, (model, tokenizer) = read_groups(recordings, None, [1, 2, 3, 4]), training.load_encoder(folders[0], "encoder")
+    groups, (model, tokenizer) = (
+        read_groups(recordings, None, [1, 2, 3, 4]),
+        training.load_encoder(folders[0], "encoder"),
+    )
     for prompts, ks, turns in ((2, [1, 2, 3, 4], 4), (5, [1, 2], 5)):
         _, accuracy = training.evaluate(model, tokenizer, groups[:prompts], ks, 24)
         assert (accuracy.num_prompts, accuracy.num_samples) == (turns, 8 * turns)
@@ -101,7 +121,12 @@ def test_a_prompt_longer_than_the_window_loses_its_start_and_keeps_first_tokens_
     long = "w5 " * 50
     ids = training.encode(predictor.tokenizer, [long + "w10 w11"], predictor.max_tokens, "cpu")["input_ids"][0].tolist()
     words = predictor.tokenizer.convert_ids_to_tokens(ids)
-    assert len(words) == 24 and words[0] == "[CLS]" and words[1:22] == ["w5"] * 20 + ["w10"] and words[22:] == ["w11", "[SEP]"]
+    assert (
+        len(words) == 24
+        and words[0] == "[CLS]"
+        and words[1:22] == ["w5"] * 20 + ["w10"]
+        and words[22:] == ["w11", "[SEP]"]
+    )
     assert predictor.predict(long, ["w10", "w20"]) == predictor.predict("w7 " + long, ["w10", "w20"])
 
 
@@ -134,8 +159,20 @@ def test_prompts_are_held_out_whole_and_the_same_in_every_file():
 def test_the_completions_of_a_run_are_read_as_prompts_with_samples(folders, tmp_path):
     path = tmp_path / "completions.jsonl"
     rows = []
-    for step, sample, response, length, reason in ((1, 0, "w5 w6 w7", 4, "stop"), (1, 1, "w8 w9", 60, "length"), (2, 0, "w1", 2, "stop")):
-        fields = {"step": step, "prompt_index": 3, "row": 7, "sample_index": sample, "prompt": "w2 w3 ", "response": response, "length": length}
+    for step, sample, response, length, reason in (
+        (1, 0, "w5 w6 w7", 4, "stop"),
+        (1, 1, "w8 w9", 60, "length"),
+        (2, 0, "w1", 2, "stop"),
+    ):
+        fields = {
+            "step": step,
+            "prompt_index": 3,
+            "row": 7,
+            "sample_index": sample,
+            "prompt": "w2 w3 ",
+            "response": response,
+            "length": length,
+        }
         rows.append(fields | {"finish_reason": reason, "reward": 1.0})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     groups = read_groups(str(path), folders[1], [2])
@@ -145,18 +182,27 @@ def test_the_completions_of_a_run_are_read_as_prompts_with_samples(folders, tmp_
     ]
     assert [group.prefixes for group in groups] == [{2: ["w5 w6", "w8 w9"]}, {2: [None]}]
     path.write_text(json.dumps({name: value for name, value in rows[0].items() if name != "finish_reason"}) + "\n")
-    with pytest.raises(ValueError, match="line 1 has no field finish_reason; a run's completions need prompt, response"):
+    with pytest.raises(
+        ValueError, match="line 1 has no field finish_reason; a run's completions need prompt, response"
+    ):
         read_groups(str(path), folders[1], [2])
 
 
 def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
     rows = [
-        [{"role": "user", "content": "w1 w2 "}, {"role": "assistant", "content": "w3 w4 w5"}, {"role": "user", "content": "w6"}],
+        [
+            {"role": "user", "content": "w1 w2 "},
+            {"role": "assistant", "content": "w3 w4 w5"},
+            {"role": "user", "content": "w6"},
+        ],
         [{"role": "assistant", "content": "w9"}],
     ]
     folder = tmp_path / "lmsys" / "lmsys-chat-1m"
     folder.mkdir(parents=True)
-    chats = [{"conversation_id": str(index), "model": "vicuna-13b", "conversation": turns, "language": "English"} for index, turns in enumerate(rows)]
+    chats = [
+        {"conversation_id": str(index), "model": "vicuna-13b", "conversation": turns, "language": "English"}
+        for index, turns in enumerate(rows)
+    ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     groups = read_groups(str(folder), folders[1], [2])
     assert len(groups) == 1 and groups[0].prompt == "w1 w2 " and groups[0].prefixes == {2: ["w3 w4"]}
@@ -182,9 +228,16 @@ def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
             ["prefix_tokens=[1,7]", "window=8", "recordings={long}"],
             "window: the input takes 8 tokens, but the first 7 tokens and 2 special ones need 9",
         ),
-        (["prefix_tokens=23", "recordings={long}"], "the input takes 24 tokens, but the first 23 tokens and 2 special ones need 25"),
+        (
+            ["prefix_tokens=23", "recordings={long}"],
+            "the input takes 24 tokens, but the first 23 tokens and 2 special ones need 25",
+        ),
         (["out={file}/there"], "/there cannot be written (Not a directory); give another folder"),
-        (["tokenizer={small}"], "the recording of 0 has token 59, and the tokenizer has 20: give the tokenizer of the model that was recorded"),
+        (
+            ["tokenizer={small}"],
+            "the recording of 0 has token 59, and the tokenizer has 20: give the tokenizer of the model that was "
+            "recorded",
+        ),
         (["epochs=0"], "epochs=0: must be >= 1"),
         (["out={policy}"], "is there already and is not an empty folder"),
         (["tokenizer=[a,b]"], "tokenizer must be one folder or one for each of the 1 recordings, got 2"),
@@ -194,7 +247,9 @@ def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
 def test_bad_input_is_one_line_and_status_2(changes, message, folders, recordings, make_tokenizer, tmp_path, refused):
     long, small = tmp_path / "long.jsonl", tmp_path / "small"
     rows = [record(index, folders[1]) for index in range(4)]
-    long.write_text("".join(json.dumps(row | {"first_tokens": [[9] * length for length in row["lengths"]]}) + "\n" for row in rows))
+    long.write_text(
+        "".join(json.dumps(row | {"first_tokens": [[9] * length for length in row["lengths"]]}) + "\n" for row in rows)
+    )
     make_tokenizer(20).save_pretrained(small)
     names = {"policy": folders[1], "file": recordings, "long": long, "small": small}
     given = {"recordings": f"[{recordings}]", "encoder": folders[0], "out": str(tmp_path / "out"), "prefix_tokens": "4"}
@@ -209,7 +264,16 @@ def test_a_recording_without_texts_names_what_is_missing(folders, tmp_path):
     with pytest.raises(ValueError, match="recording of p has no prompt"):
         read_groups(str(path), None, [1])
     path.write_text(
-        json.dumps({"dataset": "a", "model": "no-folder", "prompt_id": "p", "lengths": [3, 4], "prompt": "w1", "first_tokens": [[1], [2]]})
+        json.dumps(
+            {
+                "dataset": "a",
+                "model": "no-folder",
+                "prompt_id": "p",
+                "lengths": [3, 4],
+                "prompt": "w1",
+                "first_tokens": [[1], [2]],
+            }
+        )
     )
     with pytest.raises(ValueError, match="give tokenizer=FOLDER"):
         read_groups(str(path), None, [1])

@@ -33,8 +33,15 @@ def test_a_trace_has_lengths_alone(tmp_path):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_recording_has_everything_plain_or_packed(tmp_path, name):
     found = read_recordings(write(tmp_path / name, FULL, "", TRACE))
-    assert found == [Recording(**{key: value for key, value in FULL.items() if key != "temperature"}), Recording(**TRACE)]
-    assert found[0].censored == [True, False] and found[0].first_tokens == [[5, 9], [7]] and found[0].key == "gsm8k|gsm8k/train/0"
+    assert found == [
+        Recording(**{key: value for key, value in FULL.items() if key != "temperature"}),
+        Recording(**TRACE),
+    ]
+    assert (
+        found[0].censored == [True, False]
+        and found[0].first_tokens == [[5, 9], [7]]
+        and found[0].key == "gsm8k|gsm8k/train/0"
+    )
 
 
 def test_a_prompt_may_be_named_by_its_row(tmp_path):
@@ -52,7 +59,10 @@ def test_without_a_mark_samples_at_the_cap_are_cut():
         ({"lengths": [3, 0]}, "lengths must be whole numbers >= 1, got 0"),
         ({"lengths": [2**31 + 1, 2]}, "lengths must be at most 2147483648 tokens, got 2147483649"),
         ({"prompt_tokens": 10**400}, f"prompt_tokens must be at most 2147483648 tokens, got 1{'0' * 56}..."),
-        ({"predictions": {"probe": [3.0, 1e10]}}, "predictions.probe must be at most 2147483648 tokens, got 10000000000.0"),
+        (
+            {"predictions": {"probe": [3.0, 1e10]}},
+            "predictions.probe must be at most 2147483648 tokens, got 10000000000.0",
+        ),
         ({"lengths": []}, "lengths must be a list of at least one, got []"),
         ({"lengths": [3.0, 2]}, "lengths must be whole numbers >= 1, got 3.0"),
         ({"lengths": [True, 2]}, "lengths must be whole numbers >= 1, got True"),
@@ -83,7 +93,9 @@ def test_what_is_no_recording_is_refused(tmp_path):
         "must end in .jsonl": write(tmp_path / "g.txt", TRACE),
         "h.jsonl.gz cannot be read": tmp_path / "h.jsonl.gz",
         "i.jsonl.gz cannot be read": write(tmp_path / "i.jsonl.gz", TRACE),
-        "j.jsonl, line 2 is not valid JSON of a recording: it is nested too deeply": write(tmp_path / "j.jsonl", TRACE, "[" * 200_000),
+        "j.jsonl, line 2 is not valid JSON of a recording: it is nested too deeply": write(
+            tmp_path / "j.jsonl", TRACE, "[" * 200_000
+        ),
     }
     packed = bytearray((tmp_path / "i.jsonl.gz").read_bytes())
     packed[10:14] = b"\xff" * 4  # within the deflated data: zlib's own error

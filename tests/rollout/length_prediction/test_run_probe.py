@@ -1,4 +1,5 @@
-"""A run's length probe in a checkpoint: a damaged file is a sentence and a fresh probe, never an error and never half of the old one."""
+"""A run's length probe in a checkpoint: a damaged file is a sentence and a fresh probe, never an error and never half
+of the old one."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_saved_probe_is_loaded_whole(tmp_path):
     probe, other = probe_with_a_past(), RunProbe(4, max_new_tokens=32)
     probe.save(tmp_path)
     assert other.load(tmp_path) is None
-    assert other.published().is_used and other.published().fit.weights.tobytes() == probe.published().fit.weights.tobytes()
+    assert (
+        other.published().is_used and other.published().fit.weights.tobytes() == probe.published().fit.weights.tobytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,12 +75,21 @@ def test_a_damaged_file_is_a_sentence_and_a_fresh_probe(tmp_path, damage, reason
     damage(tmp_path / FILE)
     fresh = RunProbe(4, max_new_tokens=32)
     sentence = fresh.load(tmp_path)
-    assert sentence.startswith(str(tmp_path / FILE)) and reason in sentence and sentence.endswith("; the length probe starts anew")
-    assert fresh.statistics.counts.tolist() == [0, 0] and not fresh.published().is_used and fresh.published().fit is None
+    assert (
+        sentence.startswith(str(tmp_path / FILE))
+        and reason in sentence
+        and sentence.endswith("; the length probe starts anew")
+    )
+    assert (
+        fresh.statistics.counts.tolist() == [0, 0] and not fresh.published().is_used and fresh.published().fit is None
+    )
 
 
 def test_another_models_probe_is_a_sentence_and_a_fresh_probe(tmp_path):
     probe_with_a_past().save(tmp_path)
     fresh = RunProbe(8, max_new_tokens=32)
-    assert "has 10 features, this policy's has 18: it belongs to another model; the length probe starts anew" in fresh.load(tmp_path)
+    assert (
+        "has 10 features, this policy's has 18: it belongs to another model; the length probe starts anew"
+        in fresh.load(tmp_path)
+    )
     assert not fresh.published().is_used

@@ -21,7 +21,9 @@ def workloads(draw, by_budget):
     """Several prompts with samples of random lengths in a pool between the smallest that will do and a roomy one."""
     cap, page_size = draw(st.integers(1, 60)), draw(st.sampled_from([1, 3, 16]))
     group_size = draw(st.integers(1, 9))
-    groups = draw(st.lists(st.lists(st.integers(1, cap), min_size=group_size, max_size=group_size), min_size=1, max_size=4))
+    groups = draw(
+        st.lists(st.lists(st.integers(1, cap), min_size=group_size, max_size=group_size), min_size=1, max_size=4)
+    )
     prompts = draw(st.lists(st.integers(0, 20), min_size=len(groups), max_size=len(groups)))
     smallest = (-(-max(prompts) // page_size) + -(-cap // page_size)) * page_size
     chance = draw(st.sampled_from(["none", "lengths", "again"]))
@@ -55,7 +57,9 @@ def step_by_step(monkeypatch, groups, schedule, arguments):
 @pytest.mark.parametrize("schedule", ["token_budget", "other"])
 def test_strides_change_nothing(schedule, monkeypatch):
     @settings(max_examples=250 if schedule == "token_budget" else 150, deadline=None, derandomize=True)
-    @given(workloads(schedule == "token_budget"), st.sampled_from([name for name in SCHEDULES if name != "token_budget"]))
+    @given(
+        workloads(schedule == "token_budget"), st.sampled_from([name for name in SCHEDULES if name != "token_budget"])
+    )
     def check(workload, other):
         groups, arguments = workload
         name = other if schedule == "other" else schedule
@@ -69,7 +73,14 @@ def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
     for page_size, cost, num_groups in ((1, None, 1), (16, None, 2), (1, 1.0, 2), (16, 0.05, 1), (3, 4.0, 3)) * 3:
         groups = [[min(200, round(draw.lognormvariate(4.5, 0.8)) + 1) for _ in range(24)] for _ in range(num_groups)]
         for parks in (False, True):
-            arguments = {"slots": 3, "page_size": page_size, "max_new_tokens": 200, "rebuild_cost": cost, "parks": parks, "record_rows": True}
+            arguments = {
+                "slots": 3,
+                "page_size": page_size,
+                "max_new_tokens": 200,
+                "rebuild_cost": cost,
+                "parks": parks,
+                "record_rows": True,
+            }
             fast = simulate_prompts(groups, "token_budget", **arguments)
             assert fast == step_by_step(monkeypatch, groups, "token_budget", arguments)
             preempted += fast.preemptions
@@ -79,7 +90,9 @@ def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
 def test_pages_are_taken_from_the_back_of_the_line_first():
     settings = GroupSettings("token_budget", 3, 3)
     group = PromptGroup(0, [0], [0, 1, 2], settings, lambda _: 0)
-    planner = StepPlanner([group], CountedPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12))
+    planner = StepPlanner(
+        [group], CountedPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
+    )
     for tokens, pages in ((5, 4), (7, 2), (6, 3)):
         sample = Sample(group, tokens, tokens, 0, num_tokens=tokens, pages=planner.pool.take(pages))
         planner.line.append(sample)

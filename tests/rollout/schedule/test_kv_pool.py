@@ -67,13 +67,17 @@ def test_pages_of_every_kind_of_budget(settings, pages):
 
 def test_a_budget_too_small_names_the_smallest_that_would_do():
     config = RolloutConfig(max_new_tokens=30, kv_budget_tokens=79)
-    with pytest.raises(ValueError, match=r"kv_budget_tokens=79 holds 4 pages .* would do is rollout.kv_budget_tokens=80 \(5000 bytes\)"):
+    with pytest.raises(
+        ValueError, match=r"kv_budget_tokens=79 holds 4 pages .* would do is rollout.kv_budget_tokens=80 \(5000 bytes\)"
+    ):
         num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40])
     with pytest.raises(ValueError, match="prompt 3 of 60 tokens"):
         check_pages(5, config, 60, "prompt 3", page_bytes=1000)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1048576", 2**20), ("1.5KB", 1500), ("2 GiB", 2**31), ("24gb", 24 * 10**9)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1048576", 2**20), ("1.5KB", 1500), ("2 GiB", 2**31), ("24gb", 24 * 10**9)]
+)
 def test_sizes_in_bytes(text, value):
     assert parse_bytes(text) == value
 

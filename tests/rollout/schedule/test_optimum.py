@@ -103,7 +103,12 @@ def test_the_optimum_of_the_memory_is_bracketed(lengths, more, page_size):
     budget = max(lengths) + more + page_size
     best = token_optimum(lengths, budget, page_size=page_size).steps
     assert best >= token_bound(lengths, budget) - sum(lengths) / budget  # a token's KV is taken one step after it
-    assert best <= simulate(lengths, "token_budget", predicted=lengths, kv_budget_tokens=budget, page_size=page_size).running_steps
+    assert (
+        best
+        <= simulate(
+            lengths, "token_budget", predicted=lengths, kv_budget_tokens=budget, page_size=page_size
+        ).running_steps
+    )
 
 
 def test_the_best_schedule_found_may_preempt():
@@ -114,7 +119,15 @@ def test_the_best_schedule_found_may_preempt():
 
 def simulate_best(lengths, budget, page_size):
     found = [
-        simulate(lengths, "token_budget", predicted=lengths, kv_budget_tokens=budget, page_size=page_size, rebuild_cost=cost, parks=parks)
+        simulate(
+            lengths,
+            "token_budget",
+            predicted=lengths,
+            kv_budget_tokens=budget,
+            page_size=page_size,
+            rebuild_cost=cost,
+            parks=parks,
+        )
         for cost, parks in ((None, True), (None, False), (0.05, False), (1.0, False))
     ]
     return min((result.running_steps, result.recomputed_tokens, result.parked_tokens) for result in found)

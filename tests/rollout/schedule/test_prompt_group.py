@@ -6,7 +6,8 @@ from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGrou
 
 
 def make_group(schedule, predicted):
-    """A group of four samples whose predicted length is looked up by their first token; and the calls of the predictor."""
+    """A group of four samples whose predicted length is looked up by their first token; and the calls of the
+    predictor."""
     calls = []
 
     def predict(prompt_ids, prefixes):
@@ -29,7 +30,11 @@ def test_the_schedule_starts_after_the_last_prefix_with_each_samples_own_predict
     assert group.finish(samples[2])  # ends within its prefix
     assert calls == [([5, 9], [[10, 1], [11, 1], [13, 1]])]
     order = [group.next_sample(0) for _ in range(3)]
-    assert [(sample.sample_index, sample.predicted, sample.wait_at) for sample in order] == [(1, 3.0, None), (3, 5.0, None), (0, 7.0, None)]
+    assert [(sample.sample_index, sample.predicted, sample.wait_at) for sample in order] == [
+        (1, 3.0, None),
+        (3, 5.0, None),
+        (0, 7.0, None),
+    ]
     assert group.next_sample(0) is None and not group.holds(0) and not group.has_waiting and not group.is_done
 
 
@@ -68,5 +73,8 @@ def test_predictions_found_in_the_rows_order_the_schedule_and_one_that_is_missin
         assert sample.wait_at == 2
         sample.predicted = predicted
         group.keep_waiting(sample)
-    assert with_means([10.0, None, 40.0, 18.0]) == [10, pytest.approx(68 / 3), 40, 18] and with_means([None, None]) == [1, 1]
+    assert with_means([10.0, None, 40.0, 18.0]) == [10, pytest.approx(68 / 3), 40, 18] and with_means([None, None]) == [
+        1,
+        1,
+    ]
     assert [group.next_sample(0).sample_index for _ in range(4)] == [2, 1, 3, 0]

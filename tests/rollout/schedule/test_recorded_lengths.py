@@ -1,4 +1,5 @@
-"""The schedules on recorded lengths, at the KV memory of four slots: steps beside the fixed slots', bounds, recomputed tokens."""
+"""The schedules on recorded lengths, at the KV memory of four slots: steps beside the fixed slots', bounds, recomputed
+tokens."""
 
 from pathlib import Path
 
@@ -23,7 +24,15 @@ def mean_steps(groups, schedule, **options):
 
 @pytest.mark.parametrize(
     ("schedule", "steps"),
-    [("naive", 9234), ("fixed_slot", 6488), ("sjf", 5928), ("arrival", 5824), ("infinite", 5990), ("lpt", 5339), ("fptas", 6162)],
+    [
+        ("naive", 9234),
+        ("fixed_slot", 6488),
+        ("sjf", 5928),
+        ("arrival", 5824),
+        ("infinite", 5990),
+        ("lpt", 5339),
+        ("fptas", 6162),
+    ],
 )
 def test_mean_steps_on_aime_with_32_samples_and_4_slots(schedule, steps):
     assert round(mean_steps(groups_of(LLAMA[0]), schedule)) == steps  # orders know the true lengths
@@ -46,7 +55,8 @@ def test_longest_first_nearly_reaches_the_bound_and_shortest_first_does_not(name
 
 
 def check_steps(groups, ours, cap, recomputed_share):
-    """Few beside `infinite` with true lengths and beside the bound, within the memory, and few tokens computed again."""
+    """Few beside `infinite` with true lengths and beside the bound, within the memory, and few tokens computed
+    again."""
     steps = sum(result.running_steps for result in ours)
     assert steps <= 0.45 * mean_steps(groups, "infinite", max_new_tokens=cap) * len(groups)
     assert steps <= 1.2 * sum(token_bound(lengths, 4 * cap) for lengths in groups)
@@ -62,7 +72,12 @@ def test_tokens_instead_of_slots_take_less_than_half_the_steps(name, page_size):
     check_steps(groups, ours, CAP, 0.2)
 
 
-PARKED = [(path, size) for path in sorted(LENGTHS.glob("*.jsonl*")) for size in (32, 50, 100) if len(read_recordings(path)[0].lengths) >= size]
+PARKED = [
+    (path, size)
+    for path in sorted(LENGTHS.glob("*.jsonl*"))
+    for size in (32, 50, 100)
+    if len(read_recordings(path)[0].lengths) >= size
+]
 
 
 @pytest.mark.parametrize(("path", "group_size"), PARKED, ids=lambda given: getattr(given, "name", given))
@@ -80,4 +95,8 @@ def test_every_recording_is_read_and_named_in_the_readme(path):
     assert min(len(recording.lengths) for recording in recordings) >= 8
     text = (LENGTHS / "README.md").read_text()
     name = path.name.split(".jsonl")[0]
-    assert name in text or name.replace("aime2024", "{aime2024,amc23}") in text or name.replace("amc23", "{aime2024,amc23}") in text
+    assert (
+        name in text
+        or name.replace("aime2024", "{aime2024,amc23}") in text
+        or name.replace("amc23", "{aime2024,amc23}") in text
+    )

@@ -81,7 +81,8 @@ def test_naive_waits_for_the_whole_round_also_when_slots_come_late():
 
 
 def test_dynamic_slot_keeps_the_first_to_finish():
-    # a group of 3: samples 1, 2 and the extra sample 3 end at 2, 4 and 6, and sample 0 is dropped with 6 of its 9 tokens
+    # a group of 3: samples 1, 2 and the extra sample 3 end at 2, 4 and 6, and sample 0 is dropped with 6 of its 9
+    # tokens
     assert run("dynamic_slot", [9, 2, 2, 2], 2, group_size=3)[:2] == (6, [1, 2, 3])
 
 

@@ -33,7 +33,10 @@ def test_running_steps_of_two_slots(schedule, steps):
 
 def test_orders_take_the_predictions_where_there_are_some():
     longest_last = [-length + 10 for length in LENGTHS]
-    assert simulate(LENGTHS, "lpt", slots=2, predicted=longest_last).running_steps == simulate(LENGTHS, "sjf", slots=2).running_steps
+    assert (
+        simulate(LENGTHS, "lpt", slots=2, predicted=longest_last).running_steps
+        == simulate(LENGTHS, "sjf", slots=2).running_steps
+    )
 
 
 def test_dynamic_slot_stops_at_the_group_size_th_finish():
@@ -53,14 +56,28 @@ def test_token_budget_runs_as_many_rows_as_pages_allow():
 def test_rows_are_recorded_from_first_to_last_step():
     # as in the worked example: slot 0 decodes samples 0 and 4, slot 1 samples 1, 2, 3 and 5
     stays = simulate(LENGTHS, "arrival", slots=2, record_rows=True).stays
-    assert stays == [Stay(0, 1, 0, 1, 1), Stay(0, 2, 1, 5, 1), Stay(0, 0, 0, 6, 0), Stay(0, 3, 5, 7, 1), Stay(0, 5, 7, 10, 1), Stay(0, 4, 6, 11, 0)]
+    assert stays == [
+        Stay(0, 1, 0, 1, 1),
+        Stay(0, 2, 1, 5, 1),
+        Stay(0, 0, 0, 6, 0),
+        Stay(0, 3, 5, 7, 1),
+        Stay(0, 5, 7, 10, 1),
+        Stay(0, 4, 6, 11, 0),
+    ]
     assert simulate(LENGTHS, "arrival", slots=2).stays == []
 
 
 def test_a_preempted_sample_has_two_stays_and_a_rebuild_takes_a_step_between():
-    # 8 tokens of KV: three rows hold 2 each in step 3, two 4 each in step 5, one 7 in step 8; then a rebuild step and the rest of 2 and of 1
+    # 8 tokens of KV: three rows hold 2 each in step 3, two 4 each in step 5, one 7 in step 8; then a rebuild step and
+    # the rest of 2 and of 1
     result = simulate([8, 8, 8], "token_budget", kv_budget_tokens=8, record_rows=True)
-    assert [(stay.sample, stay.start, stay.end) for stay in result.stays] == [(2, 0, 3), (1, 0, 5), (0, 0, 8), (2, 9, 14), (1, 15, 18)]
+    assert [(stay.sample, stay.start, stay.end) for stay in result.stays] == [
+        (2, 0, 3),
+        (1, 0, 5),
+        (0, 0, 8),
+        (2, 9, 14),
+        (1, 15, 18),
+    ]
     assert (result.running_steps, result.preemptions, result.busy_row_steps, result.most_rows) == (18, 2, 24, 3)
 
 
@@ -70,7 +87,11 @@ def test_several_prompts_fill_the_rows_that_one_leaves_idle():
     assert alone == [6, 3]
     together = simulate_prompts(groups, "arrival", slots=2, prompts_at_once=2)
     # sample 1 of prompt 0 ends at 1, prompt 1's samples follow in its slot until 4 and, in slot 1 again, until 7
-    assert (together.completed_prompts, together.completed, together.finish_steps) == ([0, 1, 0, 1], [1, 0, 0, 1], [1, 4, 6, 7])
+    assert (together.completed_prompts, together.completed, together.finish_steps) == (
+        [0, 1, 0, 1],
+        [1, 0, 0, 1],
+        [1, 4, 6, 7],
+    )
     assert simulate_prompts(groups, "arrival", slots=2, prompts_at_once=1).running_steps == 9
 
 
@@ -89,9 +110,12 @@ def test_pages_are_kept_back_while_another_prompt_has_samples_left(monkeypatch):
 
 
 def test_prompts_share_one_pool_and_their_own_tokens_count():
-    result = simulate_prompts([[4, 4], [4, 4]], "arrival", slots=2, prompts_at_once=2, prompt_tokens=[3, 5], page_size=2)
+    result = simulate_prompts(
+        [[4, 4], [4, 4]], "arrival", slots=2, prompts_at_once=2, prompt_tokens=[3, 5], page_size=2
+    )
     assert result.kv_pool_tokens == 2 * 4 + 4 + 6
-    assert result.peak_kv_tokens == 2 * 4 + 6  # two rows of 3 tokens in 2 pages each beside the second prompt; the first has left
+    # two rows of 3 tokens in 2 pages each beside the second prompt; the first has left
+    assert result.peak_kv_tokens == 2 * 4 + 6
     with pytest.raises(ValueError, match="prompt_tokens must be >= 0, one number or one for each of the 2 prompts"):
         simulate_prompts([[4], [4]], "arrival", prompt_tokens=[3])
 
@@ -127,10 +151,16 @@ def test_orders_take_the_first_prediction_while_decoding_where_no_other_is_given
         ({"group_size": 7}, "group_size must be <= the 6 given lengths"),
         ({"group_size": 4}, "group_size=4 is not read by schedule arrival, which decodes all 6 lengths"),
         ({"max_rows": 4}, "max_rows=4 is not read by schedule arrival"),
-        ({"lengths": [3, 2.5]}, "lengths must be positive whole numbers of at most 2147483648 tokens, got 2.5 for sample 1"),
+        (
+            {"lengths": [3, 2.5]},
+            "lengths must be positive whole numbers of at most 2147483648 tokens, got 2.5 for sample 1",
+        ),
         ({"lengths": [math.nan, 2]}, "got nan for sample 0"),
         ({"lengths": [3, 2**31 + 1]}, "got 2147483649 for sample 1"),
-        ({"predicted": [1.0, None, 1.0, 1.0, 1.0, 1.0]}, "predicted must be finite and > 0 tokens, got None for sample 1"),
+        (
+            {"predicted": [1.0, None, 1.0, 1.0, 1.0, 1.0]},
+            "predicted must be finite and > 0 tokens, got None for sample 1",
+        ),
         ({"slots": 2.5}, "slots must be >= 1 and whole, got 2.5"),
         ({"kv_budget_tokens": math.nan}, "kv_budget_tokens must be >= 1 and whole, got nan"),
         ({"max_new_tokens": 5}, "max_new_tokens must be >= the longest"),
@@ -142,11 +172,17 @@ def test_bad_arguments_are_refused(arguments, message):
 
 
 def test_a_bin_predicted_above_the_budget_is_refused_and_what_does_not_fit_now_passed_over():
-    lengths, options = [6, 5, 4, 3, 2], {"slots": 2, "kv_budget_tokens": 12, "prompt_tokens": 3, "max_new_tokens": 6, "record_rows": True}
+    lengths, options = (
+        [6, 5, 4, 3, 2],
+        {"slots": 2, "kv_budget_tokens": 12, "prompt_tokens": 3, "max_new_tokens": 6, "record_rows": True},
+    )
     for schedule in ("infinite", "fptas"):
-        with pytest.raises(ValueError, match="bin 0 takes 10 .* above kv_budget_tokens = 9 without prompt; the least that works is 10"):
+        with pytest.raises(
+            ValueError, match="bin 0 takes 10 .* above kv_budget_tokens = 9 without prompt; the least that works is 10"
+        ):
             simulate(lengths, schedule, predicted=[10.0, 5, 4, 3, 2], **options)
-    wide = options | {"kv_budget_tokens": 15}  # 12 beside the prompt: two full responses; bins [[0, 3], [1, 2, 4]], and 8 + 5 are above 12
+    # 12 beside the prompt: two full responses; bins [[0, 3], [1, 2, 4]], and 8 + 5 are above 12
+    wide = options | {"kv_budget_tokens": 15}
     starts = {}
     for schedule in ("infinite", "fptas"):
         result = simulate(lengths, schedule, predicted=[8.0, 5, 4, 3, 2], **wide)
@@ -161,14 +197,20 @@ def test_a_budget_counts_predictions_of_every_prompt_alone_and_never_hangs():
     groups = [[6, 5, 4, 3, 2], [2, 3, 4, 5, 6]]
     for schedule in ("infinite", "fptas"):
         for budget in range(6, 20):
-            result = simulate_prompts(groups, schedule, slots=3, kv_budget_tokens=budget, predicted=[[6.0, 6, 6, 6, 6], [0.1, 6, 2, 6, 6]])
-            assert sorted(zip(result.completed_prompts, result.completed, strict=True)) == [(p, s) for p in range(2) for s in range(5)]
+            result = simulate_prompts(
+                groups, schedule, slots=3, kv_budget_tokens=budget, predicted=[[6.0, 6, 6, 6, 6], [0.1, 6, 2, 6, 6]]
+            )
+            assert sorted(zip(result.completed_prompts, result.completed, strict=True)) == [
+                (p, s) for p in range(2) for s in range(5)
+            ]
 
 
 def test_numpy_arrays_are_taken_for_lengths_and_predictions():
     predicted = np.array([4.0, 9, 6, 8, 5, 7], np.float32)
     for schedule in ("lpt", "infinite", "token_budget"):
-        assert simulate(np.array(LENGTHS), schedule, slots=2, predicted=predicted) == simulate(LENGTHS, schedule, slots=2, predicted=list(predicted))
+        assert simulate(np.array(LENGTHS), schedule, slots=2, predicted=predicted) == simulate(
+            LENGTHS, schedule, slots=2, predicted=list(predicted)
+        )
 
 
 def test_each_prompt_of_a_dynamic_slot_call_keeps_its_own_size():
@@ -187,20 +229,29 @@ def test_a_hundred_million_slots_are_as_good_as_one_per_sample(schedule):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("parks", [False, True])
-def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(make_model, tokenizer, disk_folder, parks, page_size):
+def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
+    make_model, tokenizer, disk_folder, parks, page_size
+):
     placed = {"preemption": "park", "park_folder": str(disk_folder)} if parks else {"preemption": "recompute"}
     config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, page_size=page_size, **placed)
     engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
     prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]
     lengths = [[len(completion.token_ids) for completion in group] for group in engine.generate(prompts, seed=4)]
-    result = simulate_prompts(lengths, "token_budget", slots=2, page_size=page_size, prompt_tokens=[5, 3], max_new_tokens=24, parks=parks)
-    found, stats = (result.running_steps, result.preemptions, result.recomputed_tokens, result.parked_tokens), engine.stats
+    result = simulate_prompts(
+        lengths, "token_budget", slots=2, page_size=page_size, prompt_tokens=[5, 3], max_new_tokens=24, parks=parks
+    )
+    found, stats = (
+        (result.running_steps, result.preemptions, result.recomputed_tokens, result.parked_tokens),
+        engine.stats,
+    )
     assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens, stats.parked_tokens) == found
     assert result.preemptions > 5 and (result.parked_tokens > 0) == parks
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("schedule", ["arrival", "naive", "fixed_slot", "full_group", "lpt", "sjf", "infinite", "fptas"])
+@pytest.mark.parametrize(
+    "schedule", ["arrival", "naive", "fixed_slot", "full_group", "lpt", "sjf", "infinite", "fptas"]
+)
 def test_the_engine_takes_as_many_steps_as_the_simulator(make_model, tokenizer, schedule, page_size):
     config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, schedule=schedule, page_size=page_size)
     with warnings.catch_warnings():
@@ -210,7 +261,13 @@ def test_the_engine_takes_as_many_steps_as_the_simulator(make_model, tokenizer, 
     group = engine.generate([prompt], seed=4)[0]
     lengths = [len(completion.token_ids) for completion in group]
     assert len(set(lengths)) > 3
-    result = simulate(lengths, schedule, slots=2, predicted=[1.0] * 12, page_size=page_size, prompt_tokens=5, max_new_tokens=24)
+    result = simulate(
+        lengths, schedule, slots=2, predicted=[1.0] * 12, page_size=page_size, prompt_tokens=5, max_new_tokens=24
+    )
     stats = engine.stats
-    assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens) == (result.running_steps, result.preemptions, result.recomputed_tokens)
+    assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens) == (
+        result.running_steps,
+        result.preemptions,
+        result.recomputed_tokens,
+    )
     assert stats.peak_kv_bytes == result.peak_kv_tokens * 2 * 2 * 2 * 16 * 4

@@ -59,9 +59,16 @@ def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settin
         for group in groups:
             for completion in group:
                 assert sum(stay.tokens for stay in completion.stays) == len(completion.token_ids)
-                assert all(before.end <= after.start for before, after in zip(completion.stays, completion.stays[1:], strict=False))
+                assert all(
+                    before.end <= after.start
+                    for before, after in zip(completion.stays, completion.stays[1:], strict=False)
+                )
         for stay in stays:
-            assert 0 < stay.tokens <= stay.end - stay.start and stay.started <= stay.ended and stay.end <= engine.stats.running_steps
+            assert (
+                0 < stay.tokens <= stay.end - stay.start
+                and stay.started <= stay.ended
+                and stay.end <= engine.stats.running_steps
+            )
         for row in {stay.row for stay in stays}:
             there = sorted((stay.start, stay.end) for stay in stays if stay.row == row)
             assert all(before[1] <= after[0] for before, after in zip(there, there[1:], strict=False))
@@ -71,8 +78,10 @@ def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settin
 
 def test_the_first_prediction_of_a_sample_is_kept(model):
     engine = SamplingEngine(*model, RolloutConfig(group_size=16, max_new_tokens=48, prompts_at_once=2, predict_every=4))
-    assert all(completion.forecast is None for group in engine.generate(PROMPTS, seed=0) for completion in group)  # nothing was learnt yet
+    # nothing was learnt yet
+    assert all(completion.forecast is None for group in engine.generate(PROMPTS, seed=0) for completion in group)
     for seed in range(1, 4):
         groups = engine.generate(PROMPTS, seed=seed)
     forecasts = [completion.forecast for group in groups for completion in group if completion.forecast is not None]
-    assert forecasts and all(1 <= forecast.known <= 8 and forecast.tokens > 0 for forecast in forecasts)  # the next for who was just preempted
+    # the next for who was just preempted
+    assert forecasts and all(1 <= forecast.known <= 8 and forecast.tokens > 0 for forecast in forecasts)

@@ -10,7 +10,18 @@ from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGrou
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 
-SCHEDULES = ("token_budget", "arrival", "naive", "fixed_slot", "sjf", "lpt", "fptas", "infinite", "full_group", "dynamic_slot")
+SCHEDULES = (
+    "token_budget",
+    "arrival",
+    "naive",
+    "fixed_slot",
+    "sjf",
+    "lpt",
+    "fptas",
+    "infinite",
+    "full_group",
+    "dynamic_slot",
+)
 
 
 def random_workload(seed):
@@ -28,9 +39,14 @@ def random_workload(seed):
 def make_planner(schedule, draw, page_size, cap, prompts, lengths, pages, predict=None):
     slots = min(draw.randint(1, 6), len(lengths[0]))
     by_budget = schedule == "token_budget"
-    settings = GroupSettings(schedule, len(lengths[0]) if schedule == "full_group" else slots, len(lengths[0]), prefix_tokens=3)
+    settings = GroupSettings(
+        schedule, len(lengths[0]) if schedule == "full_group" else slots, len(lengths[0]), prefix_tokens=3
+    )
     samples = list(range(len(lengths[0])))
-    groups = [PromptGroup(index, [0] * tokens, samples, settings, lambda _: 0, predict=predict) for index, tokens in enumerate(prompts)]
+    groups = [
+        PromptGroup(index, [0] * tokens, samples, settings, lambda _: 0, predict=predict)
+        for index, tokens in enumerate(prompts)
+    ]
     planner = StepPlanner(
         groups,
         KVPool(pages, page_size),
@@ -52,11 +68,19 @@ def run(planner, lengths):
         assert {*plan.restored, *plan.rebuilt} <= {*rows}, "whose KV comes back decodes"
         assert len({sample.slot for sample in rows}) == len(rows) <= planner.num_slots
         for sample in rows:
-            assert len(sample.pages) == pool.pages_for(sample.num_tokens - 1), "a row has the pages of what it holds, no more"
+            assert len(sample.pages) == pool.pages_for(sample.num_tokens - 1), (
+                "a row has the pages of what it holds, no more"
+            )
             assert sample.group.pages is not None
-        held = [page for sample in rows for page in sample.pages] + [page for group in {sample.group for sample in rows} for page in group.pages]
+        held = [page for sample in rows for page in sample.pages] + [
+            page for group in {sample.group for sample in rows} for page in group.pages
+        ]
         assert len(set(held)) == len(held) <= pool.num_pages, "no page belongs to two"
-        ended = [sample for sample in rows if sample.num_tokens == lengths[sample.group.prompt_index][sample.sample_index % len(lengths[0])]]
+        ended = [
+            sample
+            for sample in rows
+            if sample.num_tokens == lengths[sample.group.prompt_index][sample.sample_index % len(lengths[0])]
+        ]
         done += ended
         planner.end_step(ended)
     assert pool.num_free == pool.num_pages, "all pages came back"
@@ -71,7 +95,9 @@ def test_memory_is_set_and_every_sample_finishes(schedule):
         planner, groups = make_planner(schedule, draw, *workload)
         lengths = workload[3]
         done = run(planner, lengths)
-        finished = sorted((sample.group.prompt_index, sample.sample_index) for group in groups for sample in group.finished)
+        finished = sorted(
+            (sample.group.prompt_index, sample.sample_index) for group in groups for sample in group.finished
+        )
         if schedule != "dynamic_slot":
             assert finished == [(prompt, index) for prompt in range(len(lengths)) for index in range(len(lengths[0]))]
             assert len(done) == len(finished)
@@ -83,7 +109,9 @@ def test_memory_is_set_and_every_sample_finishes(schedule):
 def test_prefixes_come_out_of_the_same_pool(schedule):
     for seed in range(40):
         draw, *workload = random_workload(seed)
-        planner, groups = make_planner(schedule, draw, *workload, predict=lambda _, prefixes, d=draw: [d.uniform(1, 40) for _ in prefixes])
+        planner, groups = make_planner(
+            schedule, draw, *workload, predict=lambda _, prefixes, d=draw: [d.uniform(1, 40) for _ in prefixes]
+        )
         run(planner, workload[3])
         assert [len(group.finished) for group in groups] == [len(workload[3][0])] * len(groups)
 
@@ -111,14 +139,23 @@ def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
         lengths = [[draw.randint(1, 24) for _ in range(count)] for _ in prompts]
         pages = 2 * -(-24 // page_size) + sum(sorted(-(-tokens // page_size) for tokens in prompts)[-2:])
         settings = GroupSettings("token_budget", count, count)
-        groups = [PromptGroup(place, [0] * tokens, list(range(count)), settings, lambda _: 0) for place, tokens in enumerate(prompts)]
+        groups = [
+            PromptGroup(place, [0] * tokens, list(range(count)), settings, lambda _: 0)
+            for place, tokens in enumerate(prompts)
+        ]
         policy, parking = TokenBudgetPolicy(page_size, 24, parks=parks), Parking(1000) if parks else None
         pool = KVPool(pages, page_size)
-        run(StepPlanner(groups, pool, num_slots=100, prompts_at_once=2, max_new_tokens=24, policy=policy, parking=parking), lengths)
+        run(
+            StepPlanner(
+                groups, pool, num_slots=100, prompts_at_once=2, max_new_tokens=24, policy=policy, parking=parking
+            ),
+            lengths,
+        )
 
 
 def test_every_sample_finishes_within_a_bound():
-    """The first started of the unfinished is never preempted, so it ends within its length; one rebuild may come before it."""
+    """The first started of the unfinished is never preempted, so it ends within its length; one rebuild may come before
+    it."""
     for seed in range(100):
         draw, *workload = random_workload(seed)
         planner, _ = make_planner("token_budget", draw, *workload)

@@ -47,7 +47,9 @@ def simulate(policy, rows, num_pages, page_size, max_rows=10**6):
         while sum(map(needs, running)) > free + sum(len(row.pages) for row in waiting):
             result.preemptions += 1
             victim = running.pop(policy.victim(running))
-            assert victim.admitted_order > min(row.admitted_order for row in running), "the row that has run longest was preempted"
+            assert victim.admitted_order > min(row.admitted_order for row in running), (
+                "the row that has run longest was preempted"
+            )
             waiting.append(victim)
         for row in running:
             grown = needs(row)
@@ -108,7 +110,8 @@ def test_a_row_counts_with_twice_what_it_has_between_prior_and_maximum():
 
 def test_held_tokens_are_counted_in_whole_pages():
     policy = TokenBudgetPolicy(16, 900)
-    rows = [Row(17), Row(1)]  # S = 3 x 300, T = 32 + 16, not 18: 900 x exp(48 / 900 - 1) = 349.2 is above 21 pages, with 18 it were 337.8
+    # S = 3 x 300, T = 32 + 16, not 18: 900 x exp(48 / 900 - 1) = 349.2 is above 21 pages, with 18 it were 337.8
+    rows = [Row(17), Row(1)]
     assert policy.may_admit(rows, Row(), 0, 19, 22)
     assert not policy.may_admit(rows, Row(), 0, 18, 21)
 
@@ -128,7 +131,8 @@ def test_ended_samples_change_what_their_group_may_start():
 def test_other_groups_lengths_are_the_prior_of_a_new_group():
     policy = TokenBudgetPolicy(1, 300)
     for _ in range(99):
-        policy.observe_finished(0, 20)  # prior of group 1: (100 + 99 x 20) / 100 = 20.8, budget e x 208 / 20.8 = 27 rows
+        # prior of group 1: (100 + 99 x 20) / 100 = 20.8, budget e x 208 / 20.8 = 27 rows
+        policy.observe_finished(0, 20)
     rows = []
     while policy.may_admit(rows, Row(group_id=1), 0, 208, 208):
         rows.append(Row(group_id=1))
@@ -176,7 +180,8 @@ def test_a_prediction_tells_the_work_left():
 
 
 def test_some_predictions_order_all_that_wait():
-    policy = TokenBudgetPolicy(1, 100)  # a sample without a prediction counts with its group's mean, here the prior of 33
+    # a sample without a prediction counts with its group's mean, here the prior of 33
+    policy = TokenBudgetPolicy(1, 100)
     waiting = [Row(10, predicted=40), Row(20, predicted=70), Row(5)]  # 30, 50 and 33 left
     assert [policy.next_waiting(waiting), policy.next_waiting([waiting[0], waiting[2]])] == [1, 1]
     assert policy.next_waiting([*waiting, Row(0)]) == 3  # one that has not started needs no page yet
@@ -184,13 +189,21 @@ def test_some_predictions_order_all_that_wait():
     assert policy.next_waiting(waiting) == 0
     for _ in range(9):
         policy.observe_finished(0, 95)
-    assert policy.next_waiting([Row(10, predicted=90), Row(5)]) == 1  # its group's samples turned out long: 89 of 95 left
+    # its group's samples turned out long: 89 of 95 left
+    assert policy.next_waiting([Row(10, predicted=90), Row(5)]) == 1
 
 
 def test_who_is_predicted_to_go_on_longest_is_not_preempted():
     policy = TokenBudgetPolicy(1, 100)
-    rows = [Row(5, 0, 0, predicted=10), Row(60, 0, 1, predicted=95), Row(40, 0, 2, predicted=50), Row(20, 0, 3, predicted=30)]  # 5, 35, 10, 10 left
-    assert policy.victim([Row(row.num_tokens, 0, row.admitted_order) for row in rows]) == 1  # without predictions: most tokens
+    # 5, 35, 10, 10 left
+    rows = [
+        Row(5, 0, 0, predicted=10),
+        Row(60, 0, 1, predicted=95),
+        Row(40, 0, 2, predicted=50),
+        Row(20, 0, 3, predicted=30),
+    ]
+    # without predictions: most tokens
+    assert policy.victim([Row(row.num_tokens, 0, row.admitted_order) for row in rows]) == 1
     assert policy.victim(rows) == 2  # most tokens of those with at most half of 35 left
     rows[2].predicted = 80.0
     assert policy.victim(rows) == 3
@@ -201,7 +214,10 @@ def test_who_is_predicted_to_go_on_longest_is_not_preempted():
 @pytest.mark.parametrize("predicted", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
 def test_no_prediction_keeps_a_sample_from_ending(predicted):
     rng = random.Random(2)
-    rows = [Row(length=rng.randint(1, 50), predicted=predicted if rng.random() < 0.7 else rng.choice([None, 20.0])) for _ in range(30)]
+    rows = [
+        Row(length=rng.randint(1, 50), predicted=predicted if rng.random() < 0.7 else rng.choice([None, 20.0]))
+        for _ in range(30)
+    ]
     result = simulate(TokenBudgetPolicy(4, 50), rows, 15, 4)
     assert [row.num_tokens for row in rows] == [row.length for row in rows]
     assert result.preemptions > 0 and result.longest_wait_for_an_end <= 50
@@ -225,7 +241,9 @@ def test_bad_settings_are_refused_by_name(arguments):
 def test_every_sample_ends_within_the_bound_in_any_pool_that_holds_one(seed):
     rng = random.Random(seed)
     page_size, max_new_tokens, groups = rng.choice([1, 3, 16]), rng.randint(1, 60), rng.randint(1, 4)
-    rows = [Row(group_id=rng.randrange(groups), length=rng.randint(1, max_new_tokens)) for _ in range(rng.randint(1, 40))]
+    rows = [
+        Row(group_id=rng.randrange(groups), length=rng.randint(1, max_new_tokens)) for _ in range(rng.randint(1, 40))
+    ]
     if seed % 3 == 0:
         for row in rows:
             row.predicted = rng.uniform(0.1, 2 * max_new_tokens)
@@ -247,7 +265,9 @@ def lognormal_group(rng, num_samples, median, sigma, cap):
     ("median", "sigma", "most_steps", "most_recomputed"),
     [(100, 0.6, 1.33, 0.08), (60, 1.0, 1.11, 0.07)],  # measured: 1.31, 0.06 and 1.09, 0.05
 )
-def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots(median, sigma, most_steps, most_recomputed):
+def test_steps_and_recomputation_on_lognormal_groups_at_the_memory_of_four_slots(
+    median, sigma, most_steps, most_recomputed
+):
     rng, cap, slots = random.Random(1), 512, 4
     steps = bound = recomputed = tokens = 0
     for _ in range(20):
