@@ -57,8 +57,8 @@ from infsample_rl.rollout.length_prediction.accuracy import (
     summarize,
 )
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, check_window, load_encoder
+from infsample_rl.rollout.length_prediction.fit import TrainOptions, check_lr, fit
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
-from infsample_rl.rollout.length_prediction.train import TrainOptions, check_lr, check_writable, fit
 from infsample_rl.rollout.length_prediction.training_data import held_out_keys, recording_group, split_groups
 
 INNER_HELD_OUT = 0.15  # share of the training prompts that choose bert's best epoch

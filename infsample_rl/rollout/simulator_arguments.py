@@ -8,7 +8,7 @@ from numbers import Integral, Real
 
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
-from infsample_rl.rollout.schedule.schedules import check_predictions
+from infsample_rl.rollout.schedule.fptas import check_predictions
 
 Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
 

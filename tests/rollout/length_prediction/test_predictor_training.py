@@ -9,9 +9,11 @@ import torch
 from tokenizers import processors
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from infsample_rl.rollout.length_prediction import train as training
+from infsample_rl.commands import train_predictor
+from infsample_rl.commands.train_predictor import train
+from infsample_rl.rollout.length_prediction import fit as training
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
-from infsample_rl.rollout.length_prediction.train import TrainOptions, censored_loss, train
+from infsample_rl.rollout.length_prediction.fit import TrainOptions, censored_loss
 from infsample_rl.rollout.length_prediction.training_data import held_out_keys, read_groups
 
 CAP = 60
@@ -254,7 +256,7 @@ def test_bad_input_is_one_line_and_status_2(changes, message, folders, recording
     names = {"policy": folders[1], "file": recordings, "long": long, "small": small}
     given = {"recordings": f"[{recordings}]", "encoder": folders[0], "out": str(tmp_path / "out"), "prefix_tokens": "4"}
     given |= dict(change.format(**names).split("=", 1) for change in changes)
-    assert message in refused(training.main, *(f"{name}={value}" for name, value in given.items()))
+    assert message in refused(train_predictor.main, *(f"{name}={value}" for name, value in given.items()))
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from infsample_rl.rollout.schedule.schedules import fptas_groups, make_schedule
+from infsample_rl.rollout.schedule import fptas_groups
+from infsample_rl.rollout.schedule.schedules import make_schedule
 
 
 def run(name, lengths, slots, predicted=None, slots_from=None, group_size=None):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
-from infsample_rl.rollout.schedule.schedules import fptas_groups, make_schedule
+from infsample_rl.rollout.schedule import fptas_groups
+from infsample_rl.rollout.schedule.schedules import make_schedule
 from infsample_rl.rollout.simulator import simulate
 
 lengths_of = st.lists(st.integers(1, 40), min_size=1, max_size=24)

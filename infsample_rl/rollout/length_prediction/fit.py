@@ -1,25 +1,12 @@
-"""Train the bert length predictor on recorded completions.
-
-python -m infsample_rl.rollout.length_prediction.train recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER
-prefix_tokens=16
-
-Fits a pretrained encoder with a one-number head to the log of the response length. A response cut at the cap says only
-that it is longer: its loss is one-sided, nothing where the prediction is above the cap. One line is printed for every
-epoch, the epoch with the best loss on held-out prompts is kept, and `out` is a Hugging Face folder, for
-rollout.predictor_path. Equal seeds give equal folders on one machine.
-"""
+"""Fitting the bert length predictor: a pretrained encoder with a one-number head, to the log of the response length."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,23 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.config.command_line import option
 from infsample_rl.rollout.length_prediction.accuracy import Accuracy, prompt_accuracy, summarize
 from infsample_rl.rollout.length_prediction.bert import (
     MAX_LOG_LENGTH,
     check_window,
     encode,
-    load_encoder,
     log_lengths,
     window_of,
 )
-from infsample_rl.rollout.length_prediction.training_data import TextGroup, read_groups, split_groups
+from infsample_rl.rollout.length_prediction.training_data import TextGroup
 
 WEIGHT_DECAY = 0.01
 WARM_UP = 0.1  # share of the updates in which the learning rate rises
 MAX_GRAD_NORM = 1.0
 BUCKET = 16  # batches sorted by length together, so that little is padding
-REPORT = "length_predictor.json"  # in the folder, beside what from_pretrained reads
 
 
 @dataclass(kw_only=True)
@@ -82,54 +67,6 @@ class Epoch:
     held_out_loss: float
     accuracy: Accuracy  # of held-out samples
     seconds: float
-
-
-def main() -> int:
-    """The command; 2 for bad input, said in one line."""
-    return run_with_options(run, TrainOptions, usage=__doc__)
-
-
-def run(options: TrainOptions) -> int:
-    """As main()."""
-    train(options)
-    return 0
-
-
-def train(options: TrainOptions) -> dict[str, Any]:
-    """Train, save and report. ValueError for what cannot work."""
-    _check(options)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    tokenizers = options.tokenizer * len(options.recordings) if len(options.tokenizer) == 1 else options.tokenizer
-    groups = []
-    for index, source in enumerate(options.recordings):
-        groups += read_groups(
-            source, tokenizers[index] if tokenizers else None, options.prefix_tokens, options.max_prompts
-        )
-    training, held = split_groups(groups, options.held_out, options.seed)
-    _check_held_out(held, options.prefix_tokens)
-    samples = sum(len(group.lengths) for group in training)
-    print(f"{samples} samples of {len(training)} prompts for training, {len(held)} prompts held out", flush=True)
-    torch.manual_seed(options.seed)
-    model, tokenizer = load_encoder(options.encoder, "encoder")
-    epochs = fit(model, tokenizer, training, held, options)
-    best = min(epochs, key=lambda epoch: epoch.held_out_loss)
-    report = {
-        "options": asdict(options),
-        "train_prompts": len(training),
-        "held_out_prompts": len(held),
-        "best_epoch": best.number,
-    }
-    report["epochs"] = [asdict(epoch) for epoch in epochs]
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    (Path(options.out) / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-    print(
-        f"epoch {best.number} kept in {options.out}; use it with rollout.predictor=bert "
-        f"rollout.predictor_path={options.out}",
-        flush=True,
-    )
-    return report
 
 
 def fit(
@@ -186,18 +123,6 @@ def input_window(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, opt
     return window
 
 
-def check_writable(out: str) -> None:
-    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves
-    nothing behind."""
-    folder = Path(out).absolute()
-    try:
-        nearest = next(path for path in (folder, *folder.parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written ({error.strerror}); give another folder") from None
-
-
 def check_lr(lr: float) -> None:
     """ValueError for a learning rate that cannot train."""
     if not 0 < lr < math.inf:
@@ -211,7 +136,7 @@ def _turns(groups: list[TextGroup], ks: list[int]) -> Iterator[tuple[TextGroup, 
         yield group, group.prefixes[ks[turn % len(ks)]]
 
 
-def _check_held_out(held: list[TextGroup], ks: list[int]) -> None:
+def check_held_out(held: list[TextGroup], ks: list[int]) -> None:
     if all(prefix is None for _, prefixes in _turns(held, ks) for prefix in prefixes):
         raise ValueError(f"no held-out response is longer than prefix_tokens = {min(ks)}; take a smaller one")
 
@@ -334,25 +259,3 @@ def _start_at_mean(
             heads[-1].bias += (
                 wanted - log_lengths(model, tokenizer, [text for text, _, _ in first], window).mean().item()
             )
-
-
-def _check(options: TrainOptions) -> None:
-    for name in ("recordings", "encoder", "out"):
-        if not options.__dict__[name]:
-            raise ValueError(f"{name}= is missing; recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER are needed")
-    check_lr(options.lr)
-    if not options.prefix_tokens:
-        raise ValueError("prefix_tokens must name at least one k, as prefix_tokens=16")
-    if len(options.tokenizer) not in (0, 1, len(options.recordings)):
-        raise ValueError(
-            f"tokenizer must be one folder or one for each of the {len(options.recordings)} recordings, got "
-            f"{len(options.tokenizer)}"
-        )
-    out = Path(options.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out={options.out} is there already and is not an empty folder; give a new one")
-    check_writable(options.out)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
