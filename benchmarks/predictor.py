@@ -46,7 +46,7 @@ from benchmarks.workload import TINY_POLICY
 from infsample_rl.commands import measurements
 from infsample_rl.commands.step_time import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.config import ModelConfig
-from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.length_prediction.accuracy import (
@@ -341,7 +341,7 @@ def _check(options: PredictorOptions) -> None:
             f"write_k={nearest}"
         )
     check_lr(options.lr)
-    check_writable(options.out)
+    check_writable(Path(options.out), f"out={options.out}")
 
 
 if __name__ == "__main__":

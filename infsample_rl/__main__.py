@@ -23,14 +23,14 @@ COMMANDS = {  # name: (module with main(arguments), what it does)
     "replay": ("infsample_rl.commands.replay", "a recorded step once more: its update, bit by bit, or its schedule"),
     "train_predictor": (
         "infsample_rl.commands.train_predictor",
-        "fit the bert length predictor to recorded completions",
+        "the bert length predictor, fitted to completions",
     ),
     "simulate": ("infsample_rl.commands.simulate", "schedules over recorded lengths, without a model"),
     "convert": ("infsample_rl.commands.convert.__main__", "settings of verl, TRL or OpenRLHF as an experiment"),
     "chaos": ("infsample_rl.commands.chaos", "kill a run at random, beside one that is left alone"),
 }
 USAGE = "python -m infsample_rl COMMAND [arguments]; COMMAND --help says what it takes\n\n" + "\n".join(
-    f"  {name:<16}{text}" for name, (_, text) in COMMANDS.items()
+    f"  {name:<17}{text}" for name, (_, text) in COMMANDS.items()
 )
 
 
