@@ -150,7 +150,7 @@ def test_a_worker_larger_than_every_node_names_what_sets_its_size():
     config = load_config(["objective=no_kl", "cluster.learner_ranks=1", "cluster.cpus_per_worker=32"])
     problem = refusal(config, [node("a", 16), node("b", 24)])
     assert (
-        "no place for 1 learner rank (32 CPUs)" in problem
+        "no place for 2 rollout workers (32 CPUs each), 1 reward worker (32 CPUs), 1 learner rank (32 CPUs)" in problem
         and "what one takes is set by cluster.cpus_per_worker" in problem
     )
 

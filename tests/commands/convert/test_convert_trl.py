@@ -112,7 +112,7 @@ def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
     # TRL counts updates, 4 a step here
     assert (config.run.steps, config.run.checkpoint_every, config.run.eval_every) == (100, 20, 10)
     assert (config.learner.lr, config.learner.lr_schedule, config.learner.min_lr_ratio) == (2e-6, "cosine", 0.1)
-    assert "set learner.warmup_steps, 0.05 times the updates" in found.under("No equivalent here")
+    assert config.learner.warmup_steps == -(-config.run.steps * 4 // 20), "of four updates a step"
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (
         256,
         768,
