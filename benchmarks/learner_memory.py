@@ -54,7 +54,6 @@ class LearnerMemoryOptions(ModelOptions):
     )
     offload_optimizer: bool = option(False, "masters, moments and the optimizer step in host memory; of both")
     optimizer: str = option("adamw", "of both", choices=("adamw", "adamw_8bit"))
-    moments_folder: str | None = option(None, "folder of a file with AdamW's moments; none: in memory; of both")
     timeout_s: float = option(1800.0, "seconds one measurement may take", low=1)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
     out: str = option("bench_out/learner_memory", "folder of the figure")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from benchmarks import models
 from benchmarks.workload import ModelOptions
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
-from infsample_rl.learner.disk_adamw import DiskAdamW
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
@@ -30,7 +29,7 @@ from infsample_rl.types import LossTotals, TrainingSample
 OBJECTIVE = ObjectiveConfig(kl="none")
 LEARNER_SETTINGS = (
     *("max_tokens_per_micro_batch", "logprob_chunk_tokens", "activation_checkpointing", "recompute_granularity"),
-    *("offload_optimizer", "optimizer", "moments_folder"),
+    *("offload_optimizer", "optimizer"),
 )
 
 
@@ -166,8 +165,7 @@ def state_bytes(backend: UnshardedBackend, device: torch.device) -> int:
     for master in backend.masters.values():
         if master.device.type == device.type:
             total += master.nbytes
-            if not isinstance(backend.optimizer, DiskAdamW):
-                total += sum(_stored_bytes(value) for value in backend.optimizer.state[master].values())
+            total += sum(_stored_bytes(value) for value in backend.optimizer.state[master].values())
     return total
 
 

@@ -217,9 +217,8 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
             logprob_chunk_tokens=spec["logprob_chunk_tokens"],
             activation_checkpointing=spec["activation_checkpointing"],
             recompute_granularity=spec["recompute_granularity"],
-            moments_folder=spec["moments_folder"],
         ),
-        cluster=ClusterConfig(colocate=True, threads_per_worker=spec["threads"], rollout_gpus=gpus, learner_gpus=gpus),
+        cluster=ClusterConfig(colocate=True, cpus_per_worker=spec["threads"], rollout_gpus=gpus, learner_gpus=gpus),
     )
 
 

@@ -42,7 +42,6 @@ class TrainingOptions(ModelOptions):
     logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
     activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
     recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))
-    moments_folder: str | None = option(None, "of our learner: folder of a file with AdamW's moments; none: in memory")
     allocator: str = option(
         "jemalloc",
         "of host memory, on both sides: Ray's, as our workers have it, or libc's",
@@ -116,7 +115,6 @@ def our_settings(options: TrainingOptions) -> dict[str, Any]:
         "logprob_chunk_tokens",
         "activation_checkpointing",
         "recompute_granularity",
-        "moments_folder",
     )
     return {name: getattr(options, name) for name in names}
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config.command_line import describe
+from infsample_rl.config.fields import default_of
 from infsample_rl.config.loading import SECTIONS, config_folder
 from infsample_rl.config.reward import RewardFunctionConfig
 from infsample_rl.observe.metric_names import GROUPS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "infsample_rl"
+PACKAGE, BENCHMARKS = ROOT / "infsample_rl", ROOT / "benchmarks"
 OUT = ROOT / "docs" / "reference"
 WRITTEN = "Written by `python scripts/write_reference.py`; a test fails when it is not what the code says.\n"
 LAUNCHERS = ("local.sh", "submit.sh", "slurm.sbatch")
@@ -66,21 +67,20 @@ def settings_page() -> str:
 
 
 def _settings(section: str, schema: type) -> list[tuple[str, ...]]:
-    rows = []
-    for spec in dataclasses.fields(schema):
-        bound = spec.metadata
-        name = f"{section}.{spec.name}" if section else spec.name
-        meaning = (
-            bound["doc"]
-            if bound
-            else "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+    return [
+        (
+            f"`{section}.{spec.name}`" if section else f"`{spec.name}`",
+            spec.metadata["doc"],
+            str(spec.type).replace(" | None", ""),
+            _default(spec),
+            _bound(spec),
         )
-        rows.append((f"`{name}`", meaning, str(spec.type).replace(" | None", ""), _default(spec), _bound(spec)))
-    return rows
+        for spec in dataclasses.fields(schema)
+    ]
 
 
-def _default(spec: dataclasses.Field) -> str:
-    value = spec.default if spec.default is not dataclasses.MISSING else spec.default_factory()  # type: ignore[misc]
+def _default(spec: dataclasses.Field[Any]) -> str:
+    value = default_of(spec)
     if value is None:
         return "none"
     if value == "":
@@ -90,8 +90,6 @@ def _default(spec: dataclasses.Field) -> str:
 
 def _bound(spec: dataclasses.Field) -> str:
     bound = spec.metadata
-    if not bound:
-        return ""
     texts = [
         f">= {bound['low']}" if bound["low"] is not None else "",
         f"> {bound['above']}" if bound["above"] is not None else "",
@@ -138,8 +136,8 @@ def commands_page() -> str:
         "Exit codes, where nothing else is said: 0 done, 1 failed, 2 a setting or an input is wrong (one line says "
         "which).\n"
     )
-    found = [path for path in sorted(PACKAGE.rglob("*.py")) if _is_command(path)]
-    found.sort(key=lambda path: (path.parent.name == "bench", path.name != "main.py", path.as_posix()))
+    found = [path for folder in (PACKAGE, BENCHMARKS) for path in folder.rglob("*.py") if _is_command(path)]
+    found.sort(key=lambda path: (path.parent == BENCHMARKS, path.name != "main.py", path.as_posix()))
     for path in found:
         module = _module(path)
         parts += [f"## {module}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or ""), *_arguments(path)]

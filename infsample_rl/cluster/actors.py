@@ -39,6 +39,8 @@ from infsample_rl.types import (
     WorkerStatus,
 )
 
+DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
+
 StreamItem = bytes | MicroGroupHeader | list[Completion] | StreamEnd
 # weights as references to flat buckets, and their checksums
 Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]
@@ -268,7 +270,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         self.learner = self.both.learner
         self.turn = TurnLock()
         self._config, self._rank = config, rank
-        self.pause_every = config.cluster.decode_steps_per_turn
+        self.pause_every = DECODE_STEPS_PER_TURN
 
     def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
         """Join the process group, load and shard the policy, build the engine."""

@@ -144,7 +144,9 @@ def learner_failure(ranks: dict[int, Any], error: Exception) -> Exception:
     if gone:
         return StepLost(f"{', '.join(gone)}: gone, and so {error}")
     hangs = COLLECTIVE_TIMED_OUT.search(str(error)) is not None
-    return StepLost(f"a learner rank hangs, and so within cluster.collective_timeout_s {error}") if hangs else error
+    return (
+        StepLost(f"a learner rank hangs, and so within half of cluster.progress_timeout_s {error}") if hangs else error
+    )
 
 
 def standing(status: WorkerStatus | None) -> str:

@@ -108,7 +108,7 @@ def advice(config: Config, part: str | None, phase: str) -> list[str]:
         return _reference_advice(config)
     if part == "reward":
         return [
-            f"reward.model_batch_tokens={config.reward.model_batch_tokens // 2} with a reward model",
+            "batch_tokens=8192 among the kwargs of a reward model",
             "cluster.reward_workers on another machine",
         ]
     return []
@@ -145,11 +145,8 @@ def _learner_advice(config: Config, phase: str) -> list[str]:
         rows.append("learner.activation_checkpointing=1 with learner.recompute_granularity=full")
     if learner.logprob_chunk_tokens > 256:
         rows.append(f"learner.logprob_chunk_tokens={learner.logprob_chunk_tokens // 4}")
-    plain = learner.optimizer == "adamw" and learner.backend == "fsdp" and learner.moments_folder is None
-    if plain and not learner.offload_optimizer:
+    if learner.optimizer == "adamw" and learner.backend == "fsdp" and not learner.offload_optimizer:
         states.append("learner.optimizer=adamw_8bit")
-    if plain and not config.cluster.learner_gpus:
-        states.append("learner.moments_folder=FOLDER (on a disk)")
     if config.cluster.learner_gpus and not learner.offload_optimizer and learner.optimizer == "adamw":
         states.append("learner.offload_optimizer=true")
     if learner.lora_rank == 0:

@@ -287,6 +287,6 @@ def _result(proof: ray.ObjectRef) -> list[str]:
     try:
         return ray.get(proof, timeout=0)
     except ray.exceptions.GetTimeoutError:
-        return ["it started no process within cluster.start_timeout_s"]
+        return ["it started no process within cluster.progress_timeout_s"]
     except ray.exceptions.RayError as error:
         return [f"it cannot run this package ({str(error).strip().splitlines()[-1]})"]

@@ -18,6 +18,8 @@ from infsample_rl.cluster.workers import Crew, Handle
 from infsample_rl.config import Config
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder, WorkerPhases
 
+MAX_UNDELIVERED = 8  # micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB
+
 BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
 
 
@@ -67,12 +69,12 @@ class RolloutStreams:
             return
         handle = self._crew.all("rollout")[index]
         options: dict[str, Any] = {"num_returns": "streaming"}
-        rollout = self._config.rollout
-        micro_groups = sum(-(-len(item.sample_indices) // rollout.micro_group) for item in work)
+        micro_group = self._config.rollout.micro_group
+        micro_groups = sum(-(-len(item.sample_indices) // micro_group) for item in work)
         # else it cannot be reached, and telling the worker of each item taken is most of what it costs
-        if micro_groups > rollout.max_undelivered:
+        if micro_groups > MAX_UNDELIVERED:
             # a header and a payload each, where they are apart
-            options["_generator_backpressure_num_objects"] = 2 * rollout.max_undelivered
+            options["_generator_backpressure_num_objects"] = 2 * MAX_UNDELIVERED
         number, self._num_streams = self._num_streams, self._num_streams + 1
         order = StreamOrder(work, *self._batch, number)
         self._streams[handle.stream.options(**options).remote(seal(order))] = Stream(

@@ -66,7 +66,6 @@ SETTINGS = [
         "objective.kl=k3",
         "objective.kl_coef=0.01",
         "learner.max_tokens_per_micro_batch=512",
-        "cluster.collective_timeout_s=30",
     ),
     *("cluster.max_restarts=1000", "cluster.progress_timeout_s=120"),
 ]

@@ -52,7 +52,7 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
         f"cluster.reference_gpus={gpus}",
         "cluster.colocate=false",
     ]
-    ours += ["cluster.rollout_workers=1", "cluster.min_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
+    ours += ["cluster.rollout_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
     ours += ["learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
     without_effect = [override for override in overrides if _is_recorded(override.partition("=")[0])]

@@ -11,6 +11,7 @@ import yaml
 
 from infsample_rl.config import Config
 from infsample_rl.config.loading import load_config
+from infsample_rl.config.removed import without_removed
 from infsample_rl.controller.checkpoints import checkpoints
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -55,7 +56,7 @@ def run_of(checkpoint: Path) -> Path | None:
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
     """A run's settings with `overrides` on top; without a run the defaults. ConfigError in one line for what cannot
     be."""
-    kept = "" if run_dir is None else _read(run_dir / "config.yaml").replace("${", "\\${")
+    kept = "" if run_dir is None else _read(run_dir / "config.yaml")
     with tempfile.TemporaryDirectory() as folder:
         experiment = Path(folder) / "experiment" / "run.yaml"
         experiment.parent.mkdir()
@@ -64,13 +65,14 @@ def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:
 
 
 def _read(path: Path) -> str:
-    """A YAML file's text. ValueError, with its name, for what is none."""
+    """A run's settings as YAML, without those of an earlier version that are gone. ValueError, with the file's name,
+    for what is none, and for one that is gone and was set."""
     try:
-        text = path.read_text(encoding="utf-8")
-        yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        kept = without_removed(settings) if isinstance(settings, dict) else settings
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    return text
+    return yaml.safe_dump(kept, sort_keys=False).replace("${", "\\${")
 
 
 def quoted(text: str) -> str:

@@ -14,18 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from infsample_rl.config.fields import default_of, out_of_bounds, setting
+
 Options = TypeVar("Options")
 
-
-def option(
-    default: Any, doc: str, *, low: int | None = None, choices: tuple[str, ...] = (), key: str | None = None
-) -> Any:
-    """A dataclass field that is an argument: its meaning, lowest value, allowed values, and its name when not the
-    field's."""
-    metadata = {"doc": doc, "low": low, "choices": choices, "key": key}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+option = setting  # an argument of a command has the meaning, bounds and choices of a setting, and maybe another `key`
 
 
 def parse(arguments: list[str], options: type[Options]) -> Options:
@@ -42,9 +35,12 @@ def parse(arguments: list[str], options: type[Options]) -> Options:
             raise ValueError(f"{argument!r} is not key=value with a key that exists: {hint}keys: {', '.join(fields)}")
         field = fields[key]
         try:
-            values[field.name] = _check(field.metadata, _convert(text, hints[field.name]))
+            values[field.name] = _convert(text, hints[field.name])
         except ValueError as error:
             raise ValueError(f"{key}={text}: {error}; keys: {', '.join(fields)}") from None
+        must, hint = out_of_bounds(values[field.name], field.metadata)
+        if must:
+            raise ValueError(f"{key}={text}: {must}{hint}; keys: {', '.join(fields)}")
     return options(**values)
 
 
@@ -100,7 +96,7 @@ def describe(options: type[Any]) -> list[tuple[str, str, str]]:
     """(name, default, meaning) of every option, as one would type them."""
     rows = []
     for field in dataclasses.fields(options):
-        value = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+        value = default_of(field)
         # one that depends on the machine is told in words
         doc, _, told = field.metadata["doc"].partition("; default: ")
         shown = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "none" if value is None else str(value)
@@ -137,14 +133,3 @@ def _convert(text: str, kind: Any) -> Any:
         return kind(text)
     except ValueError:
         raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}") from None
-
-
-def _check(metadata: Any, value: Any) -> Any:
-    low, choices = metadata["low"], metadata["choices"]
-    for item in value if isinstance(value, list) else [value]:
-        if item is not None and low is not None and item < low:
-            raise ValueError(f"must be >= {low}; the nearest that works is {low}")
-        if item is not None and choices and item not in choices:
-            nearest = difflib.get_close_matches(str(item), choices, n=1)
-            raise ValueError(f"must be of {', '.join(choices)}{f'; did you mean {nearest[0]}?' if nearest else ''}")
-    return value

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
@@ -28,56 +29,85 @@ def setting(
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] = (),
+    key: str | None = None,
+    read_if: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and bound: `low <= value <= high`, `value > above`, or one of `choices`."""
-    metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices}
+    """A dataclass field with its meaning and bound: `low <= value <= high`, `value > above`, or one of `choices`.
+
+    `key`: the name that a user gives, where it is not the field's. `read_if`: of a run's Config, whether anything reads
+    the setting; none: always.
+    """
+    metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices, "key": key}
+    metadata["read_if"] = read_if
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+def default_of(spec: dataclasses.Field[Any]) -> Any:
+    """A setting's default; a list or a dict is a new one."""
+    return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
+
+
 def check_bounds(section: str, config: Any) -> None:
     """Raise ValueError for the first field of `config` whose value its type or its metadata does not allow."""
     for spec in dataclasses.fields(config):
-        value, bound = getattr(config, spec.name), spec.metadata
-        name = f"{section}.{spec.name}"
-        if not bound:
-            continue
+        value, name = getattr(config, spec.name), f"{section}.{spec.name}"
         _check_type(name, value, str(spec.type))
-        if value is None:
-            continue
-        if bound["choices"] and value not in bound["choices"]:
-            # a100: two of them
-            kinds = [choice for choice in bound["choices"] if choice.startswith(f"{str(value).lower()}-")]
-            nearest = kinds or difflib.get_close_matches(str(value).lower(), bound["choices"], n=1)
-            hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-            raise ValueError(f"{name} must be one of {', '.join(bound['choices'])}, got {value!r}{hint}")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
-        if bound["low"] is not None and value < bound["low"]:
-            raise ValueError(f"{name} must be >= {bound['low']}, got {value}; the nearest that works is {bound['low']}")
-        if bound["high"] is not None and value > bound["high"]:
-            raise ValueError(
-                f"{name} must be <= {bound['high']}, got {value}; the nearest that works is {bound['high']}"
-            )
-        if bound["above"] is not None and value <= bound["above"]:
-            raise ValueError(f"{name} must be > {bound['above']}, got {value}")
+        must, hint = out_of_bounds(value, spec.metadata)
+        if must:
+            raise ValueError(f"{name} {must}, got {value!r}{hint}")
+
+
+def out_of_bounds(value: Any, bound: Mapping[str, Any]) -> tuple[str, str]:
+    """("must be >= 1", "; the nearest that works is 1") of a value, or an item of a list, that a setting's metadata
+    does not allow; two empty texts where it does."""
+    for item in value if isinstance(value, list) else [value]:
+        if item is None:
+            continue
+        if bound["choices"] and item not in bound["choices"]:
+            return f"must be one of {', '.join(bound['choices'])}", _did_you_mean(str(item).lower(), bound["choices"])
+        low, high, above = bound["low"], bound["high"], bound["above"]
+        if low is not None and item < low:
+            return f"must be >= {low}", f"; the nearest that works is {low}"
+        if high is not None and item > high:
+            return f"must be <= {high}", f"; the nearest that works is {high}"
+        if above is not None and item <= above:
+            return f"must be > {above}", ""
+    return "", ""
+
+
+def _did_you_mean(value: str, choices: tuple[str, ...]) -> str:
+    sizes = [choice for choice in choices if choice.startswith(f"{value}-")]  # a100: there are two of them
+    nearest = sizes or difflib.get_close_matches(value, choices, n=1)
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
     """ValueError unless `value` is of the type that `annotation`, as written in the source, names."""
     kind, _, optional = annotation.partition(" | ")
-    if value is None:
-        if optional != "None":
-            raise ValueError(f"{name} must not be none")
-        return
-    if kind not in SCALARS:
+    if value is None and optional != "None":
+        raise ValueError(f"{name} must not be none")
+    if value is None or kind not in SCALARS:
         return
     types, what = SCALARS[kind]
     if not isinstance(value, types) or (isinstance(value, bool) and kind != "bool"):
         raise ValueError(f"{name} must be {what}, got {value!r}")
+
+
+def unread_settings(config: Any) -> list[str]:
+    """Names of settings that differ from their default though nothing reads them in this run, so that they are never
+    silently ignored."""
+    return [
+        f"{section.name}.{spec.name}"
+        for section in dataclasses.fields(config)
+        for spec in dataclasses.fields(getattr(config, section.name))
+        if spec.metadata["read_if"] is not None
+        and not spec.metadata["read_if"](config)
+        and getattr(getattr(config, section.name), spec.name) != default_of(spec)
+    ]
 
 
 def check_temperature(name: str, temperature: float) -> None:

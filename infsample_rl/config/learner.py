@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from infsample_rl.config.fields import check_bounds, setting
 
@@ -15,10 +16,17 @@ class ObjectiveConfig:
         "std", "std: (r - mean) / (std + 1e-6); mean_only (section 3.4); rloo", choices=("std", "mean_only", "rloo")
     )
     loss: str = setting("grpo", "loss and its normalisation", choices=("grpo", "dr_grpo", "dapo", "gspo", "cispo"))
-    clip_low: float = setting(0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1)
+    clip_low: float = setting(
+        0.2, "ratio is clipped below at 1 - clip_low", low=0, high=1, read_if=lambda c: c.objective.loss != "cispo"
+    )
     clip_high: float = setting(0.2, "ratio is clipped above at 1 + clip_high", low=0)
     kl: str = setting("k3", "KL estimator in the loss", choices=("none", "k1", "k2", "k3"))
-    kl_coef: float = setting(0.001, "weight of the KL in the loss", low=0)
+    kl_coef: float = setting(
+        0.001,
+        "weight of the KL in the loss",
+        low=0,
+        read_if=lambda c: c.objective.kl != "none" or c.objective.kl_coef == 0,
+    )
     kl_in_reward: bool = setting(
         False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)"
     )
@@ -30,7 +38,9 @@ class ObjectiveConfig:
         "run.max_staleness=1, else none",
         choices=("auto", "none", "token_tis", "sequence_tis"),
     )
-    importance_cap: float = setting(2.0, "cap of the importance weights", above=0)
+    importance_cap: float = setting(
+        2.0, "cap of the importance weights", above=0, read_if=lambda c: c.importance != "none"
+    )
     mismatch_stop: float = setting(
         0.05,
         "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability",
@@ -47,16 +57,19 @@ class ObjectiveConfig:
         0, "DAPO's soft overlong punishment: its length before max_new_tokens; 0: none", low=0
     )
     overlong_penalty: float = setting(
-        1.0, "what a response of max_new_tokens loses of its reward, with overlong_buffer_tokens > 0", low=0
+        1.0,
+        "what a response of max_new_tokens loses of its reward, with overlong_buffer_tokens > 0",
+        low=0,
+        read_if=lambda c: c.objective.overlong_buffer_tokens > 0,
     )
     dynamic_sampling: bool = setting(
         False, "DAPO: groups whose rewards are all equal are dropped and other prompts sampled instead"
     )
     dynamic_sampling_rounds: int = setting(
-        4, "most rounds of sampling in a step with dynamic_sampling; then it trains with what it has", low=1
-    )
-    shuffle_advantages: bool = setting(
-        False, "control run: shuffle the advantages within every group, so nothing can be learnt"
+        4,
+        "most rounds of sampling in a step with dynamic_sampling; then it trains with what it has",
+        low=1,
+        read_if=lambda c: c.objective.dynamic_sampling,
     )
 
     def __post_init__(self) -> None:
@@ -85,19 +98,38 @@ class ObjectiveConfig:
         return self.kl_in_loss or self.kl_in_reward
 
 
+def _needs_reference(config: Any) -> bool:
+    return config.objective.needs_reference
+
+
+def _trains_adapters(config: Any) -> bool:
+    return config.learner.lora_rank > 0
+
+
+def _has_ranks(config: Any) -> bool:
+    return config.cluster.learner_ranks > 1
+
+
 @dataclass(kw_only=True)
 class ReferenceConfig:
     """The frozen policy of the KL terms; loaded only when one is used."""
 
-    path: str | None = setting(None, "folder or hub name; none: model.path")
+    path: str | None = setting(None, "folder or hub name; none: model.path", read_if=_needs_reference)
     placement: str = setting(
         "workers",
         "workers: processes of its own; learner: sharded over the learner ranks, beside the policy (with LoRA: the "
         "policy without adapters)",
         choices=("workers", "learner"),
+        read_if=_needs_reference,
     )
-    offload: bool = setting(False, "with placement=learner: its weights are in host memory between uses")
-    max_tokens_per_micro_batch: int = setting(16384, "tokens of one packed row", low=16)
+    offload: bool = setting(
+        False,
+        "with placement=learner: its weights are in host memory between uses",
+        read_if=lambda c: c.objective.needs_reference and c.learner.lora_rank == 0,
+    )
+    max_tokens_per_micro_batch: int = setting(
+        16384, "tokens of one packed row", low=16, read_if=lambda c: c.has_reference_workers
+    )
 
     def __post_init__(self) -> None:
         check_bounds("reference", self)
@@ -112,33 +144,46 @@ class LearnerConfig:
         "how parameters are sharded: fsdp is FSDP2 (none at one rank), deepspeed is ZeRO",
         choices=("fsdp", "deepspeed"),
     )
-    zero_stage: int = setting(2, "deepspeed: 1 shards the optimizer, 2 gradients too, 3 parameters too", low=1, high=3)
-    shard_ranks: int | None = setting(None, "fsdp: ranks that share one copy of the policy (HSDP); none: all", low=1)
+    zero_stage: int = setting(
+        2,
+        "deepspeed: 1 shards the optimizer, 2 gradients too, 3 parameters too",
+        low=1,
+        high=3,
+        read_if=lambda c: c.learner.backend == "deepspeed",
+    )
+    shard_ranks: int | None = setting(
+        None, "fsdp: ranks that share one copy of the policy (HSDP); none: all", low=1, read_if=_has_ranks
+    )
     grad_sync: str = setting(
         "every_row",
         "every_row: gather and reduce with every row, in waves; last_row: fsdp ranks keep whole parameters and "
         "gradients and reduce once",
         choices=("every_row", "last_row"),
+        read_if=_has_ranks,
     )
-    offload_optimizer: bool = setting(False, "masters, AdamW moments and the optimizer step in host memory")
-    moments_folder: str | None = setting(
-        None,
-        "folder on a disk of the learner's machine: AdamW's moments are in a file there (on a GPU with "
-        "offload_optimizer); none: in memory",
+    offload_optimizer: bool = setting(
+        False,
+        "masters, AdamW moments and the optimizer step in host memory",
+        read_if=lambda c: c.cluster.learner_gpus > 0 or c.learner.backend == "deepspeed",
     )
     overlap: bool = setting(
-        True, "backward of complete groups while others decode; false: after the last sample of the step"
+        True,
+        "backward of complete groups while others decode; false: after the last sample of the step",
+        read_if=lambda c: c.objective.updates_per_step == 1 and c.run.max_staleness == 0,
     )
     optimizer: str = setting(
         "adamw", "adamw, or adamw_8bit (torchao): moments in 8 bits with scales", choices=("adamw", "adamw_8bit")
     )
     lr: float = setting(1e-6, "AdamW learning rate", above=0)
     lr_schedule: str = setting("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
-    min_lr_ratio: float = setting(0.0, "lr at the end of linear and cosine, as a share of lr", low=0, high=1)
-    warmup_steps: int = setting(0, "updates of linear warm-up from 0", low=0)
-    warmup_ratio: float = setting(
-        0.0, "the same as a share of the run's updates; only with warmup_steps=0", low=0, high=1
+    min_lr_ratio: float = setting(
+        0.0,
+        "lr at the end of linear and cosine, as a share of lr",
+        low=0,
+        high=1,
+        read_if=lambda c: c.learner.lr_schedule != "constant",
     )
+    warmup_steps: int = setting(0, "updates of linear warm-up from 0", low=0)
     weight_decay: float = setting(0.0, "AdamW weight decay, of matrices only", low=0)
     beta1: float = setting(0.9, "AdamW beta 1", low=0, high=0.999999)
     beta2: float = setting(0.999, "AdamW beta 2", low=0, high=0.999999)
@@ -155,14 +200,18 @@ class LearnerConfig:
         "full",
         "full: of a recomputed layer only its input is kept; selective: its matrix products too",
         choices=("full", "selective"),
+        read_if=lambda c: c.learner.activation_checkpointing > 0,
     )
     lora_rank: int = setting(0, "train LoRA adapters of this rank (peft), not the weights; 0: the weights", low=0)
-    lora_alpha: float = setting(32.0, "adapters count lora_alpha / lora_rank", above=0)
-    lora_targets: list[str] = setting(["all-linear"], "names of the modules that get adapters, or all-linear")
+    lora_alpha: float = setting(32.0, "adapters count lora_alpha / lora_rank", above=0, read_if=_trains_adapters)
+    lora_targets: list[str] = setting(
+        ["all-linear"], "names of the modules that get adapters, or all-linear", read_if=_trains_adapters
+    )
     lora_publish: str = setting(
         "merged",
         "what the engine is sent: merged weights, or the adapters, which it merges itself",
         choices=("merged", "adapters"),
+        read_if=lambda c: c.learner.lora_rank > 0 and not c.cluster.colocate,
     )
     on_nonfinite: str = setting(
         "stop", "a NaN or infinite loss or gradient: stop the run, or skip the update", choices=("stop", "skip")
@@ -170,7 +219,3 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_bounds("learner", self)
-        if self.warmup_steps > 0 and self.warmup_ratio > 0:
-            raise ValueError(
-                f"give learner.warmup_steps={self.warmup_steps} or learner.warmup_ratio={self.warmup_ratio:g}, not both"
-            )

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import DATA_NAMES, Config, RewardFunctionConfig
+from infsample_rl.config.fields import default_of
+from infsample_rl.config.removed import why_removed
 from infsample_rl.config.secrets import check_no_secrets
 
 SECTIONS: dict[str, type] = {spec.name: spec.default_factory for spec in dataclasses.fields(Config)}  # type: ignore[misc]
@@ -73,9 +75,7 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
     settings = compose(overrides, config_dir)
     _make_paths_absolute(settings)
     try:
-        settings["reward"]["functions"] = [
-            _reward_function(index, entry) for index, entry in enumerate(settings["reward"]["functions"])
-        ]
+        settings["reward"]["functions"] = [RewardFunctionConfig(**entry) for entry in settings["reward"]["functions"]]
         config = Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
         check_no_secrets(config, os.environ)
         return config
@@ -83,26 +83,18 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
         raise ConfigError(str(error)) from None
 
 
-def _reward_function(index: int, entry: dict[str, Any]) -> RewardFunctionConfig:
-    try:
-        return RewardFunctionConfig(**entry)
-    except ValueError as error:
-        raise ValueError(str(error).replace("reward.functions.", f"reward.functions[{index}].", 1)) from None
-
-
 def experiments(config_dir: str | None = None) -> list[str]:
     """Names `+experiment=` takes, the user's own folder included."""
-    return _options("experiment", config_dir)
+    return _choices(config_dir)["experiment"]
 
 
-def _options(group: str, config_dir: str | None) -> list[str]:
+def _choices(config_dir: str | None) -> dict[str, list[str]]:
+    """Group of the config folders -> what it may be set to."""
     folders = [config_folder()] + ([Path(config_dir)] if config_dir else [])
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
-
-
-def _groups(config_dir: str | None) -> set[str]:
-    folders = [config_folder()] + ([Path(config_dir)] if config_dir else [])
-    return {path.name for folder in folders for path in folder.glob("*") if path.is_dir()}
+    groups = {path.name for folder in folders for path in folder.glob("*") if path.is_dir()}
+    return {
+        group: sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")}) for group in groups
+    }
 
 
 def _normalise(override: str) -> str:
@@ -110,12 +102,9 @@ def _normalise(override: str) -> str:
     plus."""
     if override.startswith("experiment="):
         return "+" + override
-    into_dict = re.match(r"(\w+)\.(\w+)\.\w", override)
-    if into_dict and into_dict.group(2) in {
-        spec.name for spec in dataclasses.fields(SECTIONS.get(into_dict.group(1), Config))
-    }:
-        return "++" + override
-    return override
+    section, *keys = override.partition("=")[0].split(".")
+    is_in_dict = len(keys) > 1 and f"{section}.{keys[0]}" in setting_names()
+    return "++" + override if is_in_dict else override
 
 
 def _check_override(override: str, config_dir: str | None) -> None:
@@ -123,15 +112,13 @@ def _check_override(override: str, config_dir: str | None) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    match = re.match(r"^(\+\+|\+|~)?([^=]*)(=?)(.*)$", override, re.DOTALL)
-    assert match is not None
-    prefix, name, equals, value = match.groups()
-    if prefix == "~":
-        raise ConfigError(f"{override}: settings cannot be deleted; give a value instead, e.g. {name}=null")
+    name, equals, value = override.partition("=")
+    name = name.lstrip("+")
+    if name.startswith("~"):
+        raise ConfigError(f"{override}: settings cannot be deleted; give a value instead, e.g. {name[1:]}=null")
     if not equals or not name:
-        nearest = _nearest(name.split("=")[0], config_dir)
         raise ConfigError(
-            f"{override!r} is not name=value{nearest}; a value with spaces needs quotes, as in "
+            f"{override!r} is not name=value{_nearest(name, config_dir)}; a value with spaces needs quotes, as in "
             "'data.instruction=\"Think first.\"'"
         )
     _check_name(name, value, config_dir)
@@ -146,23 +133,20 @@ def _check_override(override: str, config_dir: str | None) -> None:
 
 
 def _check_name(name: str, value: str, config_dir: str | None) -> None:
-    if name in _groups(config_dir):
-        options = _options(name, config_dir)
-        if value not in options:
-            hint = _did_you_mean(value, options, prefix=name + "=")
-            raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{hint}")
-        return
+    options = _choices(config_dir).get(name)
+    if options is not None and value not in options:
+        close = difflib.get_close_matches(value, options, n=1, cutoff=0.3)
+        hint = f"; did you mean {name}={close[0]}?" if close else ""
+        raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{hint}")
     if name.startswith("hydra"):
         raise ConfigError(
             f"{name}: Hydra only composes the settings here and writes nothing; set run.dir, and --config-dir for a "
             "folder of your own"
         )
-    section, _, key = name.partition(".")
-    if section not in SECTIONS or not key:
-        raise ConfigError(f"{name} is not a setting{_nearest(name, config_dir)}")
-    first_key = re.split(r"[.\[]", key)[0]
-    if first_key not in {spec.name for spec in dataclasses.fields(SECTIONS[section])}:
-        raise ConfigError(f"{name} is not a setting{_nearest(name, config_dir)}")
+    # a key of a dictionary, or an item of a list, belongs to its setting
+    known = re.match(r"[^.]*\.[^.\[]*", name)
+    if options is None and (known is None or known[0] not in setting_names()):
+        raise ConfigError(_not_a_setting(name, config_dir))
 
 
 def setting_names() -> list[str]:
@@ -170,24 +154,19 @@ def setting_names() -> list[str]:
     return [f"{name}.{spec.name}" for name, section in SECTIONS.items() for spec in dataclasses.fields(section)]
 
 
+def _not_a_setting(name: str, config_dir: str | None = None) -> str:
+    return why_removed(name) or f"{name} is not a setting{_nearest(name, config_dir)}"
+
+
 def _nearest(name: str, config_dir: str | None) -> str:
     by_key = {full.partition(".")[2]: full for full in setting_names()}
-    close = difflib.get_close_matches(
-        name, setting_names() if "." in name else sorted(_groups(config_dir)), n=1, cutoff=0.6
-    )
-    close = close or [
-        by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1, cutoff=0.6)
-    ]
+    close = difflib.get_close_matches(name, setting_names() if "." in name else sorted(_choices(config_dir)), n=1)
+    close = close or [by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1)]
     return (
         f"; did you mean {close[0]}?"
         if close
         else f"; sections are {', '.join(SECTIONS)} (python -m infsample_rl.main --cfg job prints all)"
     )
-
-
-def _did_you_mean(value: str, options: list[str], prefix: str) -> str:
-    close = difflib.get_close_matches(value, options, n=1, cutoff=0.3)
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _one_line(error: Exception) -> str:
@@ -212,22 +191,19 @@ def _one_line(error: Exception) -> str:
             f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got "
             f"{wrong_type.group(1)!r}{_default_of(key)}"
         )
-    unknown = re.match(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", first)
+    unknown = re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", text)
     if unknown and unknown.group(2) == RewardFunctionConfig.__name__:
         takes = ", ".join(spec.name for spec in dataclasses.fields(RewardFunctionConfig))
         return f"reward.functions: an entry takes {takes}, not {unknown.group(1)}"
     if unknown:
-        name = key or unknown.group(1)
-        return f"{name} is not a setting{_nearest(name, None)}"
+        return _not_a_setting(key or unknown.group(1))
     return (f"{key}: " if key and key not in first else "") + first
 
 
 def _default_of(name: str) -> str:
     section, _, key = name.partition(".")
     specs = {spec.name: spec for spec in dataclasses.fields(SECTIONS[section])} if section in SECTIONS else {}
-    if key not in specs or specs[key].default is dataclasses.MISSING:
-        return ""
-    return f"; the default is {json.dumps(specs[key].default)}"
+    return f"; the default is {json.dumps(default_of(specs[key]))}" if key in specs else ""
 
 
 def _run_of(checkpoint: str) -> Path:
@@ -269,8 +245,8 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
             function["name"] = f"{Path(path).expanduser().absolute()}{colon}{name}"
         elif function["name"].startswith("model:"):
             function["name"] = f"model:{_absolute_if_local(name)}"
-    for key in ("read_paths", "write_paths"):
-        settings["reward"][key] = [str(Path(path).expanduser().absolute()) for path in settings["reward"][key]]
+    reward = settings["reward"]
+    reward["read_paths"] = [str(Path(path).expanduser().absolute()) for path in reward["read_paths"]]
 
 
 def _absolute_if_local(path: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config.fields import check_bounds, parse_bytes, setting
@@ -26,21 +26,22 @@ class RewardFunctionConfig:
         {}, "keywords passed to the function; no keys: name their variables in reward.environment"
     )
 
-    def __post_init__(self) -> None:
-        check_bounds("reward.functions", self)
+
+def _is_isolated(config: Any) -> bool:
+    return config.reward.isolation != "none"
 
 
 @dataclass(kw_only=True)
 class RewardConfig:
     """Reward functions and the processes they run in."""
 
-    functions: list[RewardFunctionConfig] = field(default_factory=list, metadata={})
+    functions: list[RewardFunctionConfig] = setting(
+        [], "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+    )
     timeout_s: float = setting(
         30.0, "seconds a call may take before its process is killed and the reward is None", above=0
     )
-    retries: int = setting(1, "further tries of a call that died (not of one that timed out)", low=0)
     processes: int = setting(1, "processes of one reward worker that run reward functions", low=1)
-    model_batch_tokens: int = setting(16384, "padded tokens in one batch of a reward model", low=1)
     isolation: str = setting(
         "limits",
         "none: just a process of its own; limits: memory is bounded, the environment holds no keys; sandbox: also no "
@@ -48,16 +49,19 @@ class RewardConfig:
         choices=ISOLATIONS,
     )
     memory_limit: str = setting(
-        "4GB", "memory of a reward process and all it starts, and the largest file it may write; e.g. 4GB or 512MiB"
+        "4GB",
+        "memory of a reward process and all it starts, and the largest file it may write; e.g. 4GB or 512MiB",
+        read_if=_is_isolated,
     )
     environment: list[str] = setting(
-        [], "environment variables that functions get beside PATH, LANG and the like, by name, e.g. [JUDGE_API_KEY]"
+        [],
+        "environment variables that functions get beside PATH, LANG and the like, by name, e.g. [JUDGE_API_KEY]",
+        read_if=_is_isolated,
     )
     read_paths: list[str] = setting(
-        [], "with isolation=sandbox: files and folders that functions may read beside Python's and their own"
-    )
-    write_paths: list[str] = setting(
-        [], "with isolation=sandbox: folders that functions may read and write beside a temporary one"
+        [],
+        "with isolation=sandbox: files and folders that functions may read beside Python's and their own",
+        read_if=lambda c: c.reward.isolation == "sandbox",
     )
 
     def __post_init__(self) -> None:
@@ -65,6 +69,7 @@ class RewardConfig:
         if not self.functions:
             raise ValueError("reward.functions is empty: give one, e.g. 'reward.functions=[{name: gsm8k}]'")
         for index, function in enumerate(self.functions):
+            check_bounds(f"reward.functions[{index}]", function)
             if not function.name:
                 raise ValueError(
                     f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function "

@@ -38,15 +38,21 @@ class RolloutConfig:
         "probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS
     )
     predictor_path: str | None = setting(
-        None, "folder of the trained bert predictor; none: all lengths predicted equal, with a warning"
+        None,
+        "folder of the trained bert predictor; none: all lengths predicted equal, with a warning",
+        read_if=lambda c: c.rollout.predictor == "bert",
     )
-    predict_every: int = setting(32, "running steps from one prediction of the probe for all rows to the next", low=1)
     prefix_tokens: int | None = setting(
         None,
         "k, tokens of every sample decoded before fptas, sjf, infinite and lpt start; none: 16 with a predictor",
         low=0,
     )
-    epsilon: float = setting(0.1, "rounding of fptas and infinite (Algorithm 2)", above=0)
+    epsilon: float = setting(
+        0.1,
+        "rounding of fptas and infinite (Algorithm 2)",
+        above=0,
+        read_if=lambda c: c.rollout.schedule in ("fptas", "infinite"),
+    )
     max_new_tokens: int = setting(256, "longest response in tokens", low=1)
     temperature: float = setting(1.0, "0 is exact argmax", low=0, high=10)
     top_p: float = setting(1.0, "nucleus mass kept; 1: all", above=0, high=1)
@@ -79,18 +85,11 @@ class RolloutConfig:
     max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
     preemption: str = setting(
         "auto",
-        "KV of a preempted sample: computed again, or parked outside the pool; auto: parked if there is a place",
-        choices=PREEMPTIONS,
-    )
-    park_folder: str | None = setting(
-        None,
-        "folder on a disk, of each rollout machine, for a file of parked KV; none: with GPUs host memory, else the "
-        "temporary folder",
+        "KV of a preempted sample: recompute, or park outside the pool (with GPUs in host memory, else in a file of "
+        "the temporary folder); auto: park if there is a place; a path: park in a file there, on a disk of each "
+        "rollout machine",
     )
     micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
-    max_undelivered: int = setting(
-        8, "micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB", low=1
-    )
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_budget_bytes, int):
@@ -116,10 +115,10 @@ class RolloutConfig:
                 )
             if self.kv_budget_bytes != "auto":
                 parse_bytes(self.kv_budget_bytes)
-        if self.park_folder is not None and self.preemption == "recompute":
+        if self.preemption not in PREEMPTIONS and self.park_folder is None:
             raise ValueError(
-                f"rollout.park_folder={self.park_folder} is not read by rollout.preemption=recompute: leave one of "
-                "them out"
+                f"rollout.preemption must be one of {', '.join(PREEMPTIONS)}, or the path of a folder (with a /), got "
+                f"{self.preemption!r}"
             )
         if self.max_rows is not None and self.schedule != "token_budget":
             raise ValueError(
@@ -162,6 +161,11 @@ class RolloutConfig:
                 f"{self.prefix_tokens}: "
                 "the state before the first token is the same for all samples; leave it out"
             )
+
+    @property
+    def park_folder(self) -> str | None:
+        """The folder for a file of parked KV that rollout.preemption names, if any."""
+        return self.preemption if "/" in self.preemption else None
 
     @property
     def num_prefix_tokens(self) -> int:

@@ -48,6 +48,7 @@ from infsample_rl.observe.timeline import Timeline
 from infsample_rl.types import Prompt, WeightSyncReport
 
 LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
+TRACE_STEPS = 20  # steps that trace.json keeps, the newest last
 FAILURES_SHOWN = 3  # failed reward calls of a step that are shown at once; the others are counted
 
 Completions = list[dict[str, Any]]
@@ -91,8 +92,8 @@ class Driver:
         self.cluster = Cluster(
             config, total_steps=start.total_steps, note=self.log.note, interruption=self.interruption
         )
-        path, keep_steps, verbose = self.run_dir / "trace.json", config.logging.trace_steps, config.logging.verbose
-        self.timeline = Timeline(path, keep_steps=keep_steps, start_step=start.step, say=self.log.keep, verbose=verbose)
+        path = self.run_dir / "trace.json"
+        self.timeline = Timeline(path, keep_steps=TRACE_STEPS, start_step=start.step, say=self.log.keep)
 
     def run(self) -> None:
         """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM keep what is

@@ -14,9 +14,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
+from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.loading import cache_folder
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
-from infsample_rl.config.unread import unread_settings
 from infsample_rl.controller import checkpoints
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.learner.optimizer import check_optimizer
@@ -35,6 +35,7 @@ from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.rollout.engine.kv_cache import page_bytes, stored_dtype
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
+from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
 from infsample_rl.types import Prompt
 
@@ -200,8 +201,6 @@ def setting_warnings(config: Config) -> list[str]:
     objective = config.objective
     if objective.kl != "none" and objective.kl_coef == 0:
         warnings.append(f"objective.kl={objective.kl} with objective.kl_coef=0: there is no KL in the loss")
-    if config.objective.shuffle_advantages:
-        warnings.append("objective.shuffle_advantages=true: a control run, the policy cannot learn from the rewards")
     return warnings
 
 
@@ -298,7 +297,7 @@ def _predictor_text(config: Config) -> str:
     waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
     if rollout.predictor == "bert":
         return f"bert{waits}, frozen"
-    return f"probe{waits}, then every {rollout.predict_every} running steps; learns from every finished sample"
+    return f"probe{waits}, then every {PREDICT_EVERY} running steps; learns from every finished sample"
 
 
 def _pool_text(config: Config, per_token: int) -> str:
@@ -355,12 +354,8 @@ def _check_this_machine(config: Config) -> None:
     problem = refusal(config, [Node(name="this machine", cpus=cpus, gpus=gpus, all_cpus=cpus, all_gpus=gpus)])
     if problem:
         raise ValueError(problem)
-    for name, folder in (
-        ("learner.moments_folder", config.learner.moments_folder),
-        ("rollout.park_folder", config.rollout.park_folder),
-    ):
-        if folder is not None:
-            check_disk_folder(name, folder)
+    if config.rollout.park_folder is not None:
+        check_disk_folder("rollout.preemption", config.rollout.park_folder)
 
 
 def _check_folders(config: Config) -> None:

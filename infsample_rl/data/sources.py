@@ -17,6 +17,7 @@ from infsample_rl.model.hub import hub_reachable
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 GENERATED = "reasoning_gym:"
+GENERATED_SIZE = 1000  # problems, where data.generator_kwargs has no size
 HUB_NAMES = {  # short name -> hub name, its fields
     "gsm8k": ("openai/gsm8k:main", Fields(prompt="question", answer="answer")),
     "math": ("DigitalLearningGmbH/MATH-lighteval:default", Fields(prompt="problem", answer="solution")),
@@ -29,7 +30,8 @@ AS_FILE = "data.source=FILE.jsonl data.prompt_field=question data.answer_field=a
 def load_problems(data: DataConfig, *, evaluation: bool, limit: int | None = None) -> list[Problem]:
     """The usable problems of data.source, or of data.eval_source with `evaluation`, in the source's order.
 
-    `limit` is how many held-out problems reasoning_gym:<task> generates (none: data.size); other sources give all.
+    `limit` is how many held-out problems reasoning_gym:<task> generates (none: as many as it has to train on);
+    other sources give all.
     Raises ValueError for a source that cannot be had or read, and for bad rows unless data.bad_rows is "skip".
     """
     option = "data.eval_source" if evaluation else "data.source"
@@ -130,17 +132,16 @@ def generated_rows(data: DataConfig, source: str, *, evaluation: bool, limit: in
     """Problems of reasoning_gym:<task>; the columns `task` and `entry` (whole, with metadata) are what its scorer
     takes.
 
-    Item i of a task is made from seed + i, so training uses the seeds generator_seed .. generator_seed + size - 1 and
-    held-out problems the ones from generator_seed + size on. (Equal questions can still come from different seeds
+    Item i of a task is made from seed + i, so training uses the seeds seed .. seed + size - 1 of data.generator_kwargs
+    and held-out problems the ones from seed + size on. (Equal questions can still come from different seeds
     where a task has few: one-digit sums.)
     """
-    for name, option in (("seed", "data.generator_seed"), ("size", "data.size")):
-        if name in data.generator_kwargs:
-            raise ValueError(f"data.generator_kwargs.{name} is set by {option}; leave it out")
     task = source.removeprefix(GENERATED)
-    seed = data.generator_seed + (data.size if evaluation else 0)
-    size = limit if evaluation and limit is not None else data.size
-    request = {"task": task, "seed": seed, "size": size, "kwargs": data.generator_kwargs}
+    kwargs = dict(data.generator_kwargs)
+    size, seed = kwargs.pop("size", GENERATED_SIZE), kwargs.pop("seed", 0)
+    if evaluation:
+        seed, size = seed + size, size if limit is None else limit
+    request = {"task": task, "seed": seed, "size": size, "kwargs": kwargs}
     # A process with a fixed hash seed: some tasks iterate over sets, and a resumed run must get the same problems.
     command = [sys.executable, "-P", str(Path(__file__).with_name("generate.py"))]
     done = subprocess.run(

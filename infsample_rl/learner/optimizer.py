@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.learner.disk_adamw import DiskAdamW
 
 OPTIMIZER_8BIT = "adamw_8bit"
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW over float32 masters, with moments in float32 or, with learner.optimizer=adamw_8bit, in 8 bits; weight
-    decay on matrices only.
-
-    With learner.moments_folder the moments are in a file there.
-    """
+    decay on matrices only."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": learner.weight_decay},
@@ -33,8 +29,6 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
     if learner.optimizer == OPTIMIZER_8BIT:
         return _adamw_8bit(groups, settings)
     # Fused: the same arithmetic, several times faster than a kernel for each operation.
-    if learner.moments_folder is not None:
-        return DiskAdamW(groups, learner.moments_folder, **settings, fused=True)
     return torch.optim.AdamW(groups, **settings, fused=True)
 
 
@@ -75,8 +69,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """exp_avg and exp_avg_sq of a parameter in float32, sharded and placed like it; empty before its first step."""
-    if isinstance(optimizer, DiskAdamW):
-        return optimizer.read(parameter)
     found = {
         name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")
     }
@@ -103,9 +95,6 @@ def load_moments(
     first."""
     if not values:
         return
-    if isinstance(optimizer, DiskAdamW):
-        optimizer.write(parameter, values, steps)
-        return
     if isinstance(optimizer, torch.optim.AdamW):
         step = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
         optimizer.state[parameter] = {"step": step} | {
@@ -123,11 +112,11 @@ def load_moments(
 def lr_at(step: int, total_steps: int, learner: LearnerConfig) -> float:
     """Learning rate of update `step` (0, 1, ...) of `total_steps`.
 
-    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1 (of warmup_ratio: the share,
-    rounded up). Then constant, or linear or cosine down to min_lr_ratio x lr, which is reached after the last update.
+    Warm-up rises in a line from 0 before the first update to lr at update warmup_steps - 1. Then constant, or linear or
+    cosine down to min_lr_ratio x lr, which is reached after the last update.
     lr 1, warm-up 2, 4 steps, linear: 0.5, 1, 1, 0.5.
     """
-    warmup_steps = learner.warmup_steps or math.ceil(learner.warmup_ratio * total_steps)
+    warmup_steps = learner.warmup_steps
     if step < warmup_steps:
         return learner.lr * (step + 1) / warmup_steps
     if learner.lr_schedule == "constant":

@@ -124,21 +124,3 @@ def path_line(path: list[Interval]) -> str:
         shares["decode"] += f" ({max(workers['decode'], key=workers['decode'].__getitem__)})"
     waited = shares.pop(WAIT, f"{WAIT} 0 %")
     return f"{whole:.1f} s: " + ", ".join(filter(None, [" > ".join(shares.values()), waited]))
-
-
-def phase_lines(intervals: Iterable[Interval], started: float, ended: float) -> list[str]:
-    """What every worker did between two times, in seconds, most first; the rest is idle.
-
-    Example: "rollout 0: decode 6.1 s, sync 0.2 s, idle 3.7 s"
-    """
-    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for interval in intervals:
-        inside = min(interval.end, ended) - max(interval.start, started)
-        if inside > 0:
-            seconds[interval.worker][interval.name] += inside
-    lines = []
-    for worker, phases in sorted(seconds.items()):
-        ordered = sorted(phases.items(), key=lambda item: -item[1])
-        idle = max(0.0, ended - started - sum(phases.values()))
-        lines.append(f"{worker}: " + ", ".join(f"{name} {spent:.1f} s" for name, spent in [*ordered, ("idle", idle)]))
-    return lines

@@ -11,7 +11,7 @@ from typing import Any
 
 from infsample_rl.config import Config
 from infsample_rl.observe.health import Health
-from infsample_rl.observe.live_view import LiveView, step_figures
+from infsample_rl.observe.live_view import LiveView
 from infsample_rl.observe.records import (
     amend_record,
     append_records,
@@ -46,7 +46,7 @@ class RunLogger:
 
     A new run sets files of an earlier start aside as NAME.1.jsonl; a resumed one goes on with them, and has to rewind()
     before its first step. On a terminal a live view stays below everything printed; in a pipe or a file every step is
-    one plain line, more with logging.verbose.
+    one plain line.
     """
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
@@ -55,13 +55,12 @@ class RunLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
-        self._verbose = config.logging.verbose
         sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
         self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
         options = {"total_steps": total_steps, "start_step": start_step, "progress": config.logging.progress}
         self._screen = Screen(run_dir / "run.log", self._view, **options)
         self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
-        self._writes_report, self._report_due_at = config.logging.report, 0.0
+        self._report_due_at = 0.0
         self._step = start_step
         before = (record for record in read_records(run_dir / METRICS_FILE) if record["step"] <= start_step)
         self._health = Health(config, before if start_step else ())
@@ -81,8 +80,8 @@ class RunLogger:
         self._screen.line(text)
 
     def keep(self, text: str) -> None:
-        """Keep a line in run.log; with logging.verbose print it too."""
-        (self._screen.line if self._verbose else self._screen.keep)(text)
+        """Keep a line in run.log alone."""
+        self._screen.keep(text)
 
     def warn(self, text: str, rule: str = "") -> None:
         """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py,
@@ -97,8 +96,6 @@ class RunLogger:
         said_at, kept_back = self._seldom.get(kind, (None, 0))
         if said_at is not None and self._step - said_at < WARN_EVERY_STEPS:
             self._seldom[kind] = said_at, kept_back + 1
-            if self._verbose:
-                self._screen.keep(f"warning: {text}")
             return
         self._seldom[kind] = self._step, 0
         self.warn(f"{text} (and {kept_back:,} more like it since step {said_at})" if kept_back else text)
@@ -131,9 +128,6 @@ class RunLogger:
             self._show_timeline()
         self._say_of_trackers()
         self._screen.step(step, known)
-        if self._verbose:
-            for name, parts in step_figures(known):
-                self._screen.line(f"  {name:<8} {', '.join(parts)}")
         for finding in findings:
             self.warn(finding.text, finding.rule)
 
@@ -159,7 +153,7 @@ class RunLogger:
     def write_report(self, *, is_last: bool = False) -> None:
         """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the
         time."""
-        if not self._writes_report or (not is_last and time.monotonic() < self._report_due_at):
+        if not is_last and time.monotonic() < self._report_due_at:
             return
         # late: what it takes, a run that fails at start need not load
         from infsample_rl.observe.report.writing import write_report

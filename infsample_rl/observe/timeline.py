@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infsample_rl.observe.critical_path import critical_path, intervals_of, outermost, path_line, phase_lines
+from infsample_rl.observe.critical_path import critical_path, intervals_of, outermost, path_line
 from infsample_rl.observe.phases import IDLE
 from infsample_rl.observe.trace import Event, TraceFile
 from infsample_rl.types import Phase, WorkerPhases
@@ -40,12 +40,9 @@ class Timeline:
     step waits. What first went wrong there is raised by the next call, once.
     """
 
-    def __init__(
-        self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None], verbose: bool = False
-    ) -> None:
-        """`verbose`: say also what every worker did in a step."""
+    def __init__(self, path: Path, *, keep_steps: int, start_step: int, say: Callable[[str], None]) -> None:
         self._trace = TraceFile(path, keep_steps=keep_steps, start_step=start_step)
-        self._say, self._verbose = say, verbose
+        self._say = say
         self._steps: list[Step] = []  # the last to be drawn, and those to draw
         self._phases: dict[tuple[str, int], WorkerPhases] = {}  # not drawn yet
         self._drawn_until: dict[tuple[str, int], float] = {}
@@ -97,9 +94,6 @@ class Timeline:
     def _draw(self, step: Step) -> None:
         path = critical_path(intervals_of(self._phases.values()), step.started, step.ended)
         self._say(f"step {step.number}: critical path, {path_line(path)}")
-        if self._verbose:
-            for line in phase_lines(intervals_of(self._phases.values()), step.started, step.ended):
-                self._say(f"step {step.number}: {line}")
         known = self._steps[: self._steps.index(step) + 1]
         ends = [one.ended for one in known]
         events = [_event("driver", 0, Phase(f"step {step.number}", step.started, step.ended, 0), step.number)]

@@ -67,9 +67,6 @@ def _of_rollout(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
         yield {"model__dtype": "bfloat16"}
 
 
-ON_DISK = "/var/tmp"  # by the file system's standard on a disk
-
-
 def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator[dict[str, Any]]:
     learner = config.learner
     selective = {"learner__activation_checkpointing": 1, "learner__recompute_granularity": "selective"}
@@ -95,8 +92,6 @@ def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator
         yield {"learner__optimizer": "adamw_8bit"}
     if config.cluster.learner_gpus > 0 and not learner.offload_optimizer:
         yield {"learner__offload_optimizer": True, "learner__optimizer": "adamw"}
-    if config.cluster.learner_gpus == 0 and learner.backend == "fsdp" and learner.moments_folder is None:
-        yield {"learner__moments_folder": ON_DISK, "learner__optimizer": "adamw"}
     if learner.lora_rank == 0:
         yield {"learner__lora_rank": 16}
         tokens = largest_row(with_settings(config, **full, learner__lora_rank=16), model, device)

@@ -27,10 +27,7 @@ BLOCK, SMALLEST_8BIT = 256, 4096
 def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     """Bytes of one rank where it computes, and, of a rank on a GPU, in host memory."""
     device, host = _state(config, model)
-    row = _row(config, model)
-    device |= _reference(config, model, host) | row | _buckets(config)
-    if config.learner.moments_folder is not None:
-        _keep_moments_on_disk(config, model, host or device, gone=0 if host else sum(row.values()))
+    device |= _reference(config, model, host) | _row(config, model) | _buckets(config)
     return {name: size for name, size in device.items() if size > 0}, host
 
 
@@ -81,21 +78,6 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
         else ("float32 masters", "optimizer's moments")
     )
     return lines, {name: lines.pop(name) for name in moved if name in lines}
-
-
-def _keep_moments_on_disk(config: Config, model: ModelOutline, lines: Lines, *, gone: int) -> None:
-    """Of the moments only one parameter's are in memory, in the step. `gone`: bytes of the row, which is not there any
-    more."""
-    del lines["optimizer's moments"]
-    largest = max(_trained_sizes(config, model))
-    lines["moments of a parameter in step, above a row"] = max(
-        0, 8 * largest // (config.learner.shard_ranks or config.cluster.learner_ranks) - gone
-    )
-
-
-def moments_file_bytes(config: Config, model: ModelOutline) -> int:
-    """Of one rank's file in learner.moments_folder."""
-    return 8 * sum(_trained_sizes(config, model)) // (config.learner.shard_ranks or config.cluster.learner_ranks)
 
 
 def _trained_sizes(config: Config, model: ModelOutline) -> list[int]:

@@ -90,17 +90,17 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
     KL term only."""
     cluster = config.cluster
 
-    def group(role: str, count: int, cpus: float | None, gpus: float) -> WorkerGroup:
-        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker if cpus is None else cpus, gpus=gpus)
+    def group(role: str, count: int, gpus: float) -> WorkerGroup:
+        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker, gpus=gpus)
 
     groups = [
-        group("reward", cluster.reward_workers, cluster.reward_cpus, cluster.reward_gpus),
-        group("learner", cluster.learner_ranks, cluster.learner_cpus, cluster.learner_gpus),
+        group("reward", cluster.reward_workers, cluster.reward_gpus),
+        group("learner", cluster.learner_ranks, cluster.learner_gpus),
     ]
     if not cluster.colocate:
-        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_cpus, cluster.rollout_gpus))
+        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_gpus))
     if config.objective.needs_reference and config.reference.placement == "workers":
-        groups.append(group("reference", cluster.reference_workers, cluster.reference_cpus, cluster.reference_gpus))
+        groups.append(group("reference", cluster.reference_workers, cluster.reference_gpus))
     return groups
 
 
@@ -228,13 +228,8 @@ def refusal(config: Config, nodes: Sequence[Node]) -> str | None:
     if total_gpus(config) > sum(node.gpus for node in nodes):
         ways.append(f"without a GPU: {' '.join(without)}")
     if not ways:
-        sizes = [
-            f"cluster.{group.role}_cpus" if group.gpus == 0 else f"cluster.{group.role}_gpus, cluster.{group.role}_cpus"
-            for group in missing
-        ]
-        ways.append(
-            f"what one takes is set by {', '.join(sizes)} (cluster.cpus_per_worker={config.cluster.cpus_per_worker:g})"
-        )
+        sizes = [f"cluster.{group.role}_gpus, " for group in missing if group.gpus > 0]
+        ways.append(f"what one takes is set by {''.join(sizes)}cluster.cpus_per_worker")
     have = _amounts(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
     return (
         f"{wanted} want {_amounts(total_cpus(config), total_gpus(config))}, but there are {have} "

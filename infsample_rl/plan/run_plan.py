@@ -11,7 +11,6 @@ from infsample_rl.config import Config
 from infsample_rl.plan.advice import advise
 from infsample_rl.plan.decode_time import DecodeTime, decode_time
 from infsample_rl.plan.devices import Device, host
-from infsample_rl.plan.learner_memory import moments_file_bytes
 from infsample_rl.plan.limits import largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.process_plan import ProcessPlan
@@ -110,11 +109,6 @@ def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> Rol
         row = largest_row(config, model, device)
         largest["max_tokens_per_micro_batch"] = row
         limits.append("no row fits" if row is None else f"learner.max_tokens_per_micro_batch at most {row:,}")
-        if config.learner.moments_folder is not None:
-            limits.append(
-                f"of each {moments_file_bytes(config, model) / 1e9:,.2f} GB of moments are on the disk, in "
-                f"{config.learner.moments_folder}"
-            )
     fits = process.sum_bytes <= device.usable_bytes
     return RolePlan(
         process=process,

@@ -125,6 +125,6 @@ def _limit_behind(error: BaseException, isolation: Isolation) -> str:
         if isolation.limits_memory and isinstance(link, OSError) and link.errno == errno.EFBIG:
             return f"; no file may be larger than reward.memory_limit={isolation.memory_limit}"
         if isolation.level == "sandbox" and (isinstance(link, PermissionError) or isinstance(cause, PermissionError)):
-            return "; reward.isolation=sandbox has no network, and only the files of reward.read_paths and write_paths"
+            return "; reward.isolation=sandbox has no network, and only the files of reward.read_paths"
         link = link.__cause__ or link.__context__
     return ""

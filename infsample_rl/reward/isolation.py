@@ -105,12 +105,11 @@ def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) ->
         raise ValueError(f"reward.environment names {missing[0]}, which is not set")
     read, write = [], []
     if reward.isolation == "sandbox":
-        for setting, paths in (("reward.read_paths", reward.read_paths), ("reward.write_paths", reward.write_paths)):
-            absent = [path for path in paths if not os.path.exists(path)]
-            if absent:
-                raise ValueError(f"{setting}: there is no {absent[0]}")
+        absent = [path for path in reward.read_paths if not os.path.exists(path)]
+        if absent:
+            raise ValueError(f"reward.read_paths: there is no {absent[0]}")
         read = [*_READABLE, *_python_folders(), *_function_folders(functions), *reward.read_paths]
-        write = ["/dev/null", *reward.write_paths]
+        write = ["/dev/null"]
     return Isolation(
         level=reward.isolation,
         memory_limit=reward.memory_limit,

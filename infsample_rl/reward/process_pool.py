@@ -25,6 +25,7 @@ from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward.isolation import environment_of, isolation_of
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
+RETRIES = 1  # further tries of a call whose process died (not of one that timed out)
 _READ_LIMIT_S = 20.0  # for a process that has started to take a call: one that an earlier call has stopped never does
 _END_LIMIT_S = 20.0  # for a keeper to end all there is
 _PIPE_BYTES = 1 << 15  # a pipe takes so much at once, whether it is read or not
@@ -189,12 +190,7 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._reward, self._functions, self._timeout_s, self._retries = (
-            reward,
-            functions,
-            reward.timeout_s,
-            reward.retries,
-        )
+        self._reward, self._functions, self._timeout_s = reward, functions, reward.timeout_s
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -277,7 +273,7 @@ class ProcessPool:
                 self._drop_process()
                 self._count(deaths=1)
                 deaths += 1
-                if deaths > self._retries:
+                if deaths > RETRIES:
                     self._count(calls=1)
                     tries = f" in each of {deaths} tries" if deaths > 1 else ""
                     done.append(_failed(calls[len(done)], f"its process died ({error}){tries}"))

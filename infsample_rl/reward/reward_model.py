@@ -22,6 +22,7 @@ class RewardModelSettings:
 
     dtype: str = "float32"
     trust_remote_code: bool = False
+    batch_tokens: int = 16384  # most padded tokens of one forward pass; a longer text goes alone
 
 
 def model_settings(function: RewardFunctionConfig) -> RewardModelSettings:
@@ -67,9 +68,8 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
 class RewardModel:
     """A sequence classifier on its own device. Scores of a batch equal scores one by one, to rounding."""
 
-    def __init__(self, function: RewardFunctionConfig, device: str, batch_tokens: int):
-        """`batch_tokens`: most padded tokens of one forward pass (a longer text goes alone). ValueError as
-        `check_model`."""
+    def __init__(self, function: RewardFunctionConfig, device: str):
+        """ValueError as `check_model`."""
         self.config = check_model(function)
         settings = model_settings(function)
         path = function.name.removeprefix(MODEL_PREFIX)
@@ -93,7 +93,7 @@ class RewardModel:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise ValueError(f"reward.functions: {function.name} is no trained reward model: its files lack {missing}")
         self.model = model.to(device).eval()
-        self.device, self.batch_tokens = device, batch_tokens
+        self.device, self.batch_tokens = device, settings.batch_tokens
         positions = [self.tokenizer.model_max_length]
         if hasattr(self.config.get_text_config(), "max_position_embeddings"):
             positions.append(self.config.get_text_config().max_position_embeddings)

@@ -52,7 +52,7 @@ class RewardWorker:
             device = "cuda" if config.cluster.reward_gpus > 0 else "cpu"
             for index, kind in enumerate(kinds):
                 if kind == "model":
-                    self._models[index] = RewardModel(functions[index], device, config.reward.model_batch_tokens)
+                    self._models[index] = RewardModel(functions[index], device)
         # position in the pool -> in functions
         self._in_pool = [index for index, kind in enumerate(kinds) if kind != "model"]
         self._pool = (

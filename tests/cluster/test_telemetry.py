@@ -222,7 +222,7 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
         ("driver", "sample"),
     }
     assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == 20, (
-        "the last logging.trace_steps steps"
+        "the newest that trace.json keeps"
     )
     paths = re.findall(r"step \d+: critical path, .*", (folder / "run.log").read_text())
     assert len(paths) == 40 and all("decode" in path for path in paths)

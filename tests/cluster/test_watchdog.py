@@ -46,7 +46,6 @@ class Watch:
         config = load_config(
             [
                 "cluster.progress_timeout_s=60",
-                "cluster.start_timeout_s=200",
                 "rollout.micro_group_size=2",
                 *self.settings,
             ]
@@ -164,13 +163,13 @@ def test_a_worker_that_starts_has_the_time_to_start(watch, role):
         watch.returns.append(Return(1, Worker(), [], since=watch.now))
     else:
         watch.call(role, 1)
-    assert watch.after(195) == {}
+    assert watch.after(295) == {}
     watch.starting.clear()
     assert watch.after(60) == {}, "from now on that of any other"
     assert list(watch.after(31)) == [(role, 1)]
     watch.starting.add((role, 1))
     watch.dog.moved(role, 1)
-    assert list(watch.after(221)) == [(role, 1)]
+    assert list(watch.after(321)) == [(role, 1)]
 
 
 def test_a_new_worker_in_the_place_of_a_lost_one_has_a_time_of_its_own(watch):

@@ -206,7 +206,7 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
         ([], "lengths is empty: give lengths=FILE.jsonl"),
         (["lengths=nowhere.jsonl"], "nowhere.jsonl: there is no such file"),
         (["lengths={bad}"], "line 2 is not valid JSON"),
-        (["lengths={good}", "schedules=[lpt,fastest]"], "schedules=[lpt,fastest]: must be of token_budget"),
+        (["lengths={good}", "schedules=[lpt,fastest]"], "schedules=[lpt,fastest]: must be one of token_budget"),
         (["lengths={good}", "noise=[0,-0.5]"], "noise=[0,-0.5]: must be >= 0"),
         (["lengths={good}", "noise=[nan]"], "noise must be >= 0 and <= 10"),
         (

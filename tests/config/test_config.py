@@ -21,8 +21,8 @@ from infsample_rl.controller.startup import (
 from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
 from infsample_rl.model.loading import context_of, load_tokenizer
+from tests.config.setting_reads import unread_settings
 
-SETTINGS = ("config.py", "config_cluster.py", "config_learner.py", "config_reward.py", "config_rollout.py")
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = [
     "arithmetic_smollm2",
@@ -107,9 +107,11 @@ WRONG = [
     (["~rollout.slots"], "settings cannot be deleted"),
     (["hydra.run.dir=x"], "Hydra only composes the settings here"),
     (
-        ["rollout.park_folder=/tmp", "rollout.preemption=recompute"],
-        "rollout.park_folder=/tmp is not read by rollout.preemption=recompute",
+        ["rollout.preemption=recomputed"],
+        "rollout.preemption must be one of auto, recompute, park, or the path of a folder (with a /), got 'recomputed'",
     ),
+    (["data.generator_kwargs.size=0"], "data.generator_kwargs.size must be a whole number >= 1, got 0"),
+    (["data.generator_kwargs.seed=a"], "data.generator_kwargs.seed must be a whole number >= 0, got 'a'"),
     (
         ["rollout.predictor=bert"],
         "rollout.predictor=bert is not read by rollout.schedule=token_budget: take predictor=probe or "
@@ -137,7 +139,6 @@ WRONG = [
         ["rollout.schedule=lpt", "rollout.predictor=bert", "run.deterministic=true"],
         "rollout.predictor must be none or probe (not used then) with run.deterministic=true, got bert",
     ),
-    (["rollout.predict_every=0"], "rollout.predict_every must be >= 1, got 0; the nearest that works is 1"),
     (["rollout.group_size=1"], "rollout.group_size must be >= 2 with objective.advantage=std, got 1"),
     (["rollout.temperature=0"], "rollout.temperature must be > 0 for training"),
     (
@@ -260,7 +261,7 @@ WRONG = [
     ("values", "message"),
     [
         ({"predictor": None}, "rollout.predictor must not be none"),
-        ({"predict_every": 2.5}, "rollout.predict_every must be a whole number, got 2.5"),
+        ({"max_rows": 2.5}, "rollout.max_rows must be a whole number, got 2.5"),
         ({"prefix_tokens": "x"}, "rollout.prefix_tokens must be a whole number, got 'x'"),
         ({"top_p": "0.9"}, "rollout.top_p must be a number, got '0.9'"),
         ({"group_size": True}, "rollout.group_size must be a whole number, got True"),
@@ -335,9 +336,9 @@ def test_what_is_told_of_sampling_before_a_run():
         "learner.zero_stage=3",
         "learner.lora_alpha=8",
         "objective.dynamic_sampling_rounds=2",
-        "cluster.decode_steps_per_turn=2",
+        "cluster.wait_for_nodes_s=2",
     ]
-    names = "objective.dynamic_sampling_rounds, learner.zero_stage, learner.lora_alpha, cluster.decode_steps_per_turn"
+    names = "objective.dynamic_sampling_rounds, learner.zero_stage, learner.lora_alpha, cluster.wait_for_nodes_s"
     assert setting_warnings(load_config(unused)) == [f"set, but nothing reads it here: {names}"]
     assert setting_warnings(load_config(["model.lm_head_fp32=true", "model.dtype=bfloat16"])) == []
 
@@ -352,8 +353,8 @@ def test_what_is_told_of_sampling_before_a_run():
         (["run.eval_prompts=0", "run.eval_temperature=0"], "run.eval_temperature"),
         (["learner.offload_optimizer=true"], "nothing reads it here: learner.offload_optimizer"),
         (
-            ["cluster.reference_workers=2", "cluster.reference_cpus=1"],
-            "cluster.reference_workers, cluster.reference_cpus",
+            ["cluster.reference_workers=2", "cluster.reference_gpus=1"],
+            "cluster.reference_workers, cluster.reference_gpus",
         ),
         (["objective=cispo", "objective.clip_low=0.1"], "objective.clip_low"),
     ],
@@ -482,20 +483,55 @@ def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, m
 
 
 def test_every_setting_is_read_somewhere():
-    sources = [
-        path.read_text()
-        for path in (ROOT / "infsample_rl").rglob("*.py")
-        if path.name not in (*SETTINGS, "config_loading.py")
-    ]
-    own = "".join((ROOT / "infsample_rl" / name).read_text().split("def __post_init__", 1)[1] for name in SETTINGS)
-    text = "\n".join(sources)
-    unread = [
-        f"{section}.{spec.name}"
-        for section, schema in SECTIONS.items()
-        for spec in dataclasses.fields(schema)
-        if not re.search(rf"\.{spec.name}\b", text) and not re.search(rf"return .*self\.{spec.name}\b", own)
-    ]
-    assert unread == []
+    package = ROOT / "infsample_rl"
+    own = [path.read_text() for path in (package / "config").glob("*.py")]
+    others = [path.read_text() for path in package.rglob("*.py") if path.parent != package / "config"]
+    assert unread_settings(own, others) == []
+
+
+SMALL = """
+class RunConfig:
+    dir: str = setting("")
+    seed: int = setting(0)
+    name: str = setting("")
+    epochs: int = setting(1)
+    steps: int = setting(1)
+    def __post_init__(self):
+        check(self.epochs)
+    @property
+    def length(self):
+        return self.steps
+class DataConfig:
+    path: str = setting("")
+class Config:
+    run: RunConfig = field()
+    data: DataConfig = field()
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "unread"),
+    [
+        # the same names of other things are no reads, nor is a check of bounds
+        (
+            "def f(config, folder: Path): return folder.dir, config.path, seed.run.name, config.run.epochs",
+            "dir seed name epochs steps",
+        ),
+        ("def f(config: Config): run = config.run; return run.dir, config.run.seed", "name epochs steps"),
+        ("def f(run: RunConfig | None):\n def g(): return run.dir\n return g", "seed name epochs steps"),
+        ("def f(config: Config):\n run, x = config.run, 1\n return run.length, run.name", "dir seed epochs"),
+        (
+            "class A:\n def __init__(self, config: Config): self._config = config\n"
+            "class B(A):\n def f(self): return self._config.run.dir, getattr(self._config.run, 'seed')",
+            "name epochs steps",
+        ),
+        ("def load() -> Config: ...\nseed, name = load().run.seed, (lambda run: run.name)(1)", "dir name epochs steps"),
+        ("def f(run: RunConfig, roles): run.dir = 1; return [getattr(run, f'{r}s') for r in roles]", "dir seed name"),
+    ],
+)
+def test_a_setting_that_nobody_reads_is_found(source, unread):
+    found = unread_settings([SMALL], [source])
+    assert found == [*(f"run.{name}" for name in unread.split()), "data.path"]
 
 
 def test_config_error_is_a_value_error_and_sections_are_the_schema():

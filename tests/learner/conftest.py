@@ -146,7 +146,7 @@ def make_config(path, *, learner=None, objective=None, dtype="float32", determin
         objective=objective or ObjectiveConfig(kl_coef=0.1),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
         learner=learner or LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7),
-        cluster=ClusterConfig(collective_timeout_s=60.0, learner_ranks=ranks),
+        cluster=ClusterConfig(progress_timeout_s=120.0, learner_ranks=ranks),
     )
 
 

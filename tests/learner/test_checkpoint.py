@@ -221,7 +221,7 @@ def test_a_disk_slower_than_a_collective_may_be_does_not_end_the_ranks(tools, ti
     if learner:
         pytest.importorskip("deepspeed")
     config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=OBJECTIVE, ranks=2)
-    config = replace(config, cluster=replace(config.cluster, collective_timeout_s=15.0))
+    config = replace(config, cluster=replace(config.cluster, progress_timeout_s=30.0))
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
     saves = ("slow_save", (str(tmp_path / "saved"), 25.0))
     found = tools.run_ranks(

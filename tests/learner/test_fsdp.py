@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.fsdp_backend import FsdpBackend
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments
-from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals
@@ -117,15 +116,6 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
     )
     calls = [*tools.waves(tools.deal(samples, (3, 1)), totals), ("step", (totals,)), ("parameters", ())]
     scenarios["offload"] = tools.Scenario(config, calls)
-    if file_system(folder) not in IN_MEMORY:
-        for name, moments_folder in (("moments in memory", None), ("moments on disk", str(folder))):
-            learner, objective = (
-                replace(EVERY_ROW, moments_folder=moments_folder),
-                replace(OBJECTIVE, mismatch_stop_float32=100.0),
-            )
-            # the same samples twice
-            config = tools.make_config(untied_policy, learner=learner, objective=objective, ranks=2)
-            scenarios[name] = tools.Scenario(config, [*calls[:-1], *calls[:-1], ("states", ())])
     return tools.run_ranks(folder, scenarios, 2)
 
 
@@ -205,17 +195,6 @@ def test_an_offloaded_optimizer_steps_alike(two_ranks, tools, samples, untied_po
     expected = two_ranks[0]["free"][-2]
     for name, value in two_ranks[0]["offload"][-1].items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=2e-5)
-
-
-def test_moments_on_the_disk_are_those_in_memory_on_two_ranks(two_ranks):
-    if "moments on disk" not in two_ranks[0]:
-        pytest.skip("the temporary folder is in memory")
-    found, expected = two_ranks[0]["moments on disk"][-1], two_ranks[0]["moments in memory"][-1]
-    assert found.keys() == expected.keys()
-    for name, state in expected.items():
-        assert state.keys() == found[name].keys() == {"master", "exp_avg", "exp_avg_sq"}
-        for kind, value in state.items():
-            torch.testing.assert_close(found[name][kind], value, rtol=1e-5, atol=1e-7)
 
 
 def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, samples, untied_policy, tmp_path):

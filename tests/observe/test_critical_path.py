@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.observe.critical_path import Interval, critical_path, intervals_of, outermost, path_line, phase_lines
+from infsample_rl.observe.critical_path import Interval, critical_path, intervals_of, outermost, path_line
 from infsample_rl.types import Phase, WorkerPhases
 
 
@@ -109,17 +109,3 @@ def test_inner_phases_count_to_the_outer_one_of_their_thread():
         [Phase("prefill", 1, 2, 0), Phase("decode", 0, 4, 0), Phase("forward", 1, 3, 1), Phase("decode", 4, 5, 0)],
     )
     assert [interval.name for interval in found] == ["decode", "forward", "decode"]
-
-
-def test_phase_lines_add_up_to_the_step_for_every_worker():
-    intervals = [
-        Interval("rollout 0", "sync", -1, 1),
-        Interval("rollout 0", "decode", 1, 7),
-        Interval("rollout 0", "decode", 8, 12),
-        Interval("learner 0", "forward", 20, 21),
-        Interval("learner 1", "forward", 4, 4.5),
-    ]
-    assert phase_lines(intervals, 0, 10) == [
-        "learner 1: forward 0.5 s, idle 9.5 s",
-        "rollout 0: decode 8.0 s, sync 1.0 s, idle 1.0 s",
-    ]

@@ -138,8 +138,6 @@ def test_the_report_is_written_at_checkpoints_within_its_share_of_time_and_at_th
     assert page.read_text() == first
     logger.close(failed=True)
     assert page.read_text() != first
-    RunLogger(config(report=False), tmp_path / "none", total_steps=2, start_step=0).close()
-    assert not (tmp_path / "none" / "report.html").exists()
 
 
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,20 +217,6 @@ def test_without_progress_only_notes_and_warnings_are_printed(
     logger.close()
     assert capsys.readouterr().out == "warning: 2 rewards timed out\n"
     assert "step 1/2  reward 0.500" in (tmp_path / "run.log").read_text()
-
-
-def test_verbose_prints_a_step_s_figures_and_what_is_else_kept_in_run_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for verbose in (False, True):
-        logger = RunLogger(config(verbose=verbose), tmp_path / str(verbose), total_steps=2, start_step=0)
-        logger.log_step(1, {"reward/mean": 0.5, "reward/std": 0.25, "learner/entropy": 0.3, "learner/kl": 0.0}, [])
-        logger.keep("step 1: critical path, 10.4 s: decode 71 %")
-        logger.close()
-        printed = capsys.readouterr().out.splitlines()
-        more = ["  reward   0.500 \u00b1 0.250", "  policy   entropy 0.3", "step 1: critical path, 10.4 s: decode 71 %"]
-        assert printed == ["step 1/2  reward 0.500", *(more if verbose else [])]
-        assert "critical path" in (tmp_path / str(verbose) / "run.log").read_text()
 
 
 def test_what_health_finds_is_printed_once_and_kept_in_warnings_jsonl(

@@ -56,9 +56,9 @@ def test_totals_of_eight_gpus():
     assert (total_gpus(config), total_cpus(config)) == (8, 9)
 
 
-def test_a_role_has_its_own_cpus_or_those_of_every_worker():
-    config = load_config(["cluster.cpus_per_worker=2", "cluster.learner_cpus=8", "cluster.reward_cpus=0"])
-    assert {group.role: group.cpus for group in worker_groups(config)} == {"rollout": 2, "reward": 0, "learner": 8}
+def test_every_worker_has_its_cpus():
+    config = load_config(["cluster.cpus_per_worker=2"])
+    assert {group.role: group.cpus for group in worker_groups(config)} == {"rollout": 2, "reward": 2, "learner": 2}
     assert WorkerGroup(role="reward", count=1, cpus=0, gpus=0).bundle == {"CPU": 0.001}, "Ray reserves no empty bundle"
 
 
@@ -147,11 +147,11 @@ def test_what_other_work_holds_is_told_apart_from_what_is_not_there():
 
 
 def test_a_worker_larger_than_every_node_names_what_sets_its_size():
-    config = load_config(["objective=no_kl", "cluster.learner_ranks=1", "cluster.learner_cpus=32"])
+    config = load_config(["objective=no_kl", "cluster.learner_ranks=1", "cluster.cpus_per_worker=32"])
     problem = refusal(config, [node("a", 16), node("b", 24)])
     assert (
-        "no place for 1 learner rank (32 CPUs)" in problem
-        and "set by cluster.learner_cpus (cluster.cpus_per_worker=1)" in problem
+        "no place for 2 rollout workers (32 CPUs each), 1 reward worker (32 CPUs), 1 learner rank (32 CPUs)" in problem
+        and "what one takes is set by cluster.cpus_per_worker" in problem
     )
 
 
@@ -204,7 +204,7 @@ def test_no_node_takes_more_than_it_has_and_no_refusal_means_everyone_has_a_plac
 
 
 def test_a_pair_that_shares_a_gpu_is_placed_on_one_node_or_refused():
-    cpus = ["cluster.learner_cpus=8", "cluster.rollout_cpus=8"]
+    cpus = ["cluster.cpus_per_worker=8"]
     pair = ["objective=no_kl", "cluster.weight_sync=cuda_ipc", "cluster.learner_ranks=1", "cluster.rollout_workers=1"]
     config = load_config([*pair, *cpus, "cluster.learner_gpus=0.5", "cluster.rollout_gpus=0.5"])
     apart = [node("a", 9, 1), node("b", 9, 1)]

@@ -223,7 +223,7 @@ def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
     ("settings", "place"),
     [
         ([], "on the disk of the temporary folder"),
-        (["rollout.park_folder=/var/tmp"], "on the disk, in /var/tmp"),
+        (["rollout.preemption=/var/tmp"], "on the disk, in /var/tmp"),
         (["cluster.rollout_gpus=1", "cluster.device_type=h100"], "in host memory"),
         (["rollout.preemption=recompute"], None),
         (["rollout.schedule=arrival"], None),

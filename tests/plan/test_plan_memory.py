@@ -23,7 +23,6 @@ from transformers import (
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
-from infsample_rl.plan.learner_memory import moments_file_bytes
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
@@ -63,27 +62,6 @@ def test_ranks_share_the_state_and_recomputation_leaves_a_fraction_of_the_activa
     changes = {"learner__activation_checkpointing": 1, "learner__recompute_granularity": "selective"}
     selective = plan_role(with_settings(config, **changes), model, "learner")
     assert 0.3 * alone["activations"] < selective.lines["activations"] < 0.65 * alone["activations"]
-
-
-def test_moments_on_a_disk_leave_those_of_one_parameter_above_what_a_row_has_given_back():
-    config, model = settings()
-    alone = plan_role(config, model, "learner")
-    disk = plan_role(with_settings(config, learner__moments_folder="/var/tmp"), model, "learner")
-    # a row takes more than the step of the largest parameter
-    assert disk.sum_bytes == alone.sum_bytes - alone.lines["optimizer's moments"]
-    assert moments_file_bytes(config, model) == alone.lines["optimizer's moments"]
-    short = with_settings(
-        config,
-        learner__max_tokens_per_micro_batch=16,
-        data__max_prompt_tokens=8,
-        rollout__max_new_tokens=8,
-        rollout__group_size=2,
-    )
-    lines = plan_role(short, model, "learner").lines
-    kept = lines["weights"] + lines["gradients"]
-    row = sum(lines.values()) - kept - lines["optimizer's moments"]
-    disk = plan_role(with_settings(short, learner__moments_folder="/var/tmp"), model, "learner")
-    assert disk.sum_bytes == kept + max(row, 8 * max(model.sizes))
 
 
 def test_adapters_take_the_place_of_gradients_and_moments():

@@ -127,14 +127,13 @@ def rewards(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def open_pool(rewards):
+def open_pool(rewards, monkeypatch):
+    monkeypatch.setattr(process_pool, "RETRIES", 0)
     pools = []
 
     def start(name: str, kwargs: dict | None = None, **settings) -> ProcessPool:
         functions = [RewardFunctionConfig(name=f"{rewards}:{name}", kwargs=kwargs or {})]
-        pools.append(
-            ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0, "retries": 0} | settings)), functions)
-        )
+        pools.append(ProcessPool(RewardConfig(functions=functions, **({"timeout_s": 30.0} | settings)), functions))
         return pools[-1]
 
     yield start
@@ -295,28 +294,24 @@ def test_a_sandbox_has_no_network_and_no_other_files(open_pool, tmp_path, statem
 
 @needs_sandbox
 def test_a_sandbox_has_what_a_function_needs(open_pool, tmp_path):
-    for name in ("given", "shared"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "file").write_text("x")
     statement = f"""
 import asyncio, tempfile
 assert open(os.path.join(os.path.dirname(beside.__file__), "words.txt")).read() == "read me"
 assert open("{tmp_path}/given/file").read() == "x"
-open("{tmp_path}/shared/new", "w").write("y"); os.rename("{tmp_path}/shared/new", "{tmp_path}/shared/file")
 with tempfile.TemporaryDirectory() as own:
     open(own + "/program.py", "w").write("print(6 * 7)")
     assert subprocess.run([sys.executable, own + "/program.py"], capture_output=True, check=True).stdout == b"42\\n"
 home = os.path.expanduser("~"); open(home + "/cache", "w").close()
 asyncio.run(asyncio.sleep(0))
 import numpy, math_verify
-open("{tmp_path}/shared/home", "w").write(home)
+raise RuntimeError(f"all done in {{home}}")
 """
-    pool = open_pool(
-        "do", isolation="sandbox", read_paths=[str(tmp_path / "given")], write_paths=[str(tmp_path / "shared")]
-    )
-    assert call(pool, statement) == (1.0, "")
-    assert (tmp_path / "shared" / "file").read_text() == "y"
-    home = Path((tmp_path / "shared" / "home").read_text())
+    pool = open_pool("do", isolation="sandbox", read_paths=[str(tmp_path / "given")])
+    value, problem = call(pool, statement)
+    assert value is None and "all done in " in problem, problem
+    home = Path(problem.rpartition("all done in ")[2].split()[0])
     assert home.exists() and home.name.startswith("infsample_rl_reward_")
     pool.close()
     assert not home.exists()  # it goes with its process
@@ -440,7 +435,8 @@ while time.time() < end:
 @pytest.mark.parametrize("size", [0, 500_000])
 def test_a_process_that_an_earlier_call_stopped_costs_itself(open_pool, monkeypatch, size):
     monkeypatch.setattr(process_pool, "_READ_LIMIT_S", 2.0)
-    pool = open_pool("do", timeout_s=5.0, retries=1)
+    pool = open_pool("do", timeout_s=5.0)
+    monkeypatch.setattr(process_pool, "RETRIES", 1)
     stop = "import threading; threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()"
     assert call(pool, stop) == (1.0, "")
     time.sleep(0.5)

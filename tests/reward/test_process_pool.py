@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.reward import process_pool
 from infsample_rl.reward.process_pool import FunctionProcess, ProcessPool
 
 PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "1 + 2 = ?", "columns": {"answer": "3"}})
@@ -67,7 +68,7 @@ def test_a_kill_reaches_what_the_function_started(user_file, tmp_path):
 
 @pytest.mark.parametrize(("act", "how"), [("exit", "exit code 3"), ("segfault", "killed by SIGSEGV")])
 def test_a_dying_call_is_tried_again_then_none(user_file, tmp_path, act, how):
-    pool = open_pool(user_file, tmp_path, retries=1)
+    pool = open_pool(user_file, tmp_path)
     values, problems = score(pool, ["ab", act, "abc"])
     assert values == [2.0, None, 3.0]
     assert problems == ["", f"its process died ({how}) in each of 2 tries", ""]
@@ -78,8 +79,9 @@ def test_a_dying_call_is_tried_again_then_none(user_file, tmp_path, act, how):
 @pytest.mark.parametrize(
     ("act", "problem"), [("write x\n", "wrote into the pipe of the replies"), ("write x", "timed out after 0.5 s")]
 )
-def test_bytes_in_the_reply_pipe_cannot_hold_the_parent(user_file, tmp_path, act, problem):
-    pool = open_pool(user_file, tmp_path, retries=0)
+def test_bytes_in_the_reply_pipe_cannot_hold_the_parent(user_file, tmp_path, monkeypatch, act, problem):
+    monkeypatch.setattr(process_pool, "RETRIES", 0)
+    pool = open_pool(user_file, tmp_path)
     started = time.monotonic()
     values, problems = score(pool, ["ab", act, "abc"])
     assert values == [2.0, None, 3.0]
@@ -88,12 +90,13 @@ def test_bytes_in_the_reply_pipe_cannot_hold_the_parent(user_file, tmp_path, act
     pool.close()
 
 
-def test_a_call_that_dies_once_is_scored_by_its_second_try(user_file, tmp_path):
-    pool = open_pool(user_file, tmp_path, retries=1)
+def test_a_call_that_dies_once_is_scored_by_its_second_try(user_file, tmp_path, monkeypatch):
+    pool = open_pool(user_file, tmp_path)
     assert score(pool, ["exit once"]) == ([9.0], [""])
     (tmp_path / "once").unlink()
     pool.close()
-    without_retries = open_pool(user_file, tmp_path, retries=0)
+    monkeypatch.setattr(process_pool, "RETRIES", 0)
+    without_retries = open_pool(user_file, tmp_path)
     assert score(without_retries, ["exit once"]) == ([None], ["its process died (exit code 4)"])
     without_retries.close()
 
@@ -181,7 +184,7 @@ def odd_pool(tmp_path):
     (tmp_path / "odd.py").write_text(ODD)
     functions = [RewardFunctionConfig(name=f"{tmp_path}/odd.py:once", kwargs={"folder": str(tmp_path)})]
     functions += [RewardFunctionConfig(name=f"{tmp_path}/odd.py:{name}") for name in ("logs", "names")]
-    pool = ProcessPool(RewardConfig(functions=functions, timeout_s=20.0, retries=1), functions)
+    pool = ProcessPool(RewardConfig(functions=functions, timeout_s=20.0), functions)
     yield pool
     pool.close()
 

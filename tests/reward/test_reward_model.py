@@ -106,7 +106,7 @@ def one_by_one(model: RewardModel) -> list[float]:
 
 @pytest.mark.parametrize("batch_tokens", [10_000, 100, 1])
 def test_bert_scores_of_a_batch_equal_single_scores(bert_folder, batch_tokens):
-    model = RewardModel(function(bert_folder), "cpu", batch_tokens)
+    model = RewardModel(function(bert_folder, batch_tokens=batch_tokens), "cpu")
     scores, problems = model.score(MESSAGES, RESPONSES)
     assert problems == [""] * len(RESPONSES)
     assert len({round(score, 3) for score in scores}) > 4  # the texts are told apart
@@ -115,14 +115,14 @@ def test_bert_scores_of_a_batch_equal_single_scores(bert_folder, batch_tokens):
 
 def test_padding_takes_no_part_at_all(tmp_path):
     """In float64, with weights that magnify any leak: what is left is the last digit of a float32 score."""
-    model = RewardModel(function(save_bert(tmp_path / "bert", weight_scale=0.5)), "cpu", 10_000)
+    model = RewardModel(function(save_bert(tmp_path / "bert", weight_scale=0.5)), "cpu")
     model.model.double()
     assert model.score(MESSAGES, RESPONSES)[0] == pytest.approx(one_by_one(model), rel=2e-7)
 
 
 @pytest.mark.parametrize("batch_tokens", [10_000, 300, 1])
 def test_qwen3_scores_of_a_batch_equal_single_scores(qwen3_folder, batch_tokens):
-    model = RewardModel(function(qwen3_folder), "cpu", batch_tokens)
+    model = RewardModel(function(qwen3_folder, batch_tokens=batch_tokens), "cpu")
     scores, problems = model.score(MESSAGES, RESPONSES)
     assert problems == [""] * len(RESPONSES)
     assert len({round(score, 3) for score in scores}) > 4
@@ -130,7 +130,7 @@ def test_qwen3_scores_of_a_batch_equal_single_scores(qwen3_folder, batch_tokens)
 
 
 def test_bert_reads_prompt_and_response_as_a_pair(bert_folder):
-    model = RewardModel(function(bert_folder), "cpu", 1000)
+    model = RewardModel(function(bert_folder), "cpu")
     ids, types = model._encode(MESSAGES, "it is three")
     tokens = "[CLS] be brief one and two is what [SEP] it is three [SEP]".split()
     assert model.tokenizer.convert_ids_to_tokens(ids) == tokens
@@ -138,14 +138,14 @@ def test_bert_reads_prompt_and_response_as_a_pair(bert_folder):
 
 
 def test_a_text_the_model_cannot_hold_has_no_score(bert_folder):
-    model = RewardModel(function(bert_folder), "cpu", 1000)
+    model = RewardModel(function(bert_folder), "cpu")
     scores, problems = model.score(MESSAGES, ["it " * 60, "three"])
     assert scores[0] is None and scores[1] is not None
     assert problems == ["prompt and response are 70 tokens, the model takes 64", ""]
 
 
 def test_a_score_that_is_not_finite_is_none_and_said(bert_folder):
-    model = RewardModel(function(bert_folder), "cpu", 1000)
+    model = RewardModel(function(bert_folder), "cpu")
     torch.nn.init.constant_(model.model.classifier.bias, torch.nan)
     assert model.score(MESSAGES, ["three"]) == ([None], ["returned nan"])
 
@@ -164,7 +164,7 @@ def test_a_language_model_with_one_label_but_no_head_is_refused(tiny_qwen3, tmp_
 
     AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no trained reward model: its files lack score.weight"):
-        RewardModel(function(tmp_path), "cpu", 1000)
+        RewardModel(function(tmp_path), "cpu")
 
 
 def test_unknown_settings_are_refused(bert_folder):

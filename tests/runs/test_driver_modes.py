@@ -88,7 +88,7 @@ def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
 def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_same(train, apart):
     # the slowest there is, so that the lead is sure
     one_slot = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.prompts_at_once=1"]
-    rows, _ = train("cluster.colocate=true", "cluster.decode_steps_per_turn=1", *one_slot)
+    rows, _ = train("cluster.colocate=true", *one_slot)
     assert all(row["timing/backward_lead"] > 0 and row["timing/overlap"] > 0 for row in rows)
     assert all(row["timing/overlap"] == 0 for row in apart)
     for row, expected in zip(rows, apart, strict=True):

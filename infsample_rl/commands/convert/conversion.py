@@ -100,6 +100,19 @@ class Conversion:
         origin = ", ".join(self._spelled(name) for name in theirs)
         self.settings[ours] = Setting(value, "; ".join(part for part in (origin, why) if part))
 
+    def set_warmup(self, share: float, name: str) -> None:
+        """learner.warmup_steps from their share of a run's updates, once run.steps and the updates of a step are set;
+        of a run that counts epochs the share is only told."""
+
+        def count(ours: str) -> int:
+            return self.settings[ours].value if ours in self.settings else 1
+
+        if "run.steps" in self.settings:
+            updates = count("run.steps") * count("objective.epochs") * count("objective.mini_batches")
+            self.set("learner.warmup_steps", math.ceil(share * updates), name)
+        elif share > 0:
+            self.lacks(name, f"set learner.warmup_steps, {share:g} times the updates of the run")
+
     def lacks(self, name: str, why: str) -> None:
         """Say that a setting of theirs has no equivalent here, and why or what to use instead."""
         self._read.add(name)

@@ -209,11 +209,11 @@ def _optimizer(c: Conversion) -> None:
     c.set("learner.beta1", number(betas[0]), "actor.adam.betas")
     c.set("learner.beta2", number(betas[1]), "actor.adam.betas")
     if c.value("actor.lr_scheduler") != "constant":
-        c.set("learner.warmup_ratio", number(c.value("actor.lr_warmup_ratio")), "actor.lr_warmup_ratio")
+        c.set_warmup(number(c.value("actor.lr_warmup_ratio")), "actor.lr_warmup_ratio")
     elif c.is_given("actor.lr_warmup_ratio"):
         c.lacks(
             "actor.lr_warmup_ratio",
-            "actor.lr_scheduler=constant has no warm-up in transformers; learner.warmup_ratio if it is wanted",
+            "actor.lr_scheduler=constant has no warm-up in transformers; learner.warmup_steps if it is wanted",
         )
     if c.value("actor.lr_scheduler") == "cosine_with_min_lr":
         c.set(

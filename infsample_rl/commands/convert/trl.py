@@ -169,11 +169,11 @@ def _durations(c: Conversion, updates: int) -> None:
                     "lr_scheduler_type=constant has no warm-up in transformers; learner.warmup_steps if it is wanted",
                 )
     elif 0 < warmup < 1:
-        c.set("learner.warmup_ratio", warmup, "warmup_steps")
+        c.set_warmup(warmup, "warmup_steps")
     elif warmup > 0:
         c.set("learner.warmup_steps", whole(warmup), "warmup_steps")
     elif c.is_given("warmup_ratio"):
-        c.set("learner.warmup_ratio", number(c.value("warmup_ratio")), "warmup_ratio")
+        c.set_warmup(number(c.value("warmup_ratio")), "warmup_ratio")
     extra = c.value("lr_scheduler_kwargs")
     if isinstance(extra, dict) and "min_lr_rate" in extra:
         c.set("learner.min_lr_ratio", number(extra["min_lr_rate"]), "lr_scheduler_kwargs")

@@ -295,7 +295,7 @@ def _optimizer(c: Conversion) -> None:
             why="in updates" if _updates(c) > 1 else "",
         )
     elif ratio > 0:
-        c.set("learner.warmup_ratio", ratio, f"{OPTIM}.lr_warmup_steps_ratio")
+        c.set_warmup(ratio, f"{OPTIM}.lr_warmup_steps_ratio")
     if number(c.value(f"{OPTIM}.weight_decay")) > 0:
         c.differs.append("weight decay is of matrices only here, of every parameter in verl")
     if "learner.lora_rank" in c.settings and c.settings["learner.lora_rank"].value > 0:

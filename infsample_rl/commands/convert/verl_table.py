@@ -244,7 +244,7 @@ IGNORED = {
     "trainer.default_hdfs_dir": "run.dir is a folder that all nodes share",
     "trainer.del_local_ckpt_after_load": "run.keep_checkpoints",
     "trainer.max_critic_ckpt_to_keep": "GRPO has no critic",
-    "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_s",
+    "trainer.ray_wait_register_center_timeout": "cluster.progress_timeout_s",
     "trainer.device": "cluster.*_gpus",
     "trainer.use_legacy_worker_impl": "how verl builds its workers",
     "trainer.esi_redundant_time": "run.grace_s",

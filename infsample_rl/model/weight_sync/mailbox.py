@@ -108,7 +108,7 @@ class Mailbox:
 
     @property
     def _limit(self) -> str:
-        return f"{self.timeout_s:g} s (half of cluster.collective_timeout_s)"
+        return f"{self.timeout_s:g} s (a quarter of cluster.progress_timeout_s)"
 
     def _key(self, what: str) -> str:
         return f"{self._transfer}/{what}"

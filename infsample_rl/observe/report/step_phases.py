@@ -74,7 +74,7 @@ def traced_steps(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
         events = json.loads((run_dir / TRACE).read_text(encoding="utf-8"))
         steps = _by_step(events)
     except FileNotFoundError:
-        notes.append(f"{TRACE} is missing: no phases of single steps (logging.trace_steps)")
+        notes.append(f"{TRACE} is missing: no phases of single steps")
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         notes.append(f"{TRACE} cannot be read ({type(error).__name__})")

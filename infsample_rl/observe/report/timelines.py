@@ -21,7 +21,7 @@ def choose_timelines(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
     try:
         lines = _places(path)
     except FileNotFoundError:
-        notes.append(f"{SAMPLES} is missing: no timelines (logging.timeline_prompts_per_step)")
+        notes.append(f"{SAMPLES} is missing: no timelines")
         return None
     except OSError as error:
         notes.append(f"{SAMPLES} cannot be read ({error.strerror})")

@@ -53,7 +53,7 @@ class ParkedInFile(Parking):
 
     def __init__(self, kv: PagedKV, folder: str) -> None:
         """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
-        check_disk_folder("rollout.park_folder", folder)
+        check_disk_folder("rollout.preemption", folder)
         free = int(SHARE_OF_FREE * shutil.disk_usage(folder).free)
         super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
         self._file, self._folder = unnamed_file(folder), folder
@@ -79,7 +79,7 @@ class ParkedInFile(Parking):
                 self.most_pages = self._num_places
                 size = self._num_places * self._page_bytes / 1e9
                 warnings.warn(
-                    f"rollout.park_folder={self._folder} has no room for more than {size:.3g} GB of KV: "
+                    f"rollout.preemption={self._folder} has no room for more than {size:.3g} GB of KV: "
                     f"{error.strerror}",
                     stacklevel=2,
                 )
@@ -114,7 +114,7 @@ class ParkedInFile(Parking):
     def _check(self, num_bytes: int) -> None:
         if num_bytes != self._page_bytes:
             raise OSError(
-                f"the file of parked KV in rollout.park_folder={self._folder} gave or took {num_bytes} of "
+                f"the file of parked KV in rollout.preemption={self._folder} gave or took {num_bytes} of "
                 f"{self._page_bytes} bytes"
             )
 
@@ -127,7 +127,7 @@ def check_parking(config: RolloutConfig, device: torch.device) -> None:
     if _takes_memory(config, device):
         return
     if config.park_folder is not None or config.preemption == "park":
-        check_disk_folder("rollout.park_folder", _folder(config))
+        check_disk_folder("rollout.preemption", _folder(config))
 
 
 def open_parking(config: RolloutConfig, kv: PagedKV) -> ParkedKV | None:

@@ -1,7 +1,7 @@
 """The length probe while an engine decodes: asks it for rows, keeps what it saw until a sample ends, then lets it
 learn.
 
-Every `predict_every` running steps, all rows are predicted at once, from the hidden states that the step has just
+Every PREDICT_EVERY running steps, all rows are predicted at once, from the hidden states that the step has just
 computed. One small product for all rows costs less than one for each row at moments of its own, and no sample waits
 longer for a new prediction. Letters: R rows, E hidden size, F features.
 """
@@ -24,6 +24,7 @@ from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.types import Forecast, ProbeReport, PublishedProbe
 
 # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
+PREDICT_EVERY = 32  # running steps from one prediction for all rows to the next
 REPLAYED_GROUPS = 2
 OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
 HALF_RANGE = 60000.0  # features are kept as float16
@@ -59,7 +60,6 @@ class ProbeWatch:
         self._own = None if shared else RunProbe(hidden_size, max_new_tokens=config.max_new_tokens)
         self.is_used = False  # whether predictions are given to the samples
         self.seconds_spent, self.num_predicted = 0.0, 0
-        self._every = config.predict_every
         self._turn = 0  # which prompts are of which fold
         self._steps_since = 0
         self._wait_at: int | None = None
@@ -107,7 +107,7 @@ class ProbeWatch:
         The samples already count the token that is being drawn, which `hidden` has not seen.
         """
         self._steps_since += 1
-        if self._steps_since >= self._every:
+        if self._steps_since >= PREDICT_EVERY:
             due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens > 1]
         elif self._wait_at is not None:
             due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens == self._wait_at]
@@ -116,7 +116,7 @@ class ProbeWatch:
         if not due:
             return None
         started = time.perf_counter()
-        if self._steps_since >= self._every:
+        if self._steps_since >= PREDICT_EVERY:
             self._steps_since = 0
         samples = [rows[row] for row in due]
         num_tokens = [sample.num_tokens - 1 for sample in samples]

@@ -112,7 +112,7 @@ def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
     # TRL counts updates, 4 a step here
     assert (config.run.steps, config.run.checkpoint_every, config.run.eval_every) == (100, 20, 10)
     assert (config.learner.lr, config.learner.lr_schedule, config.learner.min_lr_ratio) == (2e-6, "cosine", 0.1)
-    assert config.learner.warmup_ratio == 0.05
+    assert config.learner.warmup_steps == -(-config.run.steps * 4 // 20), "of four updates a step"
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (
         256,
         768,
@@ -268,14 +268,14 @@ def test_evaluations_are_of_as_much_and_as_often(convert, changed, settings, sai
 @pytest.mark.parametrize(
     ("changed", "warmup"),
     [
-        ("lr_scheduler_type: constant\nwarmup_steps: 100", (0, 0.0)),
-        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100", (100, 0.0)),
-        ("warmup_ratio: 0.1", (0, 0.1)),
+        ("lr_scheduler_type: constant\nwarmup_steps: 100", 0),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100", 100),
+        ("warmup_ratio: 0.1", 100),
     ],
 )
 def test_a_constant_rate_has_no_warm_up_in_transformers(convert, changed, warmup):
     found = convert("trl", "one.yaml", f"{LEAST}max_steps: 1000\n{changed}\n")
-    assert (found.config.learner.warmup_steps, found.config.learner.warmup_ratio) == warmup
+    assert found.config.learner.warmup_steps == warmup
     assert ("constant has no warm-up" in found.under("No equivalent here")) == ("constant\n" in changed)
 
 

@@ -71,7 +71,7 @@ def test_constant_preemption_changes_no_sample(
 def engine_that_parks(model, tokenizer, folder, **settings):
     budget = smallest_budget_tokens(5, 24, 4)
     engine = make_engine(
-        model, tokenizer, page_size=4, kv_budget_tokens=budget, park_folder=str(folder), prompts_at_once=2, **settings
+        model, tokenizer, page_size=4, kv_budget_tokens=budget, preemption=str(folder), prompts_at_once=2, **settings
     )
     engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
     return engine
@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected
 
     monkeypatch.setattr(parked_kv, "take_room", take_room)
     with pytest.warns(
-        UserWarning, match=r"rollout.park_folder=.* has no room for more than .* GB of KV: No space left on device"
+        UserWarning, match=r"rollout.preemption=.* has no room for more than .* GB of KV: No space left on device"
     ) as warned:
         found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
     assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
@@ -131,9 +131,9 @@ def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected,
         UserWarning, match="KV of preempted samples is computed again, not parked: .* must be on a disk, got /dev/shm"
     ):
         assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
-    for asked in ({"preemption": "park"}, {"park_folder": "/dev/shm"}):
+    for asked in ({"preemption": "park"}, {"preemption": "/dev/shm"}):
         with pytest.raises(
-            ValueError, match="rollout.park_folder must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"
+            ValueError, match="rollout.preemption must be on a disk, got /dev/shm, which is a tmpfs and lies in memory"
         ):
             make_engine(model, tokenizer, **asked)
 

@@ -87,6 +87,6 @@ def test_a_folder_is_checked_by_the_name_of_its_setting(tmp_path):
     (tmp_path / "file").touch()
     for given in (tmp_path / "file", tmp_path / "none"):
         with pytest.raises(
-            ValueError, match="rollout.park_folder must be a folder of its worker's machine, got .*, which is none"
+            ValueError, match="rollout.preemption must be a folder of its worker's machine, got .*, which is none"
         ):
-            check_disk_folder("rollout.park_folder", str(given))
+            check_disk_folder("rollout.preemption", str(given))

@@ -12,13 +12,14 @@ from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine import sampling_engine as engine_module
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.length_prediction import watch as watch_module
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import ProbeFit, PublishedProbe
 
 # after it, any other token; after token t comes t - 1, and 0 ends: a response has 1 to 63 tokens, all equally likely
 START = 63
 PROMPTS = [[5, 9, START], [7, 4, 4, 2, START]]
-BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256, "predict_every": 4}
+BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256}
 SLOTS = {
     "group_size": 24,
     "max_new_tokens": 64,
@@ -30,6 +31,12 @@ SLOTS = {
 }
 # weights that take few tokens left for many
 REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] * 66)
+
+
+@pytest.fixture(autouse=True)
+def predict_often(monkeypatch):
+    """These samples are short."""
+    monkeypatch.setattr(watch_module, "PREDICT_EVERY", 4)
 
 
 @pytest.fixture(scope="module")

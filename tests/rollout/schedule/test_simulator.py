@@ -232,7 +232,7 @@ def test_a_hundred_million_slots_are_as_good_as_one_per_sample(schedule):
 def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
     make_model, tokenizer, disk_folder, parks, page_size
 ):
-    placed = {"preemption": "park", "park_folder": str(disk_folder)} if parks else {"preemption": "recompute"}
+    placed = {"preemption": str(disk_folder)} if parks else {"preemption": "recompute"}
     config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, page_size=page_size, **placed)
     engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
     prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]

@@ -8,6 +8,7 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.stay_log import StayLog
 
@@ -76,8 +77,9 @@ def test_stays_of_an_engine_hold_every_token_once_and_no_row_twice(model, settin
         assert engine.stats.preemptions > 0 and len(stays) > 20
 
 
-def test_the_first_prediction_of_a_sample_is_kept(model):
-    engine = SamplingEngine(*model, RolloutConfig(group_size=16, max_new_tokens=48, prompts_at_once=2, predict_every=4))
+def test_the_first_prediction_of_a_sample_is_kept(model, monkeypatch):
+    monkeypatch.setattr(watch, "PREDICT_EVERY", 4)
+    engine = SamplingEngine(*model, RolloutConfig(group_size=16, max_new_tokens=48, prompts_at_once=2))
     # nothing was learnt yet
     assert all(completion.forecast is None for group in engine.generate(PROMPTS, seed=0) for completion in group)
     for seed in range(1, 4):
