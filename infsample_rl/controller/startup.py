@@ -26,13 +26,14 @@ from infsample_rl.model.loading import context_of, last_hidden_size, load_model_
 from infsample_rl.model.lora_check import check_lora
 from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
+from infsample_rl.model.shapes import KVShape
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.placement import Node, reference_text, refusal, total_cpus, total_gpus, worker_groups
 from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.check import check_reward_functions
-from infsample_rl.rollout.engine.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
@@ -232,11 +233,8 @@ def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, genera
 def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 16) -> int:
     """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded
     up)."""
-    settings = architecture.to_dict()
-    heads = settings.get("num_key_value_heads") or architecture.num_attention_heads
-    head_dim = settings.get("head_dim") or architecture.hidden_size // architecture.num_attention_heads
     stored = stored_dtype(kv_dtype, getattr(torch, dtype))
-    return -(-page_bytes(architecture.num_hidden_layers, page_size, heads, head_dim, stored) // page_size)
+    return -(-KVShape.of(architecture).page_bytes(page_size, stored) // page_size)
 
 
 def derived_table(

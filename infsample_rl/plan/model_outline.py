@@ -14,6 +14,7 @@ from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config, load_tokenizer
 from infsample_rl.model.lora import target_names
 from infsample_rl.model.packed_attention import check_packable
+from infsample_rl.model.shapes import KVShape
 
 
 def build_outline(
@@ -126,15 +127,10 @@ class ModelOutline:
         """Query heads."""
         return self.architecture.num_attention_heads
 
-    @property
-    def kv_heads(self) -> int:
-        """Key-value heads."""
-        return getattr(self.architecture, "num_key_value_heads", None) or self.heads
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return getattr(self.architecture, "head_dim", None) or self.hidden // self.heads
+    @cached_property
+    def kv(self) -> KVShape:
+        """Layers, key-value heads and the size of a head."""
+        return KVShape.of(self.architecture)
 
     @property
     def vocab(self) -> int:

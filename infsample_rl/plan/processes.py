@@ -91,7 +91,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
         dtype=dtype,
         learner=config.learner,
         masters=False,
-        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
+        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         with_gradient=False,
     )
