@@ -20,11 +20,11 @@ from infsample_rl.config.unread import unread_settings
 from infsample_rl.controller import checkpoints
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.learner.optimizer import check_optimizer
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
 from infsample_rl.model.loading import context_of, last_hidden_size, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
-from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.model.shapes import KVShape
 from infsample_rl.model.weight_sync.transport import choose_transport
@@ -82,7 +82,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         _check_this_machine(config)
     _check_folders(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
-    check_packable(architecture)
+    check_full_attention(architecture)
     trained = check_lora(config, architecture, checkpoint)
     if len(tokenizer) > architecture.vocab_size:
         raise ValueError(

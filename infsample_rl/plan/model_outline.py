@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from infsample_rl.config import Config
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.loading import load_model_config, load_tokenizer
 from infsample_rl.model.lora import target_names
-from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.shapes import KVShape
 
 
@@ -46,7 +46,7 @@ class ModelOutline:
         ValueError, in one line, for a config that cannot be had or a model that cannot be trained here.
         """
         architecture = load_model_config(config.model)
-        check_packable(architecture)
+        check_full_attention(architecture)
         if valid_vocab is None:
             try:
                 valid_vocab = len(load_tokenizer(config.model))

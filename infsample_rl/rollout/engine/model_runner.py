@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.loading import context_of
-from infsample_rl.model.packed_attention import STATE_SPACE_MODELS, changed_logits
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.model.shapes import KVShape
 from infsample_rl.rollout.engine import attention
@@ -298,22 +298,12 @@ def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, determi
 
 def check_architecture(model: PreTrainedModel) -> None:
     """ValueError when its attention cannot be split into prompt and response parts here."""
+    check_full_attention(model.config)
     settings = model.config.to_dict()
-    kinds = sorted(set(settings.get("layer_types") or []) - {"full_attention"})
-    uses_window = settings.get("sliding_window") is not None and settings.get("use_sliding_window", True)
-    if kinds or (uses_window and not settings.get("layer_types")):
-        found = f"layer types {', '.join(kinds)}" if kinds else f"sliding_window={settings['sliding_window']}"
+    if settings.get("kv_lora_rank"):
         raise ValueError(
-            f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, "
-            "Qwen2 or Qwen3"
+            f"model type {settings['model_type']} has kv_lora_rank, which is not supported; take e.g. Qwen3"
         )
-    if settings["model_type"] in STATE_SPACE_MODELS:  # in 16 bits the comparison of its own modules may not tell
-        raise ValueError(
-            f"model type {settings['model_type']} has layers that keep a state; take e.g. Llama, Qwen2 or Qwen3"
-        )
-    for name in ("attn_logit_softcapping", *changed_logits(settings), "kv_lora_rank"):
-        if settings.get(name):
-            raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
     if model.get_output_embeddings().bias is not None:
         raise ValueError(
             f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3"
