@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from infsample_rl.observe.files import write_atomically
+
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
 
@@ -97,7 +99,7 @@ def write_progress(
         "ranks": world_size,
         "parameters": kinds,
     }
-    (folder / TRAINING_STATE / "progress.json").write_text(json.dumps(progress) + "\n")
+    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(progress) + "\n")
 
 
 def written_by_all(

@@ -27,13 +27,28 @@ a table of where TRL and verl differ from each other.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from infsample_rl.config import ObjectiveConfig
+from infsample_rl.config import Config, ObjectiveConfig
 from infsample_rl.types import LossTotals
 
 MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
+SCALED_TOKENS = 4096
+
+
+def loss_scale(config: Config) -> float:
+    """What losses are multiplied by before the backward pass, and gradients divided by after it; 1 but in float16.
+
+    A token's gradient is divided by the samples or tokens of the whole update, and would be below float16's smallest
+    numbers in a large one (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). The scale, a power of
+    two, makes of it one of SCALED_TOKENS.
+    """
+    if config.model.dtype != "float16":
+        return 1.0
+    return 2.0 ** round(math.log2(max(1.0, config.samples_per_step * config.rollout.max_new_tokens / SCALED_TOKENS)))
 
 
 def loss_denominator(objective: ObjectiveConfig, totals: LossTotals) -> float:
