@@ -57,7 +57,7 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
     fewest with which a run starts, so that a plan says what they need where they do not fit."""
     rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
     if rollout.kv_budget_bytes == "auto":
-        least = -(-smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size)
+        least = smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size
         if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
             return math.ceil(least / AUTO_SHARE)
     return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
