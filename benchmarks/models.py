@@ -16,6 +16,7 @@ from transformers import (
 from benchmarks.workload import ModelOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.shapes import KVShape
 
 TEXT = (
     "A farmer counts {n} sheep, sells a third of them, buys twice as many goats and wants to know how many animals "
@@ -115,19 +116,12 @@ def weight_bytes_read(model: PreTrainedModel) -> int:
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Keys and values of one token in all layers."""
-    config = model.config.get_text_config()
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    return 2 * config.num_hidden_layers * kv_heads * _head_dim(config) * model.dtype.itemsize
+    return KVShape.of(model.config).page_bytes(1, model.dtype)
 
 
 def save_config(shape: str, folder: Path) -> None:
     """A folder without weights, for an engine that makes random ones itself."""
     shape_config(shape).save_pretrained(folder)
-
-
-def _head_dim(config: object) -> int:
-    settings = config.to_dict()
-    return settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

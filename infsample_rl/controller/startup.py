@@ -20,19 +20,20 @@ from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.controller import checkpoints
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.learner.optimizer import check_optimizer
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
 from infsample_rl.model.loading import context_of, last_hidden_size, load_model_config, load_tokenizer, stop_ids_of
 from infsample_rl.model.lora_check import check_lora
-from infsample_rl.model.packed_attention import check_packable
 from infsample_rl.model.policy_head import masked_index
+from infsample_rl.model.shapes import KVShape
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.placement import Node, reference_text, refusal, total_cpus, total_gpus, worker_groups
 from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.check import check_reward_functions
-from infsample_rl.rollout.engine.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
@@ -82,7 +83,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         _check_this_machine(config)
     _check_folders(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
-    check_packable(architecture)
+    check_full_attention(architecture)
     trained = check_lora(config, architecture, checkpoint)
     if len(tokenizer) > architecture.vocab_size:
         raise ValueError(
@@ -231,11 +232,8 @@ def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, genera
 def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 16) -> int:
     """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded
     up)."""
-    settings = architecture.to_dict()
-    heads = settings.get("num_key_value_heads") or architecture.num_attention_heads
-    head_dim = settings.get("head_dim") or architecture.hidden_size // architecture.num_attention_heads
     stored = stored_dtype(kv_dtype, getattr(torch, dtype))
-    return -(-page_bytes(architecture.num_hidden_layers, page_size, heads, head_dim, stored) // page_size)
+    return -(-KVShape.of(architecture).page_bytes(page_size, stored) // page_size)
 
 
 def derived_table(

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from infsample_rl.config import Config
 from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import PackedRow
 
 # A trained parameter as the optimizer holds it: full float32 tensors under the names master, exp_avg, exp_avg_sq
@@ -56,3 +59,19 @@ class Backend(Protocol):
 
     def load_training_states(self, saved: SavedState) -> None:
         """Take masters, moments and optimizer_steps from a checkpoint saved by any backend at any number of ranks."""
+
+
+def build_backend(policy: PackedPolicy, config: Config, *, device: torch.device, world_size: int) -> Backend:
+    """The backend of the settings. Imported where it is chosen: a machine may lack DeepSpeed."""
+    learner, dtype = config.learner, getattr(torch, config.model.dtype)
+    if learner.backend == "deepspeed":
+        from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+    if world_size == 1:
+        from infsample_rl.learner.unsharded_backend import UnshardedBackend
+
+        return UnshardedBackend(policy, learner, dtype=dtype)
+    from infsample_rl.learner.fsdp_backend import FsdpBackend
+
+    return FsdpBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)

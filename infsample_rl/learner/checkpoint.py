@@ -1,10 +1,9 @@
 """The learner's part of a checkpoint: a Hugging Face folder, and beside it what only training needs.
 
-FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: loads with
-from_pretrained FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in
-safetensors files, written by all ranks in
-                        turn; one random state a rank; last of all progress.json, which lists what must be there. Any
-                        backend at any number of ranks can go on from it.
+FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: from_pretrained loads it
+FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in safetensors files, written
+                        by all ranks in turn; one random state a rank; last of all progress.json, which lists what must
+                        be there. Any backend at any number of ranks can go on from it.
 
 Tensors are gathered on all ranks together, so a rank that cannot write goes on gathering, and all ranks fail in the
 end.
@@ -23,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from infsample_rl.observe.files import write_atomically
 
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
@@ -97,7 +98,7 @@ def write_progress(
         "ranks": world_size,
         "parameters": kinds,
     }
-    (folder / TRAINING_STATE / "progress.json").write_text(json.dumps(progress) + "\n")
+    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(progress) + "\n")
 
 
 def written_by_all(

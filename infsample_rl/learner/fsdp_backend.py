@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.checkpoint import SavedState
-from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, scale_gradients, set_lr
+from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, step
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import PackedRow
 
@@ -87,13 +87,8 @@ class FsdpBackend:
 
     def update(self, *, factor: float, max_norm: float, lr: float) -> float:
         """Scale, clip, step; the norm before clipping."""
-        scale_gradients(self.trained.values(), factor)
-        total = nn.utils.clip_grad_norm_(self.trained.values(), max_norm)
-        norm = _full(total).item()
-        if math.isfinite(norm):
-            set_lr(self.optimizer, lr)
-            self.optimizer.step()
-            self.optimizer_steps += 1
+        norm = step(self.optimizer, self.trained.values(), factor=factor, max_norm=max_norm, lr=lr)
+        self.optimizer_steps += math.isfinite(norm)
         self.discard()
         return norm
 

@@ -8,32 +8,44 @@ Each loss is `sum over t of w_t (-c_t J_t + kl_coef KL_t - entropy_coef H_t)` wi
 - old_logprob_t), c_t the importance weight of `engine_weights` (1 with importance none), KL_t of `kl_estimate` and H_t
 the entropy of the policy at t:
 
-grpo     w_t = 1 / (num_sequences |o_i|), J_t = min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A): the paper's
-         equations 2-4 (GRPO, arXiv 2402.03300, equation 3): the mean over each response's tokens, then over the
-         responses.
-dr_grpo  the same J_t, w_t = 1 / (num_sequences length_normalizer) (Dr. GRPO, arXiv 2503.20783): no bias towards long
-wrong answers.
-dapo     the same J_t, w_t = 1 / num_tokens (DAPO, arXiv 2503.14476, equation 8): every token weighs the same.
-gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t) (GSPO, arXiv 2507.18071,
-         equations 5 and 7); the gradient goes through s_i: ds_i / dlogprob_t = s_i / |o_i|.
-cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens (CISPO, MiniMax-M1, arXiv
-         2506.13585) in the one-sided form of TRL, whose epsilon_high is 1 + clip_high here; clip_low is not read. No
-         token loses its gradient.
+grpo     w_t = 1 / (num_sequences |o_i|), J_t = min(r_t A, clip(r_t, 1 - clip_low, 1 + clip_high) A): the mean over each
+         response's tokens, then over the responses (the paper's equations 2-4; GRPO, arXiv 2402.03300, equation 3).
+dr_grpo  the same J_t, w_t = 1 / (num_sequences length_normalizer): no bias towards long wrong answers (arXiv
+         2503.20783).
+dapo     the same J_t, w_t = 1 / num_tokens: every token weighs the same (arXiv 2503.14476, equation 8).
+gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of log r_t), through which the gradient
+         goes: ds_i / dlogprob_t = s_i / |o_i| (arXiv 2507.18071, equations 5 and 7).
+cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens: no token loses its gradient
+         (MiniMax-M1, arXiv 2506.13585). One-sided, as in TRL, whose epsilon_high is 1 + clip_high; no clip_low.
 
-KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for
-80 where the clip bounds the token anyway. docs/objectives.md has
-a table of where TRL and verl differ from each other.
+KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for 80
+where the clip bounds the token anyway. docs/objectives.md has a table of where TRL and verl differ from each other.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from infsample_rl.config import ObjectiveConfig
+from infsample_rl.config import Config, ObjectiveConfig
 from infsample_rl.types import LossTotals
 
 MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
+SCALED_TOKENS = 4096
+
+
+def loss_scale(config: Config) -> float:
+    """What losses are multiplied by before the backward pass, and gradients divided by after it; 1 but in float16.
+
+    A token's gradient is divided by the samples or tokens of the whole update, and would be below float16's smallest
+    numbers in a large one (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). The scale, a power of
+    two, makes of it one of SCALED_TOKENS.
+    """
+    if config.model.dtype != "float16":
+        return 1.0
+    return 2.0 ** round(math.log2(max(1.0, config.samples_per_step * config.rollout.max_new_tokens / SCALED_TOKENS)))
 
 
 def loss_denominator(objective: ObjectiveConfig, totals: LossTotals) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -57,14 +57,28 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-@torch.no_grad()
-def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    """Multiply every gradient once, in float32; a parameter that saw no row gets zeros."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif factor != 1.0:
-            parameter.grad.mul_(factor)
+def step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Collection[nn.Parameter],
+    *,
+    factor: float,
+    max_norm: float,
+    lr: float,
+) -> float:
+    """Multiply every gradient by `factor` in float32, clip their norm, step where it is finite; the norm before
+    clipping. A parameter that saw no row has zeros."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif factor != 1.0:
+                parameter.grad.mul_(factor)
+    total = nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+    if math.isfinite(norm):
+        set_lr(optimizer, lr)
+        optimizer.step()
+    return norm
 
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

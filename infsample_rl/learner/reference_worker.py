@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.learner.row_plan import runs_within
 from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.peak_memory import process_memory
@@ -43,19 +44,11 @@ class ReferenceWorker:
 
     def _rows(self, prompt_tokens: int, completions: list[Completion]) -> list[list[Completion]]:
         """Cut completions, in order, into rows of at most max_tokens, each with the prompt once."""
-        rows: list[list[Completion]] = []
-        tokens = 0
-        for completion in completions:
-            length = len(completion.token_ids)
-            if prompt_tokens + length > self.max_tokens:
-                needed = prompt_tokens + length
-                raise ValueError(
-                    f"reference.max_tokens_per_micro_batch must be >= {needed} for this prompt and response, got "
-                    f"{self.max_tokens}"
-                )
-            if not rows or tokens + length > self.max_tokens:
-                rows.append([])
-                tokens = prompt_tokens
-            rows[-1].append(completion)
-            tokens += length
-        return rows
+        lengths = [len(completion.token_ids) for completion in completions]
+        needed = prompt_tokens + max(lengths, default=0)
+        if needed > self.max_tokens:
+            raise ValueError(
+                f"reference.max_tokens_per_micro_batch must be >= {needed} for this prompt and response, got "
+                f"{self.max_tokens}"
+            )
+        return [completions[part] for part in runs_within(lengths, prompt_tokens, self.max_tokens)]

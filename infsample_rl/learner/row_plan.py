@@ -9,7 +9,7 @@ only when its group does not fit in one row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -104,15 +104,19 @@ def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[Traini
             f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only a row of one prompt can take several "
             "passes"
         )
-    passes: list[list[TrainingSample]] = [[]]
-    tokens = prompts[0]
-    for sample in row:
-        length = len(sample.response_ids)
-        if passes[-1] and tokens + length > max_tokens:
-            passes, tokens = [*passes, []], prompts[0]
-        passes[-1].append(sample)
+    return [row[part] for part in runs_within([len(sample.response_ids) for sample in row], prompts[0], max_tokens)]
+
+
+def runs_within(lengths: Sequence[int], prompt_tokens: int, max_tokens: int) -> list[slice]:
+    """Responses, in order, in runs that have at most `max_tokens` with their prompt; one that is longer is alone."""
+    starts: list[int] = []
+    tokens = prompt_tokens
+    for number, length in enumerate(lengths):
+        if not starts or tokens + length > max_tokens:
+            starts.append(number)
+            tokens = prompt_tokens
         tokens += length
-    return passes
+    return [slice(start, end) for start, end in zip(starts, [*starts[1:], len(lengths)], strict=False)]
 
 
 def row_tokens(row: list[SampleSpec], prompt_lengths: Mapping[int, int]) -> int:

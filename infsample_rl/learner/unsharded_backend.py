@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.checkpoint import SavedState
-from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, scale_gradients, set_lr
+from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, step
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import PackedRow
 
@@ -63,11 +63,8 @@ class UnshardedBackend:
 
     def update(self, *, factor: float, max_norm: float, lr: float) -> float:
         """Scale, clip, step; the norm before clipping."""
-        scale_gradients(self.masters.values(), factor)
-        norm = nn.utils.clip_grad_norm_(self.masters.values(), max_norm).item()
+        norm = step(self.optimizer, self.masters.values(), factor=factor, max_norm=max_norm, lr=lr)
         if math.isfinite(norm):
-            set_lr(self.optimizer, lr)
-            self.optimizer.step()
             self.optimizer_steps += 1
             self._publish_masters()
         self.discard()

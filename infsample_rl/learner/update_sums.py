@@ -13,7 +13,8 @@ from infsample_rl.learner.loss import effective_sample_size, engine_mismatch
 
 @dataclasses.dataclass
 class UpdateSums:
-    """This rank's sums over the rows of one update; the loss still has the provisional denominator."""
+    """This rank's sums over the rows of one update, one or two for each metric; the loss still has the provisional
+    denominator."""
 
     loss: float = 0.0
     kl: float = 0.0  # per token, like all below

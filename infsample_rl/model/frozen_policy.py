@@ -6,7 +6,7 @@ import torch
 
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.logprobs import PackedPolicy, packed_policy
 
 
 def load_frozen_policy(config: Config, device: torch.device | str) -> PackedPolicy:
@@ -19,10 +19,4 @@ def load_frozen_policy(config: Config, device: torch.device | str) -> PackedPoli
             f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has "
             f"{valid_vocab}"
         )
-    return PackedPolicy(
-        lm,
-        valid_vocab=valid_vocab,
-        chunk_tokens=config.learner.logprob_chunk_tokens,
-        bad_token_ids=config.rollout.bad_token_ids,
-        head_fp32=config.model.lm_head_fp32,
-    ).requires_grad_(False)
+    return packed_policy(config, lm, valid_vocab).requires_grad_(False)

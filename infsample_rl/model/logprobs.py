@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from infsample_rl.config import Config
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
@@ -201,3 +202,14 @@ class PackedPolicy(nn.Module):
             entropy_gradient=self.entropy_gradient,
             weight_gradient=self.head_gradient,
         )
+
+
+def packed_policy(config: Config, lm: PreTrainedModel, valid_vocab: int) -> PackedPolicy:
+    """`lm` as a packed policy of these settings; `valid_vocab`: ids of the policy's tokenizer."""
+    return PackedPolicy(
+        lm,
+        valid_vocab=valid_vocab,
+        chunk_tokens=config.learner.logprob_chunk_tokens,
+        bad_token_ids=config.rollout.bad_token_ids,
+        head_fp32=config.model.lm_head_fp32,
+    )

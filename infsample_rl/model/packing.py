@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infsample_rl.model.packed_attention import RowCuts, Segment, build_cuts
+from infsample_rl.model.row_cuts import RowCuts, Segment, build_cuts
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.types import TrainingSample
 

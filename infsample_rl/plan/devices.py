@@ -1,13 +1,12 @@
-"""GPUs by name: memory, how fast they read it, how fast they talk to each other.
+"""GPUs by name: how much memory they have, how fast they read it and compute.
 
 Figures are of the vendor's data sheets (SXM form where there are several): memory as nvidia-smi shows it, bandwidth of
-that memory, dense bf16 arithmetic with float32 sums, and one direction of NVLink, or of PCIe 4.0 x16 where a card has
-no NVLink.
+that memory, dense bf16 arithmetic with float32 sums.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infsample_rl.config import Config
 from infsample_rl.rollout.engine.kv_cache import free_bytes
@@ -15,8 +14,7 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 GIB = 2**30
 # what CUDA, cuBLAS and NCCL take of a GPU beside torch's tensors, and what fragments; not part of a process's sum
 CUDA_RESERVE = GIB
-# 2 cores with AVX-512: read by bench.engine; by Ray's object store (docs/learner.md)
-HOST_BANDWIDTH, HOST_LINK, HOST_FLOPS = 15e9, 1.1e9, 1e11
+HOST_BANDWIDTH, HOST_FLOPS = 15e9, 1e11  # of 2 cores with AVX-512, as benchmarks.engine reads them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +25,6 @@ class Device:
     memory_bytes: int
     bandwidth: float
     flops: float
-    link: float
     multiprocessors: int = 0
 
     @property
@@ -36,30 +33,21 @@ class Device:
         return self.memory_bytes - (CUDA_RESERVE if self.multiprocessors else 0)
 
 
-def _gpu(name: str, mib: int, bandwidth: float, flops: float, link: float, multiprocessors: int) -> Device:
-    return Device(
-        name=name,
-        memory_bytes=mib * 2**20,
-        bandwidth=bandwidth,
-        flops=flops,
-        link=link,
-        multiprocessors=multiprocessors,
-    )
-
-
+# name: MiB, bytes/s of its memory, operations/s, multiprocessors
+_FIGURES = {
+    "a100-40gb": (40_960, 1.555e12, 312e12, 108),
+    "a100-80gb": (81_920, 2.039e12, 312e12, 108),
+    "h100": (81_559, 3.35e12, 989e12, 132),
+    "h200": (143_771, 4.8e12, 989e12, 132),
+    "b200": (183_359, 8.0e12, 2250e12, 148),
+    "l4": (23_034, 0.30e12, 121e12, 58),
+    "l40s": (46_068, 0.864e12, 362e12, 142),
+    "rtx3090": (24_576, 0.936e12, 71e12, 82),
+    "rtx4090": (24_564, 1.008e12, 165e12, 128),
+}
 DEVICES = {
-    device.name: device
-    for device in (
-        _gpu("a100-40gb", 40_960, 1.555e12, 312e12, 300e9, 108),
-        _gpu("a100-80gb", 81_920, 2.039e12, 312e12, 300e9, 108),
-        _gpu("h100", 81_559, 3.35e12, 989e12, 450e9, 132),
-        _gpu("h200", 143_771, 4.8e12, 989e12, 450e9, 132),
-        _gpu("b200", 183_359, 8.0e12, 2250e12, 900e9, 148),
-        _gpu("l4", 23_034, 0.30e12, 121e12, 31.5e9, 58),
-        _gpu("l40s", 46_068, 0.864e12, 362e12, 31.5e9, 142),
-        _gpu("rtx3090", 24_576, 0.936e12, 71e12, 31.5e9, 82),
-        _gpu("rtx4090", 24_564, 1.008e12, 165e12, 31.5e9, 128),
-    )
+    name: Device(name=name, memory_bytes=mib * 2**20, bandwidth=bandwidth, flops=flops, multiprocessors=processors)
+    for name, (mib, bandwidth, flops, processors) in _FIGURES.items()
 }
 
 
@@ -72,7 +60,6 @@ def host() -> Device:
         memory_bytes=free_bytes(torch.device("cpu")),
         bandwidth=HOST_BANDWIDTH,
         flops=HOST_FLOPS,
-        link=HOST_LINK,
     )
 
 
@@ -85,15 +72,8 @@ def gpu_of(config: Config) -> Device | None:
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    like = device_like(found.name, found.total_memory)
-    return Device(
-        name=found.name,
-        memory_bytes=found.total_memory,
-        bandwidth=like.bandwidth,
-        flops=like.flops,
-        link=like.link,
-        multiprocessors=found.multi_processor_count,
-    )
+    sizes = {"memory_bytes": found.total_memory, "multiprocessors": found.multi_processor_count}
+    return replace(device_like(found.name, found.total_memory), name=found.name, **sizes)
 
 
 def device_like(name: str, memory_bytes: int) -> Device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -49,18 +50,12 @@ def largest_pool(config: Config, model: ModelOutline, plan: ProcessPlan, device:
 def _sum_of_pool(config: Config, model: ModelOutline, role: str, pages: int, slots: int) -> int:
     """Bytes of the process with a pool of so many pages and, of a fixed-slot schedule, as many rows as they have
     slots."""
-    changes: dict[str, Any] = {
-        "rollout__kv_budget_bytes": None,
-        "rollout__kv_budget_tokens": pages * config.rollout.page_size,
-    }
+    tokens = pages * config.rollout.page_size
+    changed = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=tokens)
     if config.rollout.schedule != "token_budget":
-        changes |= {"rollout__slots": slots, "rollout__group_size": max(config.rollout.group_size, slots)}
-    try:
-        changed = with_settings(config, **changes)
-    except ValueError:  # such a group does not go with another setting
-        changed = with_settings(
-            config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=pages * config.rollout.page_size
-        )
+        group = max(config.rollout.group_size, slots)
+        with contextlib.suppress(ValueError):  # such a group does not go with another setting
+            changed = with_settings(changed, rollout__slots=slots, rollout__group_size=group)
     return plan_role(changed, model, "learner" if role == "colocated" else "rollout").sum_bytes
 
 

@@ -11,9 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from infsample_rl.config import Config
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.loading import load_model_config, load_tokenizer
 from infsample_rl.model.lora import target_names
-from infsample_rl.model.packed_attention import check_packable
+from infsample_rl.model.shapes import KVShape
 
 
 def build_outline(
@@ -45,7 +46,7 @@ class ModelOutline:
         ValueError, in one line, for a config that cannot be had or a model that cannot be trained here.
         """
         architecture = load_model_config(config.model)
-        check_packable(architecture)
+        check_full_attention(architecture)
         if valid_vocab is None:
             try:
                 valid_vocab = len(load_tokenizer(config.model))
@@ -126,15 +127,10 @@ class ModelOutline:
         """Query heads."""
         return self.architecture.num_attention_heads
 
-    @property
-    def kv_heads(self) -> int:
-        """Key-value heads."""
-        return getattr(self.architecture, "num_key_value_heads", None) or self.heads
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return getattr(self.architecture, "head_dim", None) or self.hidden // self.heads
+    @cached_property
+    def kv(self) -> KVShape:
+        """Layers, key-value heads and the size of a head."""
+        return KVShape.of(self.architecture)
 
     @property
     def vocab(self) -> int:

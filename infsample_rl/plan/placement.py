@@ -1,8 +1,6 @@
-"""Which processes a run has, what each takes, and which nodes would take them: pure arithmetic, carried out by
-ray_session.py.
+"""Which processes a run has, what each takes, and which nodes would take them: pure arithmetic.
 
-Ray decides where a worker goes; the plan made here says beforehand whether that can work at all, and what is missing if
-not.
+Ray decides where a worker goes; the plan says beforehand whether that can work at all, and what is missing if not.
 """
 
 from __future__ import annotations
@@ -16,18 +14,7 @@ from dataclasses import dataclass
 from infsample_rl.config import Config
 
 SMALLEST_CPUS = 0.001  # of a worker that asks for nothing: Ray reserves no empty bundle
-_COUNTS = {
-    "rollout": "rollout_workers",
-    "learner": "learner_ranks",
-    "reference": "reference_workers",
-    "reward": "reward_workers",
-}
-_TITLES = {
-    "rollout": "rollout worker",
-    "learner": "learner rank",
-    "reference": "reference worker",
-    "reward": "reward worker",
-}
+_KINDS = {"rollout": "worker", "learner": "rank", "reference": "worker", "reward": "worker"}  # of a role's processes
 
 Worker = tuple[str, int]  # role and index
 
@@ -50,8 +37,7 @@ class WorkerGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reservation:
-    """Workers that are reserved together, all or none, by one of Ray's strategies. Example: name="learner",
-    strategy="PACK"."""
+    """Workers that are reserved together, all or none, by one of Ray's strategies: PACK, STRICT_PACK, SPREAD."""
 
     name: str
     strategy: str
@@ -105,26 +91,19 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
 
 
 def reservations(config: Config) -> list[Reservation]:
-    """What Ray is asked to reserve, in that order: learner ranks packed on few nodes, since they meet in every row, the
-    others spread over many.
-
-    With cluster.weight_sync=cuda_ipc learner and engines share a GPU, so they are one reservation on one node.
-    """
+    """What Ray is asked to reserve, in that order: learner ranks on few nodes, since they meet in every row, the others
+    over many. With cluster.weight_sync=cuda_ipc learner and engines share a GPU: one reservation on one node."""
     counts = {group.role: group.count for group in worker_groups(config)}
     shares_gpu = config.cluster.weight_sync == "cuda_ipc" and not config.cluster.colocate
     together = ["learner", "rollout"] if shares_gpu else ["learner"]
-    first = Reservation(
-        name="learner",
-        strategy="STRICT_PACK" if shares_gpu else "PACK",
-        workers=[(role, index) for role in together for index in range(counts[role])],
-    )
+    strategies = [("learner", "STRICT_PACK" if shares_gpu else "PACK", together)]
     others = [role for role in ("reference", "rollout", "reward") if role in counts and role not in together]
+    strategies += [(role, "SPREAD", [role]) for role in others]
     return [
-        first,
-        *(
-            Reservation(name=role, strategy="SPREAD", workers=[(role, index) for index in range(counts[role])])
-            for role in others
-        ),
+        Reservation(
+            name=name, strategy=strategy, workers=[(role, index) for role in roles for index in range(counts[role])]
+        )
+        for name, strategy, roles in strategies
     ]
 
 
@@ -157,11 +136,8 @@ def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
     left out."""
     groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), {}
     for reservation in reservations(config):
-        placed = (
-            _spread(reservation, groups, free)
-            if reservation.strategy == "SPREAD"
-            else _packed(reservation, groups, free)
-        )
+        place_all = _spread if reservation.strategy == "SPREAD" else _packed
+        placed = place_all(reservation, groups, free)
         for (role, _), place in placed.items():
             free[place] = free[place].less(groups[role])
         places |= placed
@@ -245,9 +221,10 @@ def _fits(config: Config, nodes: Sequence[Node]) -> bool:
 def _fewer(config: Config, nodes: Sequence[Node], places: Counter[str]) -> str | None:
     """The setting of one role, of rollout workers where possible, with which the whole run fits."""
     names = {"learner": ("learner_ranks", "rollout_workers")} if config.cluster.colocate else {}
-    for role in _COUNTS:
-        for count in range(min(places[role], getattr(config.cluster, _COUNTS[role]) - 1), 0, -1):
-            counts = dict.fromkeys(names.get(role, (_COUNTS[role],)), count)
+    for role, kind in _KINDS.items():
+        setting = f"{role}_{kind}s"
+        for count in range(min(places[role], getattr(config.cluster, setting) - 1), 0, -1):
+            counts = dict.fromkeys(names.get(role, (setting,)), count)
             try:
                 smaller = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **counts))
             except ValueError:  # other settings do not go with that many
@@ -281,7 +258,7 @@ def layout_table(config: Config, nodes: Sequence[Node], places: dict[Worker, int
             sum(count * getattr(groups[role], what) for role, count in counts.items()) for what in ("cpus", "gpus")
         )
         taken = (f"{cpus:g} of {node.all_cpus:g}", f"{gpus:g} of {node.all_gpus:g}")
-        who = ", ".join(_count_text(role, counts[role]) for role in _COUNTS if counts[role]) or "-"
+        who = ", ".join(_count_text(role, counts[role]) for role in _KINDS if counts[role]) or "-"
         alike.setdefault((*taken, who), []).append(node.name)
     rows = [("node", "CPUs", "GPUs", "workers")]
     rows += [
@@ -299,7 +276,7 @@ def _group_text(group: WorkerGroup, count: int) -> str:
 
 
 def _count_text(role: str, count: int) -> str:
-    return f"{count} {_TITLES[role]}{'s' if count > 1 else ''}"
+    return f"{count} {role} {_KINDS[role]}{'s' if count > 1 else ''}"
 
 
 def _amounts(cpus: float, gpus: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.packed_attention import takes_flex_attention
+from infsample_rl.observe.files import write_atomically
 from infsample_rl.plan.devices import Device, gpu_of, host
 from infsample_rl.plan.learner_memory import learner_lines, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
@@ -91,7 +91,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
         dtype=dtype,
         learner=config.learner,
         masters=False,
-        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.head_dim, dtype),
+        flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         with_gradient=False,
     )
@@ -115,7 +115,6 @@ def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: 
             f"no {FILE}: {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
         )
-    written = run_dir / f"{FILE}.partial"
-    written.write_text(json.dumps({"total_steps": total_steps, "processes": processes}, indent=1))
-    os.replace(written, run_dir / FILE)
+    plan = {"total_steps": total_steps, "processes": processes}
+    write_atomically(run_dir / FILE, json.dumps(plan, indent=1))
     return None

@@ -14,7 +14,7 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def print_plan(plan: RunPlan, console: Console) -> None:
-    """A table for every role, then what travels, how long decoding takes and what to change."""
+    """A table for every role, then how long decoding takes and what to change."""
     console.print(f"{plan.model}, {plan.parameters:,} parameters, {plan.dtype}")
     for role in plan.roles:
         console.print(_table(role))
@@ -26,8 +26,7 @@ def print_plan(plan: RunPlan, console: Console) -> None:
             f"{gigabytes(plan.host_room)} free here{verdict}"
         )
         console.print(together, soft_wrap=True)
-    for line in _time_lines(plan):
-        console.print(line, soft_wrap=True)
+    console.print(_decoding(plan), soft_wrap=True)
     for role in plan.roles:
         if not role.fits:
             advice = (
@@ -66,22 +65,11 @@ def _verdict(role: RolePlan) -> str:
     return "; ".join([f"{'fits' if role.fits else 'DOES NOT FIT'} in {role.device.name}: {sizes}", *role.limits])
 
 
-def _time_lines(plan: RunPlan) -> list[str]:
-    lines = [
-        f"{traffic.what} per step: {gigabytes(traffic.num_bytes)}, {traffic.seconds:.3g} s at the link's full speed "
-        f"({traffic.way})"
-        for traffic in plan.traffic
-    ]
-    decode = plan.decode
-    is_all = decode.simulated_samples == decode.samples
-    lengths = (
-        decode.lengths
-        if is_all
-        else f"{decode.lengths}; from {decode.simulated_samples:,} of {decode.samples:,} samples"
-    )
-    lines.append(
+def _decoding(plan: RunPlan) -> str:
+    decode, lengths = plan.decode, plan.decode.lengths
+    if decode.simulated_samples != decode.samples:
+        lengths += f"; from {decode.simulated_samples:,} of {decode.samples:,} samples"
+    return (
         f"decoding: {decode.running_steps:,} running steps ({lengths}), {decode.mean_rows:.1f} rows on average, each "
-        "at least "
-        f"{1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
+        f"at least {1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"
     )
-    return lines

@@ -22,7 +22,7 @@ from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES
-from infsample_rl.rollout.engine.kv_cache import page_bytes, stored_dtype
+from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
 from infsample_rl.rollout.schedule.kv_budget import AUTO_SHARE, num_pool_pages
@@ -49,7 +49,7 @@ def rollout_lines(config: Config, model: ModelOutline, device: Device) -> tuple[
 def pool_page_bytes(config: Config, model: ModelOutline) -> int:
     """Bytes of a page of the pool, scales included."""
     stored = stored_dtype(config.rollout.kv_dtype, getattr(torch, config.model.dtype))
-    return page_bytes(model.num_layers, config.rollout.page_size, model.kv_heads, model.head_dim, stored)
+    return model.kv.page_bytes(config.rollout.page_size, stored)
 
 
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
@@ -57,7 +57,7 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
     fewest with which a run starts, so that a plan says what they need where they do not fit."""
     rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
     if rollout.kv_budget_bytes == "auto":
-        least = -(-smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size)
+        least = smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size
         if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
             return math.ceil(least / AUTO_SHARE)
     return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
@@ -138,13 +138,13 @@ def _is_compiled(config: Config, model: ModelOutline) -> bool:
 
 
 def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
-    hidden, query, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
+    hidden, query, kv = model.hidden, model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim
     if _is_compiled(config, model):
         workspace = 2 * hidden + max(hidden, query) + max(query + 2 * kv, model.inner)
         places, reach = ANGLES, config.data.max_prompt_tokens + config.rollout.max_new_tokens
         while places < reach:
             places *= 2
-        return _tables(config, rows) + 4 * rows * (workspace + hidden) + 8 * model.head_dim * places
+        return _tables(config, rows) + 4 * rows * (workspace + hidden) + 8 * model.kv.head_dim * places
     size, tokens = _item(config), response_pages(config) * config.rollout.page_size
     gathered = rows * tokens * (2 * kv * size + size + 1)  # one layer's pages as a dense copy, and the mask
     prompts = 2 * kv * size * config.data.max_prompt_tokens
@@ -156,15 +156,15 @@ def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
 def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:
     """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which
     graphs share."""
-    query, kv, size = model.heads * model.head_dim, model.kv_heads * model.head_dim, _item(config)
+    query, kv, size = model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim, _item(config)
     own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // MAX_BLOCK))
     prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // MAX_BLOCK))
 
     def parts(count: int) -> int:
-        blocks = -(-count * model.heads // model.kv_heads // MAX_BLOCK)
+        blocks = -(-count * model.heads // model.kv.num_kv_heads // MAX_BLOCK)
         programs = 2 * multiprocessors
-        return min(prompt, -(-programs // (blocks * model.kv_heads))) + min(
-            own, -(-programs // (count * model.kv_heads))
+        return min(prompt, -(-programs // (blocks * model.kv.num_kv_heads))) + min(
+            own, -(-programs // (count * model.kv.num_kv_heads))
         )
 
     attention = 4 * (query + model.heads) * max(count * parts(count) for count in range(1, rows + 1))
@@ -190,7 +190,7 @@ def _prefill(config: Config, model: ModelOutline) -> int:
     """The last piece of the longest prompt: activations, and one layer's earlier keys and values as a dense copy."""
     on_gpu, longest = config.cluster.rollout_gpus > 0, config.data.max_prompt_tokens
     tokens, size = min(longest, PREFILL_TOKENS["cuda" if on_gpu else "cpu"]), _item(config)
-    query, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    query, kv = model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim
     past = 2 * size * kv * (longest - tokens)
     if _is_compiled(config, model) and not on_gpu:
         # query and keys before and after they are rotated, output, values

@@ -26,8 +26,9 @@ from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
 from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.lora import add_adapters
-from infsample_rl.model.packed_attention import RowCuts, exchange_prompt
+from infsample_rl.model.packed_attention import exchange_prompt
 from infsample_rl.model.packing import PackedRow, pack_prompt, pack_responses, pack_row
+from infsample_rl.model.row_cuts import RowCuts
 from infsample_rl.plan.memory_trace import MemoryTrace
 from infsample_rl.plan.model_outline import ModelOutline, build_outline
 

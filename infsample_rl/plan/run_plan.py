@@ -16,7 +16,6 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.processes import device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
-from infsample_rl.plan.traffic import Traffic, step_traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +36,12 @@ class RolePlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """All roles, and what a step sends and takes."""
+    """All roles, and how long sampling takes."""
 
     model: str
     dtype: str
     parameters: int
     roles: list[RolePlan]
-    traffic: list[Traffic]
     decode: DecodeTime
     host_bytes: int  # of all processes that compute on the CPU
     host_room: int
@@ -61,16 +59,9 @@ class RunPlan:
             | {"largest": role.largest, "advice": role.advice}
             for role in self.roles
         ]
-        traffic = [dataclasses.asdict(each) for each in self.traffic]
         decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
-        found: dict[str, Any] = {
-            "model": self.model,
-            "dtype": self.dtype,
-            "parameters": self.parameters,
-            "fits": self.fits,
-        }
-        found |= {"host_bytes": self.host_bytes, "host_room": self.host_room}
-        return found | {"processes": processes, "traffic": traffic, "decode": decode}
+        names = ("model", "dtype", "parameters", "fits", "host_bytes", "host_room")
+        return {name: getattr(self, name) for name in names} | {"processes": processes, "decode": decode}
 
 
 def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
@@ -83,7 +74,6 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         dtype=config.model.dtype,
         parameters=model.num_parameters,
         roles=roles,
-        traffic=step_traffic(config, model, device_of(config, "learner")),
         decode=decode_time(config, model, sampling, lengths),
         host_bytes=sum(role.process.count * role.process.sum_bytes for role in roles if role.process.gpus == 0),
         host_room=host().memory_bytes,

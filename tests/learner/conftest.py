@@ -8,13 +8,13 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.config import (
     ClusterConfig,
@@ -31,6 +31,7 @@ from infsample_rl.config import (
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.types import LossTotals, TrainingSample
+from tests.fakes import TINY_SIZES, save_words
 
 TEMPERATURE = 0.7
 VALID_VOCAB = 60  # the model's head has 64 rows
@@ -57,19 +58,12 @@ def save_tiny_policy(folder: Path, *, tied: bool) -> str:
     """A random 2-layer Qwen3 with a tokenizer of 60 words."""
     torch.manual_seed(3)
     config = Qwen3Config(
-        **{
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
-        **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": tied},
+        **TINY_SIZES,
+        **{"head_dim": 16, "max_position_embeddings": 128, "tie_word_embeddings": tied},
         **{"initializer_range": 0.15, "attention_dropout": 0.5, "eos_token_id": 1},
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VALID_VOCAB)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    save_words(folder, VALID_VOCAB)
     return str(folder)
 
 
@@ -148,6 +142,22 @@ def make_config(path, *, learner=None, objective=None, dtype="float32", determin
         learner=learner or LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7),
         cluster=ClusterConfig(progress_timeout_s=120.0, learner_ranks=ranks),
     )
+
+
+def large_update(path, dtype, loss):
+    """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens, of which each token's
+    share underflows in 16 bits: (config, samples, provisional totals, real ones)."""
+    samples = make_samples(load_plain(path, torch.float16))
+    objective = ObjectiveConfig(loss=loss, kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
+    learner = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=8192, logprob_chunk_tokens=7)
+    config = make_config(path, dtype=dtype, objective=objective, learner=learner)
+    config = replace(
+        config,
+        data=replace(config.data, prompts_per_step=64),
+        rollout=replace(config.rollout, group_size=256, max_new_tokens=4096),
+    )
+    provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
+    return config, samples, provisional, replace(totals_of(samples), length_normalizer=4096)
 
 
 def run_here(config, calls, **settings):

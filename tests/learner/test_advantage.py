@@ -5,19 +5,17 @@ import pytest
 from infsample_rl.learner.advantage import group_advantages
 
 
-def test_std_advantages_of_one_right_answer_in_four():
-    # mean 0.25, sample std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "std") == pytest.approx(
-        [0.75 / 0.500001] + [-0.25 / 0.500001] * 3, rel=1e-12
-    )
-
-
-def test_mean_only_advantages_are_rewards_minus_their_mean():
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], "mean_only") == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_rloo_advantages_are_rewards_minus_the_mean_of_the_others():
-    assert group_advantages([1.0, 0.0, 0.0, 0.5], "rloo") == pytest.approx([1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3])
+@pytest.mark.parametrize(
+    ("kind", "rewards", "advantages"),
+    [
+        # mean 0.25, sample std sqrt((0.75^2 + 3 * 0.25^2) / 3) = 0.5
+        ("std", [1.0, 0.0, 0.0, 0.0], [0.75 / 0.500001] + [-0.25 / 0.500001] * 3),
+        ("mean_only", [1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
+        ("rloo", [1.0, 0.0, 0.0, 0.5], [1 - 0.5 / 3, -0.5, -0.5, 0.5 - 1 / 3]),  # minus the mean of the others
+    ],
+)
+def test_advantages_written_out(kind, rewards, advantages):
+    assert group_advantages(rewards, kind) == pytest.approx(advantages, rel=1e-12)
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])

@@ -114,38 +114,39 @@ def saved(travels, tmp_path):
     return folder
 
 
-def refusal(folder):
-    with pytest.raises(ValueError) as caught:
-        SavedState(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_save_that_did_not_end_is_refused(saved):
-    (saved / "training_state" / "progress.json").unlink()
-    assert "has no training_state/progress.json: give a folder this learner saved to its end" in refusal(saved)
-
-
-def test_a_missing_file_is_refused(saved):
-    (saved / "training_state" / "rank_1_0.safetensors").unlink()
-    assert (
-        "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.q_proj.weight, exp_avg_sq of"
-        in refusal(saved)
-    )
-
-
-def test_a_file_cut_off_in_the_middle_is_refused(saved):
-    path = saved / "training_state" / "rank_0_0.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    assert f"checkpoint file {path} cannot be read" in refusal(saved)
-
-
-def test_a_missing_parameter_is_refused(saved):
-    path = saved / "training_state" / "rank_0_0.safetensors"
+def remove_a_parameter(path):
     tensors = load_file(path)
     del tensors["model.embed_tokens.weight/exp_avg"]
     save_file(tensors, path)
-    assert "training_state lacks exp_avg of model.embed_tokens.weight (1 tensors in all)" in refusal(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        (
+            "progress.json",
+            Path.unlink,
+            "has no training_state/progress.json: give a folder this learner saved to its end",
+        ),
+        (
+            "rank_1_0.safetensors",
+            Path.unlink,
+            "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.",
+        ),
+        ("rank_0_0.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "safetensors cannot be read"),
+        (
+            "rank_0_0.safetensors",
+            remove_a_parameter,
+            "training_state lacks exp_avg of model.embed_tokens.weight (1 tensors in all)",
+        ),
+    ],
+    ids=["a save that did not end", "a missing file", "a file cut off in the middle", "a missing parameter"],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(saved, name, damage, said):
+    damage(saved / "training_state" / name)
+    with pytest.raises(ValueError) as caught:
+        SavedState(saved)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_state_of_another_model_is_refused(saved):

@@ -1,16 +1,10 @@
-"""ZeRO 1, 2 and 3 on two ranks do what one plain process does: skipped updates, rows remembered, bfloat16, checkpoints,
-a killed rank.
+"""ZeRO 1, 2 and 3 on two ranks do what one plain process does: skipped updates, rows remembered, bfloat16, checkpoints.
 
 Ten updates of plain AdamW, with tied and untied embeddings, are in test_learner_ranks.py; adapters in
-test_lora_learner.py.
+test_lora_learner.py; a killed rank in test_fsdp.py.
 """
 
-import os
-import pickle
 import shutil
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -275,55 +269,6 @@ def test_a_nan_loss_stops_the_run_and_names_the_update(tools, tied_policy):
     config = tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE)
     with pytest.raises(RuntimeError, match=r"update 1: loss is nan; .*learner.on_nonfinite=skip would skip the update"):
         tools.run_here(config, [("accumulate", (samples, tools.totals_of(samples)))])
-
-
-KILLED = """
-import os, pickle, signal, sys, time
-sys.path.insert(0, sys.argv[1])
-import rank_main
-from infsample_rl.learner.worker import LearnerWorker
-
-scenario, rank = pickle.loads(open(sys.argv[2], "rb").read()), int(sys.argv[3])
-worker = LearnerWorker(scenario.config, rank, 2, 10)
-worker.setup("127.0.0.1", rank_main.find_rank_0(worker, sys.argv[2] + ".ports"), None)
-[(_, (samples, totals))] = scenario.calls
-worker.accumulate(samples, totals)
-
-def die(*_):
-    print("killed at", time.time(), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if rank == 1:
-    worker.policy.decoder_layers()[0].register_full_backward_pre_hook(die)
-try:
-    worker.accumulate(samples, totals)
-except RuntimeError:
-    print("noticed at", time.time(), flush=True)
-    raise
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_killed_in_its_backward_ends_the_other_with_an_error(tools, tied_policy, tmp_path):
-    samples = tools.make_samples(tools.load_plain(tied_policy))
-    config = tools.make_config(
-        tied_policy, learner=replace(LEARNER, backend="deepspeed", zero_stage=3), objective=OBJECTIVE
-    )
-    job = tmp_path / "job.pickle"
-    job.write_bytes(pickle.dumps(tools.Scenario(config, [("accumulate", (samples, tools.totals_of(samples)))])))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, os.path.dirname(tools.rank_main.__file__), str(job)]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, **streams) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL], "\n".join(outputs)
-    assert "RuntimeError" in outputs[0]
-    lost, noticed = (float(output.rpartition(" at ")[2].splitlines()[0]) for output in reversed(outputs))
-    assert noticed - lost < config.cluster.collective_timeout_s / 2
 
 
 @pytest.mark.slow

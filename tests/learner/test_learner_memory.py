@@ -12,6 +12,7 @@ from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
+from tests.fakes import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -88,8 +89,7 @@ def test_on_a_gpu_offloaded_masters_and_moments_are_in_host_memory(tools, tied_p
     for _, state in offloaded.training_states():
         assert {tensor.device.type for tensor in state.values()} == {"cpu"}
     assert {parameter.device.type for parameter in offloaded.policy.lm.parameters()} == {"cuda"}
-    for name, master in found.items():
-        torch.testing.assert_close(master, expected[name], rtol=1e-3, atol=1e-4)
+    assert_tensors_close(found, expected, rtol=1e-3, atol=1e-4)
     assert {state["master"].device.type for _, state in plain.training_states()} == {"cuda"}
 
 

@@ -9,12 +9,14 @@ import torch
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
+from tests.fakes import assert_tensors_close
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
 LEARNER = LearnerConfig(
     **{"lr": 2e-3, "warmup_steps": 2, "lr_schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.5},
     **{"max_tokens_per_micro_batch": 256, "logprob_chunk_tokens": 7},
 )
+
 PROVISIONAL = LossTotals(num_sequences=40, num_tokens=999, length_normalizer=16)
 DEALS = {
     "1 and 0 rows": (1, 0),
@@ -85,7 +87,9 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
         tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16"), calls
     )
     for dtype in ("float32", "float16"):
-        scenarios[dtype] = large_update(tools, untied_policy, dtype)
+        config, samples, provisional, totals = tools.large_update(untied_policy, dtype, "dr_grpo")
+        calls = [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))]
+        scenarios[dtype] = tools.Scenario(config, calls)
     return tools.run_ranks(folder, scenarios, 2), folder
 
 
@@ -103,22 +107,6 @@ def by_prompt(samples):
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
 
 
-def large_update(tools, path, dtype):
-    """A few samples that count as those of an update of 64 prompts x 256 samples of 4,096 tokens: each token's share
-    underflows in 16 bits."""
-    samples = tools.make_samples(tools.load_plain(path, torch.float16))
-    provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
-    objective = ObjectiveConfig(loss="dr_grpo", kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
-    config = tools.make_config(path, dtype=dtype, objective=objective)
-    large = {
-        "data": replace(config.data, prompts_per_step=64),
-        "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096),
-    }
-    config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
-    totals = replace(tools.totals_of(samples), length_normalizer=4096)
-    return tools.Scenario(config, [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))])
-
-
 def test_in_float16_the_gradient_of_a_large_update_does_not_underflow_on_two_ranks(two_ranks):
     for rank in two_ranks[0]:
         assert rank["float16"][-1]["learner/grad_norm"] == pytest.approx(
@@ -131,57 +119,28 @@ def test_gradient_on_two_ranks_equals_the_plain_one(two_ranks, plain, tools, tie
     samples = plain[tied_policy][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(tied_policy), samples, OBJECTIVE)
     for rank in two_ranks[0]:
-        assert rank[deal][-1].keys() == expected.keys()
-        for name, gradient in rank[deal][-1].items():
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        assert_tensors_close(rank[deal][-1], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 2, 8, "passes"])
 @pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
-def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows(
+def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows_or_passes(
     tools, plain, untied_policy, count, checkpointing
 ):
     samples = plain[untied_policy][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
-    every, granularity = checkpointing
-    learner = replace(LEARNER, activation_checkpointing=every, recompute_granularity=granularity)
+    in_passes, (every, granularity) = count == "passes", checkpointing
+    rows = by_prompt(samples) if in_passes else tools.cut(samples, count)
+    settings = {"activation_checkpointing": every, "recompute_granularity": granularity}
+    learner = replace(LEARNER, max_tokens_per_micro_batch=32 if in_passes else 256, **settings)
     config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE)
-    calls = [("accumulate", (row, tools.totals_of(samples))) for row in tools.cut(samples, count)]
-    gradients = tools.run_here(config, [*calls, ("gradients", ())])[-1]
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-@pytest.mark.parametrize("checkpointing", [(0, "full"), (1, "full"), (2, "full"), (1, "selective")])
-def test_gradient_of_groups_in_passes_behind_their_prompts_equals_the_plain_one(
-    tools, plain, untied_policy, checkpointing
-):
-    samples = plain[untied_policy][0][0][0]
-    _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
-    every, granularity = checkpointing
-    settings = {
-        "max_tokens_per_micro_batch": 32,
-        "activation_checkpointing": every,
-        "recompute_granularity": granularity,
-    }
-    config = tools.make_config(untied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE)
-    assert any(len(split_passes(group, 32)) > 1 for group in by_prompt(samples))
-    calls = [("accumulate", (group, tools.totals_of(samples))) for group in by_prompt(samples)]
+    calls = [("accumulate", (row, tools.totals_of(samples))) for row in rows]
     *found, gradients = tools.run_here(config, [*calls, ("gradients", ())])
-    tokens = [
-        len(group[0].prompt_ids) + sum(len(sample.response_ids) for sample in group) for group in by_prompt(samples)
-    ]
-    assert [row["row_tokens"] for row in found] == tokens  # every prompt once
-    assert gradients.keys() == expected.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_tensors_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    if in_passes:
+        assert any(len(split_passes(row, 32)) > 1 for row in rows)
+        tokens = [len(row[0].prompt_ids) + sum(len(sample.response_ids) for sample in row) for row in rows]
+        assert [row["row_tokens"] for row in found] == tokens  # every prompt once
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -199,11 +158,7 @@ def same_run(history, expected, results, parameters):
     assert [step["learner/grad_norm"] for step in steps] == pytest.approx([norm for _, _, norm in history], rel=1e-4)
     assert [step["learner/lr"] for step in steps[:3]] == pytest.approx([1e-3, 2e-3, 2e-3])
     assert min(norm for _, _, norm in history) > LEARNER.max_grad_norm  # every update was clipped
-    assert parameters.keys() == expected.keys()
-    for key, value in parameters.items():
-        torch.testing.assert_close(
-            value, expected[key], rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
-        )
+    assert_tensors_close(parameters, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])

@@ -17,7 +17,8 @@ from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import reference_text, worker_groups
-from infsample_rl.types import Completion, Prompt
+from infsample_rl.types import Prompt
+from tests.fakes import assert_tensors_close, finished
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -51,15 +52,7 @@ def with_reference(config, samples):
     found = []
     for sample in samples:
         prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
-        completion = Completion(
-            **{
-                "prompt_index": 0,
-                "sample_index": 0,
-                "token_ids": sample.response_ids,
-                "logprobs": sample.engine_logprobs,
-            },
-            **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
-        )
+        completion = finished(0, 0, sample.response_ids, sample.engine_logprobs)
         found.append(replace(sample, reference_logprobs=worker.logprobs(prompt, [completion]).logprobs[0]))
     return found
 
@@ -140,9 +133,8 @@ def check_equal(own, workers):
         for name in ("learner/loss", "learner/grad_norm", "learner/kl"):
             assert step[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     assert steps_of(own)[-1]["learner/kl"] > 1e-3
-    for name, value in own[-1].items():
-        # A hundredth of a step: AdamW divides a small gradient by its own size, and its rounding with it.
-        torch.testing.assert_close(value, workers[-1][name], rtol=1e-4, atol=LEARNER.lr / 100)
+    # A hundredth of a step: AdamW divides a small gradient by its own size, and its rounding with it.
+    assert_tensors_close(own[-1], workers[-1], rtol=1e-4, atol=LEARNER.lr / 100)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -64,22 +64,39 @@ def test_bf16_stops_on_a_large_mean_difference_only(tools, untied_policy):
         tools.run_here(config, [("accumulate", (shifted, totals)), ("step", (totals,))])
 
 
+def test_float32_with_rounded_kv_stops_on_the_mean_alone(tools, untied_policy, samples):
+    plain = tools.make_config(
+        untied_policy,
+        learner=LEARNER,
+        objective=ObjectiveConfig(kl="none", importance="token_tis", mismatch_stop=0.05),
+    )
+    rounded = replace(plain, rollout=replace(plain.rollout, kv_dtype="int8"))
+    assert (plain.mismatch_is_rounding, rounded.mismatch_is_rounding) == (True, False)
+    totals = tools.totals_of(samples)
+
+    def calls(shift):
+        shifted = [replace(sample, engine_logprobs=sample.engine_logprobs + np.float32(shift)) for sample in samples]
+        return [("accumulate", (shifted, totals)), ("step", (totals,))]
+
+    with pytest.raises(RuntimeError, match="objective.mismatch_stop_float32=0.0001"):
+        tools.run_here(plain, calls(0.02))
+    step = tools.run_here(rounded, calls(0.02))[1]
+    assert (
+        step["learner/logprob_diff_mean"] == pytest.approx(0.02, rel=0.01) and step["learner/logprob_diff_max"] > 0.0199
+    )
+    with pytest.raises(
+        RuntimeError, match=r"differ by 0\.2 in the mean log-probability of a token, above objective.mismatch_stop=0.05"
+    ):
+        tools.run_here(rounded, calls(0.2))
+
+
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo"])
 def test_in_float16_the_gradient_of_a_large_update_does_not_underflow(tools, untied_policy, loss):
-    samples = tools.make_samples(tools.load_plain(untied_policy, torch.float16))
-    provisional = LossTotals(num_sequences=2**14, num_tokens=2**14 * 4096, length_normalizer=4096)
-    real, norms = replace(tools.totals_of(samples), length_normalizer=4096), {}
+    norms = {}
     for dtype in ("float32", "float16"):
-        objective = ObjectiveConfig(loss=loss, kl="none", mismatch_stop=9.0, mismatch_stop_float32=9.0)
-        config = tools.make_config(untied_policy, dtype=dtype, objective=objective, learner=LEARNER)
-        large = {
-            "data": replace(config.data, prompts_per_step=64),
-            "rollout": replace(config.rollout, group_size=256, max_new_tokens=4096),
-        }
-        config = replace(config, **large, learner=replace(LEARNER, max_tokens_per_micro_batch=8192))
-        norms[dtype] = tools.run_here(config, [("accumulate", (samples, provisional)), ("step", (real,))])[-1][
-            "learner/grad_norm"
-        ]
+        config, samples, provisional, totals = tools.large_update(untied_policy, dtype, loss)
+        calls = [("accumulate", (samples, provisional)), ("step", (totals,))]
+        norms[dtype] = tools.run_here(config, calls)[-1]["learner/grad_norm"]
     assert norms["float16"] == pytest.approx(norms["float32"], rel=0.02)
 
 

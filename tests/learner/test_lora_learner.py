@@ -16,6 +16,7 @@ from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
 from infsample_rl.model.weight_sync.buckets import load_buckets
 from infsample_rl.types import LossTotals
+from tests.fakes import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -24,6 +25,7 @@ LEARNER = LearnerConfig(
     **{"lr": 1e-2, "warmup_steps": 2, "lr_schedule": "linear", "weight_decay": 0.1, "max_grad_norm": 0.5},
     **{"max_tokens_per_micro_batch": 256, "logprob_chunk_tokens": 7, "lora_rank": 4, "lora_alpha": 8.0},
 )
+
 PROVISIONAL = LossTotals(num_sequences=40, num_tokens=999, length_normalizer=16)
 TWO_RANKS = {"fsdp": {}, "fsdp last_row": {"grad_sync": "last_row"}}
 if importlib.util.find_spec("deepspeed") is not None:
@@ -144,11 +146,8 @@ def test_gradients_of_the_adapters_are_pefts_one_sample_at_a_time(tools, tied_po
             worker.accumulate(row, totals)
         assert worker.sums.loss == pytest.approx(loss, rel=1e-5)
         gradients = tools.rank_main.gradients(worker)
-        assert gradients.keys() == expected.keys() and len(expected) == 28
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(
-                gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        assert len(expected) == 28
+        assert_tensors_close(gradients, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_ten_updates_at_one_rank_equal_pefts_merged_model(tools, plain, tied_policy):
@@ -176,15 +175,8 @@ def check_updates(tools, results, history, adapters, merged, path):
         [loss for _, loss, _ in history], rel=1e-4, abs=1e-6
     )
     assert [step["learner/grad_norm"] for step in steps] == pytest.approx([norm for _, _, norm in history], rel=1e-4)
-    assert parameters.keys() == adapters.keys()
-    for name, value in parameters.items():
-        torch.testing.assert_close(
-            value, adapters[name], rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    for name, value in exported(tools, path, published).items():
-        torch.testing.assert_close(
-            value, merged[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert_tensors_close(parameters, adapters, rtol=1e-4, atol=2e-5)
+    assert_tensors_close(exported(tools, path, published), merged, rtol=0, atol=1e-5)
 
 
 def test_bf16_trains_float32_masters_of_the_adapters_beside_16_bit_weights(tools, two_ranks, tied_policy):
@@ -245,8 +237,7 @@ def test_a_checkpoint_is_a_peft_folder_and_goes_on_at_one_rank_and_at_two(tools,
     first, _, _, resumed = tools.run_here(config, calls, checkpoint=str(checkpoint))
     for name, value in saved.items():
         assert torch.equal(value, first[name]), name
-    for name, value in results[0]["resumed"][-1].items():
-        torch.testing.assert_close(value, resumed[name], rtol=1e-5, atol=1e-6)
+    assert_tensors_close(results[0]["resumed"][-1], resumed, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_of_other_adapters_or_of_whole_weights_is_refused(tools, two_ranks, tied_policy, tmp_path):

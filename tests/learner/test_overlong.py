@@ -3,23 +3,18 @@ import pytest
 from infsample_rl.learner.overlong import overlong_penalty
 
 
-def test_the_line_of_dapos_equation_13():
-    lengths = [1, 80, 85, 90, 100]
-    assert [overlong_penalty(length, 100, 20, 1.0) for length in lengths] == [0.0, 0.0, -0.25, -0.5, -1.0]
-    assert [overlong_penalty(length, 100, 20, 0.5) for length in lengths] == [0.0, 0.0, -0.125, -0.25, -0.5]
-
-
-def test_the_papers_own_lengths():
-    # L_max 20480 with L_cache 4096
-    assert [overlong_penalty(length, 20480, 4096, 1.0) for length in (16384, 18432, 20480)] == [0.0, -0.5, -1.0]
-
-
-def test_without_a_buffer_nothing_is_lost():
-    assert [overlong_penalty(length, 100, 0, 1.0) for length in (1, 100)] == [0.0, 0.0]
-
-
-def test_a_buffer_of_the_whole_response_punishes_every_token():
-    assert [overlong_penalty(length, 4, 4, 1.0) for length in (1, 2, 3, 4)] == [-0.25, -0.5, -0.75, -1.0]
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((100, 20, 1.0), {1: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 100: -1.0}),  # DAPO's equation 13
+        ((100, 20, 0.5), {1: 0.0, 80: 0.0, 85: -0.125, 90: -0.25, 100: -0.5}),
+        ((20480, 4096, 1.0), {16384: 0.0, 18432: -0.5, 20480: -1.0}),  # the paper's own lengths
+        ((100, 0, 1.0), {1: 0.0, 100: 0.0}),  # without a buffer nothing is lost
+        ((4, 4, 1.0), {1: -0.25, 2: -0.5, 3: -0.75, 4: -1.0}),  # one of the whole response punishes every token
+    ],
+)
+def test_penalties_written_out(settings, expected):
+    assert {length: overlong_penalty(length, *settings) for length in expected} == expected
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from infsample_rl.config import (
     Config,
@@ -18,21 +17,15 @@ from infsample_rl.config import (
     RolloutConfig,
 )
 from infsample_rl.learner.reference_worker import ReferenceWorker
-from infsample_rl.types import Completion, Prompt
+from infsample_rl.types import Prompt
+from tests.fakes import TINY_SIZES, finished, save_words
 
 
 def save_policy(folder, seed, vocab_size=64):
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, initializer_range=0.2, **sizes)).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    sizes = TINY_SIZES | {"vocab_size": vocab_size}
+    LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.2)).save_pretrained(folder)
+    save_words(folder)
     return str(folder)
 
 
@@ -46,24 +39,12 @@ def make_config(path, max_tokens, reference_path=None):
     )
 
 
-def completion(sample_index, ids, logprob):
-    return Completion(
-        **{
-            "prompt_index": 0,
-            "sample_index": sample_index,
-            "token_ids": np.array(ids, np.int32),
-            "logprobs": np.full(len(ids), logprob, np.float32),
-        },
-        **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
-    )
-
-
 PROMPT = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=np.array([5, 9, 7], np.int32))
 COMPLETIONS = [
-    completion(3, [11, 4, 2], -1.0),
-    completion(1, [6], -2.0),
-    completion(0, [1, 2, 3, 4, 5, 6, 7, 8], -3.0),
-    completion(2, [9, 9], -0.5),
+    finished(0, 3, [11, 4, 2], -1.0),
+    finished(0, 1, [6], -2.0),
+    finished(0, 0, [1, 2, 3, 4, 5, 6, 7, 8], -3.0),
+    finished(0, 2, [9, 9], -0.5),
 ]
 
 
@@ -109,6 +90,6 @@ def test_without_a_path_of_its_own_the_reference_is_the_policy_at_the_start(tmp_
 def test_a_response_that_fits_in_no_row_and_a_smaller_vocabulary_are_refused(tmp_path):
     policy, small = save_policy(tmp_path / "policy", 0), save_policy(tmp_path / "small", 1, vocab_size=50)
     with pytest.raises(ValueError, match="reference.max_tokens_per_micro_batch must be >= 23 .* got 16"):
-        ReferenceWorker(make_config(policy, 16)).logprobs(PROMPT, [completion(0, list(range(20)), 0.0)])
+        ReferenceWorker(make_config(policy, 16)).logprobs(PROMPT, [finished(0, 0, list(range(20)), 0.0)])
     with pytest.raises(ValueError, match="has a vocabulary of 50 ids, the policy's tokenizer has 60"):
         ReferenceWorker(make_config(policy, 16, small))

@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 
 from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens, split_passes
-from infsample_rl.types import Completion, ReferenceReport, ReferenceResult, SampleSpec, TrainingSample
+from infsample_rl.types import ReferenceReport, ReferenceResult, SampleSpec
+from tests.fakes import finished, training_sample
 
 
 def specs(prompt, lengths, first=0):
     return [
         SampleSpec(prompt_index=prompt, sample_index=first + i, length=n, advantage=0.5) for i, n in enumerate(lengths)
     ]
+
+
+def sample_of(prompt, prompt_tokens, length):
+    return training_sample(prompt, [0] * prompt_tokens, [0] * length)
 
 
 def names(rows):
@@ -70,30 +75,17 @@ def test_long_rows_hold_every_sample_once_in_even_parts():
 
 
 def test_passes_of_a_row():
-    samples = [training_sample(0, 3, length) for length in (4, 3, 1, 6, 2)]
+    samples = [sample_of(0, 3, length) for length in (4, 3, 1, 6, 2)]
     assert split_passes(samples, 19) == [samples]
     assert [[len(sample.response_ids) for sample in part] for part in split_passes(samples, 10)] == [
         [4, 3],
         [1, 6],
         [2],
     ]
-    mixed = [training_sample(0, 3, 2), training_sample(1, 3, 2)]
+    mixed = [sample_of(0, 3, 2), sample_of(1, 3, 2)]
     assert split_passes(mixed, 10) == [mixed]
     with pytest.raises(ValueError, match="a row of 2 prompts is above 9 tokens"):
         split_passes(mixed, 9)
-
-
-def training_sample(prompt, prompt_tokens, length):
-    empty = np.zeros(length, np.float32)
-    return TrainingSample(
-        **{"prompt_index": prompt, "sample_index": 0, "prompt_ids": np.zeros(prompt_tokens, np.int32)},
-        **{
-            "response_ids": np.zeros(length, np.int32),
-            "advantage": 0.5,
-            "engine_logprobs": empty,
-            "reference_logprobs": None,
-        },
-    )
 
 
 def test_row_tokens_counts_each_segment_prompt_once():
@@ -172,21 +164,8 @@ def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():
         assert sum(max(wave) for wave in costs) <= sum(arrived) + 1e-6
 
 
-def completion(prompt, sample, tokens):
-    ids = np.array(tokens, np.int32)
-    return Completion(
-        prompt_index=prompt,
-        sample_index=sample,
-        token_ids=ids,
-        logprobs=-ids.astype(np.float32),
-        sampling_logprobs=None,
-        finish_reason="stop",
-        policy_version=0,
-    )
-
-
 def test_assemble_takes_the_samples_of_the_row_with_their_references():
-    micro_groups = [[completion(0, 2, [7, 8]), completion(0, 0, [9])], [completion(1, 0, [5])]]
+    micro_groups = [[finished(0, 2, [7, 8]), finished(0, 0, [9])], [finished(1, 0, [5])]]
     references = [
         ReferenceResult(
             logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], report=ReferenceReport([0.0, 0.0], 0)
@@ -210,8 +189,8 @@ def test_assemble_takes_the_samples_of_the_row_with_their_references():
 def test_assemble_refuses_missing_samples_and_wrong_lengths():
     prompts = {0: np.array([1, 2], np.int32)}
     with pytest.raises(RuntimeError, match="sample 1 of prompt 0 .* was not delivered"):
-        assemble(specs(0, [1], first=1), prompts, [[completion(0, 0, [9])]], [])
+        assemble(specs(0, [1], first=1), prompts, [[finished(0, 0, [9])]], [])
     with pytest.raises(RuntimeError, match="has 1 tokens, but the row was planned with 4"):
-        assemble(specs(0, [4]), prompts, [[completion(0, 0, [9])]], [])
+        assemble(specs(0, [4]), prompts, [[finished(0, 0, [9])]], [])
     with pytest.raises(RuntimeError, match="1 reference results for 2 micro-groups"):
         assemble([], prompts, [[], []], [ReferenceResult(logprobs=[], report=ReferenceReport([], 0))])

@@ -20,15 +20,9 @@ from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_row
 from infsample_rl.plan.memory_trace import MemoryTrace
+from tests.fakes import TINY_SIZES
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+SIZES = TINY_SIZES | {"num_hidden_layers": 5}
 
 
 class CountProducts(TorchDispatchMode):

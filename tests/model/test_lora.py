@@ -12,8 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.commands import merge
 from infsample_rl.config import (
@@ -36,6 +35,7 @@ from infsample_rl.model.lora import (
     target_names,
 )
 from infsample_rl.model.lora_check import check_lora
+from tests.fakes import TINY_SIZES, assert_tensors_close, save_words
 
 LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)
 IDS = torch.tensor([[5, 9, 7, 11, 4, 2]])
@@ -43,17 +43,8 @@ IDS = torch.tensor([[5, 9, 7, 11, 4, 2]])
 
 def tiny(**changes):
     torch.manual_seed(3)
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-    }
-    return Qwen3ForCausalLM(
-        Qwen3Config(**(sizes | {"num_key_value_heads": 2, "initializer_range": 0.15} | changes))
-    ).eval()
+    sizes = TINY_SIZES | {"head_dim": 16, "initializer_range": 0.15} | changes
+    return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
 
 
 def trained(lm, learner=LEARNER, seed=0):
@@ -148,9 +139,7 @@ def test_merged_parameters_are_the_plain_models_in_its_order_and_equal_pefts_mer
     adapters = [name for name, _ in adapter_parameters(lm.named_parameters())]
     assert len(adapters) == 28 and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapters)
     theirs = dict(copy.deepcopy(adapted).merge_and_unload().named_parameters())
-    assert theirs.keys() == merged.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
+    assert_tensors_close(merged, theirs, rtol=0, atol=1e-6)
 
 
 def test_an_engine_that_is_sent_adapters_holds_bit_for_bit_what_it_would_be_sent_merged():
@@ -171,13 +160,6 @@ def test_an_engine_that_is_sent_adapters_holds_bit_for_bit_what_it_would_be_sent
         for name, parameter in engine.named_parameters():
             assert torch.equal(parameter, merged[name]), name
             assert torch.equal(parameter, untouched[name]) == ("_proj" not in name)
-
-
-def save_words(folder):
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(60)}, unk_token="w0"))
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
-    fast.save_pretrained(folder)
-    return fast
 
 
 @pytest.fixture
@@ -232,7 +214,7 @@ def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(sa
     check_lora(settings_for(base), architecture, checkpoint)
     wrong = {
         "learner.lora_rank must be 4 to go on with checkpoint .*, which holds LoRA adapters, got 0; "
-        ".*infsample_rl.commands.merge": {"lora_rank": 0},
+        ".*python -m infsample_rl merge": {"lora_rank": 0},
         "learner.lora_rank must be 4 to go on with checkpoint .*, got 8": {"lora_rank": 8},
         "learner.lora_alpha must be 8 to go on with checkpoint .*, got 16": {"lora_alpha": 16.0},
         "lora_targets=.'q_proj'. are 2 layers, checkpoint .* has adapters on 14; only one of them has .*down_proj": {

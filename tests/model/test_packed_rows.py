@@ -19,32 +19,24 @@ from transformers import (
 )
 
 from infsample_rl.model import packed_attention as attention
+from infsample_rl.model import row_cuts
 from infsample_rl.model.activation_checkpointing import checkpoint_every
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
-from infsample_rl.model.packed_attention import LOGIT_CHANGES, changed_logits
 from infsample_rl.model.packing import pack_prompt, pack_responses, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
-from infsample_rl.types import TrainingSample
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+from tests.fakes import TINY_SIZES, assert_tensors_close, training_sample
 
 
 def tiny(kind="qwen3"):
     torch.manual_seed(0)
     if kind == "qwen3":
         return Qwen3ForCausalLM(
-            Qwen3Config(**SIZES, head_dim=16, initializer_range=0.2, tie_word_embeddings=True)
+            Qwen3Config(**TINY_SIZES, head_dim=16, initializer_range=0.2, tie_word_embeddings=True)
         ).double()
     if kind == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, initializer_range=0.2)).double()
-    return LlamaForCausalLM(LlamaConfig(**SIZES, initializer_range=0.2)).double()
+        return Qwen2ForCausalLM(Qwen2Config(**TINY_SIZES, initializer_range=0.2)).double()
+    return LlamaForCausalLM(LlamaConfig(**TINY_SIZES, initializer_range=0.2)).double()
 
 
 def random_groups(seed, prompt_lengths, response_lengths):
@@ -84,20 +76,7 @@ def test_a_packed_row_written_out():
 
 
 def sample(prompt_index, response, reference=True):
-    ids = np.array(response, np.int32)
-    return TrainingSample(
-        **{
-            "prompt_index": prompt_index,
-            "sample_index": 0,
-            "prompt_ids": np.array([1, 2], np.int32),
-            "response_ids": ids,
-            "advantage": len(ids) / 2,
-        },
-        **{
-            "engine_logprobs": -ids.astype(np.float32),
-            "reference_logprobs": -2 * ids.astype(np.float32) if reference else None,
-        },
-    )
+    return training_sample(prompt_index, [1, 2], response, advantage=len(response) / 2, reference=reference)
 
 
 def test_training_samples_share_the_prompt_of_their_neighbours_only():
@@ -116,7 +95,7 @@ def test_training_samples_share_the_prompt_of_their_neighbours_only():
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("kept_copies", [0.0, 100.0])
 def test_packed_forward_and_backward_equal_one_sample_at_a_time(kind, kept_copies, monkeypatch):
-    monkeypatch.setattr(attention, "MAX_KEPT_COPIES", kept_copies)
+    monkeypatch.setattr(row_cuts, "MAX_KEPT_COPIES", kept_copies)
     lm = tiny(kind)
     groups = random_groups(1, [7, 1, 12], [[9, 3, 10, 8, 1, 30], [2], [5, 5, 5]])
     policy = PackedPolicy(lm, valid_vocab=60, chunk_tokens=11)
@@ -132,10 +111,8 @@ def test_packed_forward_and_backward_equal_one_sample_at_a_time(kind, kept_copie
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(entropy, expected_entropy.detach(), rtol=0, atol=1e-12)
     assert not entropy.requires_grad
-    for name, parameter in lm.named_parameters():  # the models' norms round to float32 inside
-        torch.testing.assert_close(
-            gradients[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    expected_gradients = {name: parameter.grad for name, parameter in lm.named_parameters()}
+    assert_tensors_close(gradients, expected_gradients, rtol=1e-5, atol=1e-5)  # the norms round to float32 inside
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
@@ -144,7 +121,7 @@ def test_packed_forward_and_backward_equal_one_sample_at_a_time(kind, kept_copie
 def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(
     kind, kept_copies, recomputed, monkeypatch
 ):
-    monkeypatch.setattr(attention, "MAX_KEPT_COPIES", kept_copies)
+    monkeypatch.setattr(row_cuts, "MAX_KEPT_COPIES", kept_copies)
     lm = tiny(kind)
     for prompt_tokens, passes in ((12, [[9, 3, 10], [8], [1, 30]]), (1, [[1], [2, 1]])):
         groups = random_groups(1, [prompt_tokens], [[length for lengths in passes for length in lengths]])
@@ -176,10 +153,8 @@ def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(
         torch.testing.assert_close(
             torch.cat([entropy for _, entropy in found]), expected_entropy.detach(), rtol=0, atol=1e-12
         )
-        for name, parameter in changed.named_parameters():  # the models' norms round to float32 inside
-            torch.testing.assert_close(
-                parameter.grad, gradients[name], rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        found_gradients = {name: parameter.grad for name, parameter in changed.named_parameters()}
+        assert_tensors_close(found_gradients, gradients, rtol=1e-5, atol=1e-5)  # the norms round to float32 inside
 
 
 def test_in_16_bits_the_gradient_of_a_shared_prompt_is_summed_in_float32():
@@ -202,22 +177,33 @@ def test_in_16_bits_the_gradient_of_a_shared_prompt_is_summed_in_float32():
             other.keep(module, key, value)
 
 
-def test_attention_behind_a_shared_prompt_equals_a_dense_mask_with_gradients():
-    generator = np.random.default_rng(5)
+def random_lengths(generator):
+    return generator.integers(1, 15, generator.integers(1, 9)).tolist()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["rows of prompts", "behind a shared prompt"])
+def test_attention_of_random_rows_equals_a_dense_mask_with_gradients(is_shared):
+    generator = np.random.default_rng(3)
     for _ in range(10):
-        shared = SharedPrompt(int(generator.integers(1, 9)))
-        responses = [np.zeros(length, np.int32) for length in generator.integers(1, 15, generator.integers(1, 9))]
-        cuts = pack_responses(shared, responses, "cpu").cuts
-        visible = attention.packed_mask_function(cuts.segments, cuts.num_tokens, "cpu", shared.num_tokens)
+        shared = SharedPrompt(int(generator.integers(1, 9)) if is_shared else 0)
+        if is_shared:
+            cuts = pack_responses(
+                shared, [np.zeros(length, np.int32) for length in random_lengths(generator)], "cpu"
+            ).cuts
+        else:
+            lengths = [random_lengths(generator) for _ in range(generator.integers(1, 4))]
+            cuts = pack_row(random_groups(4, generator.integers(1, 9, len(lengths)), lengths), "cpu").cuts
+        visible = row_cuts.packed_mask_function(cuts.segments, cuts.num_tokens, "cpu", shared.num_tokens)
         keys = torch.arange(shared.num_tokens + cuts.num_tokens)
         dense = visible(torch.tensor(0), torch.tensor(0), torch.arange(cuts.num_tokens)[:, None], keys[None])
-        query = torch.from_numpy(generator.normal(size=(1, 4, cuts.num_tokens, 8))).requires_grad_()
-        key, value = (torch.from_numpy(generator.normal(size=(1, 2, len(keys), 8))).requires_grad_() for _ in range(2))
+        shapes = ((1, 4, cuts.num_tokens, 8), (1, 2, len(keys), 8), (1, 2, len(keys), 8))
+        query, key, value = (torch.from_numpy(generator.normal(size=shape)).requires_grad_() for shape in shapes)
         upstream = torch.from_numpy(generator.normal(size=(1, cuts.num_tokens, 4, 8)))
         (first_k, own_k), (first_v, own_v) = (
             tensor.split([shared.num_tokens, cuts.num_tokens], 2) for tensor in (key, value)
         )
-        folded = attention.folded_attention(query, own_k, own_v, 0.4, cuts, (first_k, first_v))
+        prompt = (first_k, first_v) if is_shared else None
+        folded = attention.folded_attention(query, own_k, own_v, 0.4, cuts, prompt)
         expected = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=dense, scale=0.4, enable_gqa=True
         ).transpose(1, 2)
@@ -227,39 +213,13 @@ def test_attention_behind_a_shared_prompt_equals_a_dense_mask_with_gradients():
             torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
 
 
-def test_attention_of_random_rows_equals_a_dense_mask_with_gradients():
-    generator = np.random.default_rng(3)
-    for _ in range(10):
-        count = int(generator.integers(1, 4))
-        lengths = [generator.integers(1, 15, generator.integers(1, 9)).tolist() for _ in range(count)]
-        groups = random_groups(4, generator.integers(1, 9, count), lengths)
-        cuts = pack_row(groups, "cpu").cuts
-        tokens = torch.arange(cuts.num_tokens)
-        visible = attention.packed_mask_function(cuts.segments, cuts.num_tokens, "cpu")
-        dense = visible(torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None])
-        shapes = ((1, 4, cuts.num_tokens, 8), (1, 2, cuts.num_tokens, 8), (1, 2, cuts.num_tokens, 8))
-        q, k, v = (torch.from_numpy(generator.normal(size=shape)).requires_grad_() for shape in shapes)
-        upstream = torch.from_numpy(generator.normal(size=(1, cuts.num_tokens, 4, 8)))
-        folded = attention.folded_attention(q, k, v, 0.4, cuts)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=dense, scale=0.4, enable_gqa=True
-        ).transpose(1, 2)
-        torch.testing.assert_close(folded, expected, rtol=1e-10, atol=1e-12)
-        for own, other in zip(
-            torch.autograd.grad(folded, (q, k, v), upstream),
-            torch.autograd.grad(expected, (q, k, v), upstream),
-            strict=True,
-        ):
-            torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
-
-
 def test_the_mask_function_written_out():
     segments = [
-        attention.Segment(prompt=(0, 2), responses=[(2, 4), (4, 5)]),
-        attention.Segment(prompt=(5, 6), responses=[(6, 7)]),
+        row_cuts.Segment(prompt=(0, 2), responses=[(2, 4), (4, 5)]),
+        row_cuts.Segment(prompt=(5, 6), responses=[(6, 7)]),
     ]
     tokens = torch.arange(7)
-    visible = attention.packed_mask_function(segments, 7, "cpu")(
+    visible = row_cuts.packed_mask_function(segments, 7, "cpu")(
         torch.tensor(0), torch.tensor(0), tokens[:, None], tokens[None]
     )
     assert ["".join("x" if cell else "." for cell in line) for line in visible.tolist()] == [
@@ -325,31 +285,32 @@ def test_logits_never_exist_for_more_than_a_chunk():
             Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=0),
             "layers of type sliding_attention",
         ),
-        (MambaConfig(), "mixes tokens by a state space"),
+        (MambaConfig(), "layers that keep a state"),
         (LlamaConfig(sliding_window=16), "sliding_window=16"),
-        (LlamaConfig(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
+        (LlamaConfig(final_logit_softcapping=1.0), "final_logit_softcapping=1.0"),
+        (LlamaConfig(logits_scaling=8.0), "logits_scaling=8.0"),
         (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
     ],
 )
 def test_models_that_mix_tokens_otherwise_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        attention.check_packable(config)
+        check_full_attention(config)
 
 
 def test_attention_sinks_are_refused():
     query, key = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
-    cuts = attention.build_cuts([attention.Segment(prompt=(0, 3), responses=[(3, 5)])], "cpu")
+    cuts = row_cuts.build_cuts([row_cuts.Segment(prompt=(0, 3), responses=[(3, 5)])], "cpu")
     with pytest.raises(ValueError, match="attention sinks"):
         attention.packed_attention(torch.nn.Identity(), query, key, key, None, 0.25, cuts=cuts, s_aux=torch.zeros(4))
 
 
 def test_ordinary_models_are_accepted():
-    for config in (LlamaConfig(), Qwen2Config(), Qwen3Config()):
-        attention.check_packable(config)
+    for config in (LlamaConfig(), Qwen2Config(), Qwen3Config(), LlamaConfig(logits_scaling=1.0, logit_scale=1)):
+        check_full_attention(config)
 
 
 def test_a_head_with_a_bias_is_refused():
-    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    sizes = {name: value for name, value in TINY_SIZES.items() if name != "num_key_value_heads"}
     with pytest.raises(ValueError, match="PhiForCausalLM has a head with a bias, which is not supported"):
         PackedPolicy(PhiForCausalLM(PhiConfig(**sizes)), valid_vocab=60, chunk_tokens=8)
 
@@ -370,10 +331,3 @@ def test_flex_attention_on_cuda_equals_the_folded_form():
         results.append([output.detach().cpu(), q.grad.cpu(), k.grad.cpu(), v.grad.cpu()])
     for gpu, cpu in zip(*results, strict=True):
         torch.testing.assert_close(gpu, cpu, rtol=2e-2, atol=2e-2)  # TF32 inside the kernels
-
-
-def test_a_scale_of_one_changes_no_logits_and_a_cap_of_one_does():
-    assert changed_logits({"logits_scaling": 1.0, "logit_scale": 1, "final_logit_softcapping": None}) == []
-    assert changed_logits({"logits_scaling": 8.0, "logit_scale": 0.0625, "final_logit_softcapping": 1.0}) == list(
-        LOGIT_CHANGES
-    )

@@ -11,6 +11,7 @@ from infsample_rl.model import policy_head
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.policy_head import head_logits, masked_index
+from tests.fakes import TINY_SIZES
 
 
 def random_head(rows, vocab=300, size=64, dtype=torch.bfloat16, seed=0):
@@ -159,14 +160,7 @@ def test_masked_ids_are_sorted_once_each_and_checked():
 
 def test_a_packed_row_with_masked_ids_and_a_float32_head():
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    lm = LlamaForCausalLM(LlamaConfig(vocab_size=64, initializer_range=0.2, **sizes)).bfloat16()
+    lm = LlamaForCausalLM(LlamaConfig(**TINY_SIZES, initializer_range=0.2)).bfloat16()
     policy = PackedPolicy(lm, valid_vocab=60, chunk_tokens=4, bad_token_ids=[9, 50], head_fp32=True)
     assert "masked" not in policy.state_dict()  # checkpoints stay those of the model
     states = []

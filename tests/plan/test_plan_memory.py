@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -26,7 +24,8 @@ from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
-from infsample_rl.plan.row_memory import RowSettings, fullest_moment
+from infsample_rl.plan.row_memory import RowSettings, _trace, fullest_moment
+from tests.fakes import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = 0.10  # the error that is allowed
@@ -83,8 +82,6 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
     )
     deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
     shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
-    from infsample_rl.plan.row_memory import _trace
-
     row, of_deep = (
         [(20, [30] * 6), (20, [10])],
         RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape),
@@ -97,7 +94,7 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
     config, model = settings()
-    prompt, pool = 200, model.num_layers * 2 * model.architecture.num_key_value_heads * model.head_dim * 4
+    prompt, pool = 200, model.num_layers * 2 * model.kv.num_kv_heads * model.kv.head_dim * 4
     of_row = RowSettings(model=model, dtype=torch.float32, learner=config.learner, masters=False, flex_attention=False)
     whole, passes = (
         sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True)
@@ -133,8 +130,7 @@ def save_policy(folder, kind, vocab, **sizes):
     }[kind]
     torch.manual_seed(5)
     model(config(vocab_size=vocab, max_position_embeddings=4096, eos_token_id=1, **sizes)).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocab - 16)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    save_words(folder, vocab - 16)
     return str(folder)
 
 

@@ -225,16 +225,6 @@ def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if kv_dtype == "auto" else QUANTISED_DTYPES[kv_dtype]
 
 
-def page_bytes(num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page with its scales, if its `dtype` is quantised: page_bytes(28, 16, 8, 128, torch.bfloat16) ->
-    1835008, 112 KiB a token.
-
-    With torch.int8 919296, 56 KiB a token and 112 bytes of scales.
-    """
-    scales = 2 * num_layers * num_kv_heads * torch.float32.itemsize if dtype in QUANTISED_DTYPES.values() else 0
-    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize + scales
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits
     included."""

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
+from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.loading import context_of
-from infsample_rl.model.packed_attention import STATE_SPACE_MODELS, changed_logits
 from infsample_rl.model.policy_head import head_logits
+from infsample_rl.model.shapes import KVShape
 from infsample_rl.rollout.engine import attention
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
 from infsample_rl.rollout.engine.cuda_decode import GraphCache, first_line
 from infsample_rl.rollout.engine.decoder import LeanDecoder, linear, supports
 from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
-from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, page_bytes, stored_dtype
+from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels import cpu_kernels
 
@@ -33,28 +34,21 @@ if TYPE_CHECKING:  # Triton may be absent
 PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}  # of a prompt in one forward, so that its activations do not grow with it
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(KVShape):
     """What the pool and the sampler need to know of a model."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int  # rows of the head
     context: int | None  # None: unbounded
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> ModelShape:
+    def of_model(cls, model: PreTrainedModel) -> ModelShape:
         """The model's shape; ValueError when its attention cannot be split into prompt and response parts here."""
         check_architecture(model)
-        config = model.config  # whose attributes have these names in every family, its dictionary has not
-        heads = config.num_attention_heads
         return cls(
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            **asdict(KVShape.of(model.config)),
             vocab_size=model.get_output_embeddings().weight.shape[0],
-            context=context_of(config),
+            context=context_of(model.config),
         )
 
 
@@ -70,7 +64,7 @@ class ModelRunner:
 
         `kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert it.
         """
-        self.shape = ModelShape.of(model)
+        self.shape = ModelShape.of_model(model)
         self.model, self.deterministic, self.lm_head_fp32 = model, deterministic, lm_head_fp32
         self.device, self.dtype = model.device, model.dtype
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
@@ -96,7 +90,7 @@ class ModelRunner:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers, scales included."""
-        return page_bytes(self.shape.num_layers, page_size, self.shape.num_kv_heads, self.shape.head_dim, self.kv_dtype)
+        return self.shape.page_bytes(page_size, self.kv_dtype)
 
     @torch.inference_mode()
     def prefill(self, prompt_ids: list[int], pages: list[int]) -> torch.Tensor:
@@ -304,22 +298,12 @@ def check_kv_dtype(kv_dtype: str, capability: tuple[int, int] | None, *, determi
 
 def check_architecture(model: PreTrainedModel) -> None:
     """ValueError when its attention cannot be split into prompt and response parts here."""
+    check_full_attention(model.config)
     settings = model.config.to_dict()
-    kinds = sorted(set(settings.get("layer_types") or []) - {"full_attention"})
-    uses_window = settings.get("sliding_window") is not None and settings.get("use_sliding_window", True)
-    if kinds or (uses_window and not settings.get("layer_types")):
-        found = f"layer types {', '.join(kinds)}" if kinds else f"sliding_window={settings['sliding_window']}"
+    if settings.get("kv_lora_rank"):
         raise ValueError(
-            f"model type {settings['model_type']} has {found}; only full attention in every layer works, e.g. Llama, "
-            "Qwen2 or Qwen3"
+            f"model type {settings['model_type']} has kv_lora_rank, which is not supported; take e.g. Qwen3"
         )
-    if settings["model_type"] in STATE_SPACE_MODELS:  # in 16 bits the comparison of its own modules may not tell
-        raise ValueError(
-            f"model type {settings['model_type']} has layers that keep a state; take e.g. Llama, Qwen2 or Qwen3"
-        )
-    for name in ("attn_logit_softcapping", *changed_logits(settings), "kv_lora_rank"):
-        if settings.get(name):
-            raise ValueError(f"model type {settings['model_type']} has {name}, which is not supported; take e.g. Qwen3")
     if model.get_output_embeddings().bias is not None:
         raise ValueError(
             f"model type {settings['model_type']} has a head with a bias, which is not supported; take e.g. Qwen3"

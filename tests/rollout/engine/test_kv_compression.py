@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine.kv_cache import QuantisedKV, page_bytes, stored_dtype
+from infsample_rl.model.shapes import KVShape
+from infsample_rl.rollout.engine.kv_cache import QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.model_runner import check_kv_dtype
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
@@ -38,10 +39,11 @@ def random_tokens(count, heads=2, dims=8):
 
 
 def test_bytes_of_a_page_count_its_scales():
-    assert page_bytes(28, 16, 8, 128, torch.int8) == 28 * 2 * (16 * 8 * 128 + 8 * 4) == 919_296
-    assert page_bytes(28, 16, 8, 128, torch.float8_e4m3fn) == 919_296
+    qwen = KVShape(num_layers=28, num_kv_heads=8, head_dim=128)
+    assert qwen.page_bytes(16, torch.int8) == 28 * 2 * (16 * 8 * 128 + 8 * 4) == 919_296
+    assert qwen.page_bytes(16, torch.float8_e4m3fn) == 919_296
     kv = make_kv("int8", pages=3, size=16, heads=2, dims=16, layers=2)
-    assert kv.page_bytes == page_bytes(2, 16, 2, 16, torch.int8) == 2080 and kv.nbytes == 4 * 2080
+    assert kv.page_bytes == 2080 and kv.nbytes == 4 * 2080
 
 
 def test_a_larger_token_makes_the_scale_grow_and_rounds_the_page_again():
@@ -217,7 +219,7 @@ def test_every_sample_ends_inside_the_pool_with_constant_preemption(model, token
     groups = engine.generate(PROMPTS, seed=2)
     assert [len(group) for group in groups] == [6, 6, 6]
     stats, pages = engine.stats, engine.runner.kv.num_pages
-    assert stats.kv_pool_bytes == pages * page_bytes(2, 8, 2, 16, torch.int8) == pages * engine.runner.kv.page_bytes
+    assert stats.kv_pool_bytes == pages * engine.runner.page_bytes(8) == pages * engine.runner.kv.page_bytes
     assert stats.peak_kv_bytes <= stats.kv_pool_bytes
     assert (stats.preemptions > 0) == ("schedule" not in settings)
     assert (stats.parked_tokens > 0) == (settings.get("preemption") == "park")
