@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install infsample_rl[mlflow]")
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install -e .[mlflow]")
 
 
 @pytest.fixture(autouse=True)
