@@ -36,10 +36,10 @@ lint: $(READY)
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/benchmarks $(ARGS)
 
-# The paper's tables and its memory figure, docs/paper_tables.md and docs/memory.png.
+# The paper's tables and its memory figure, docs/results/paper_tables.md and docs/results/memory.png.
 tables: $(READY)
-	$(BIN)/python -m benchmarks.tables out=docs/paper_tables.md
-	$(BIN)/python -m benchmarks.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs
+	$(BIN)/python -m benchmarks.tables out=docs/results/paper_tables.md
+	$(BIN)/python -m benchmarks.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs/results
 
 # The documentation's site, build/docs/index.html, with a builder in an environment of its own. The pages of docs/reference/ are written
 # from the code by `make reference`.

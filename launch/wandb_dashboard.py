@@ -1,7 +1,7 @@
 """The team's W&B workspace: python launch/wandb_dashboard.py project=PROJECT [entity=TEAM] [name=TITLE] [json=true]
 
 A saved view of a project: what decides about a run first, then a section for every group of metrics, all over `step`,
-with titles that give the unit. Needs wandb-workspaces (pip install infsample_rl[wandb-workspaces]), and a key unless
+with titles that give the unit. Needs wandb-workspaces (pip install -e .[wandb-workspaces]), and a key unless
 json=true, which prints the view and saves nothing. Run it again after an update; it makes a new view, older ones stay.
 Exit codes: 0 done; 1 W&B refused it; 2 wrong use.
 """
@@ -83,7 +83,7 @@ def build(options: DashboardOptions) -> int:
     try:
         workspace = build_workspace(options)
     except ImportError as error:
-        raise ValueError(f"{error.name} is not installed: pip install infsample_rl[wandb-workspaces]") from None
+        raise ValueError(f"{error.name} is not installed: pip install -e .[wandb-workspaces]") from None
     if options.json:
         print(json.dumps(workspace._spec, indent=1))
         return 0

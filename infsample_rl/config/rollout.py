@@ -33,7 +33,7 @@ class RolloutConfig:
     slots: int = setting(
         4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1
     )
-    schedule: str = setting("token_budget", "which sample decodes next (README: schedules)", choices=SCHEDULES)
+    schedule: str = setting("token_budget", "which sample decodes next (docs/engine.md)", choices=SCHEDULES)
     predictor: str = setting(
         "probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS
     )

@@ -359,7 +359,7 @@ def test_the_command_reports_every_size_that_was_recorded_and_draws(recorded, gr
 
 
 def test_the_recorded_policy_gives_what_the_docs_say():
-    """docs/group_size.md, from the recordings in tests/data."""
+    """docs/results/group_size.md, from the recordings in tests/data."""
     data, name = ROOT / "tests" / "data", "smollm2_135m_gsm8k_T0.8"
     files = [str(data / "group_size" / f"{name}_n32.jsonl.gz"), str(data / "lengths" / f"{name}_n8.jsonl")]
     gradients = str(data / "group_size" / f"{name}_n32.npz")

@@ -15,7 +15,7 @@ from infsample_rl.observe.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_workspaces = pytest.mark.skipif(
-    importlib.util.find_spec("wandb_workspaces") is None, reason="pip install infsample_rl[wandb-workspaces]"
+    importlib.util.find_spec("wandb_workspaces") is None, reason="pip install -e .[wandb-workspaces]"
 )
 
 
@@ -44,7 +44,7 @@ def test_without_the_package_one_line_says_what_to_install(dashboard, refused, m
         "wandb_workspaces.workspaces",
     ):
         monkeypatch.setitem(sys.modules, name, None)
-    assert refused(dashboard.main, "json=true").endswith("is not installed: pip install infsample_rl[wandb-workspaces]")
+    assert refused(dashboard.main, "json=true").endswith("is not installed: pip install -e .[wandb-workspaces]")
 
 
 @needs_workspaces

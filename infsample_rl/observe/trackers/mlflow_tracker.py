@@ -27,7 +27,7 @@ def check_mlflow(uri: str) -> None:
     """ValueError, in one line, where MLflow is not installed."""
     if importlib.util.find_spec("mlflow") is None:
         raise ValueError(
-            f"logging.mlflow={uri} needs MLflow, which is not installed: pip install infsample_rl[mlflow], or leave "
+            f"logging.mlflow={uri} needs MLflow, which is not installed: pip install -e .[mlflow], or leave "
             "logging.mlflow out"
         )
 

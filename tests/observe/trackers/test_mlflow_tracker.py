@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install infsample_rl[mlflow]")
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="pip install -e .[mlflow]")
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_without_mlflow_the_setting_is_refused_in_one_line_before_anything_is_wr
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match=r"logging.mlflow=sqlite:///x.db needs MLflow, which is not installed: pip install infsample_rl\[mlflow\]",
+        match=r"logging.mlflow=sqlite:///x.db needs MLflow, which is not installed: pip install -e .\[mlflow\]",
     ):
         log_run(tmp_path / "run", range(1, 2), mlflow="sqlite:///x.db")
     assert not (tmp_path / "run").exists()
