@@ -52,7 +52,7 @@ def _generate(options: EngineOptions) -> list[Measurement]:
         Measurement(
             "generate",
             "generate",
-            [{"rows": options.group_size, "cache": cache, "rows_timed": options.rows} for cache in caches],
+            [{"rows": options.group_size, "cache": cache} for cache in caches],
         ),
         Measurement("generate/equal_kv", "generate", [{"rows": equal, "cache": cache} for cache in caches]),
     ]
@@ -98,9 +98,7 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     tried = [(True, "auto"), (False, "nobind")] if facts["device"] == "cpu" else [(False, None), (True, None)]
     variants = [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
     return [
-        Measurement(
-            "vllm", "vllm", [variant | {"num_blocks": ample, "rows_timed": options.rows} for variant in variants]
-        ),
+        Measurement("vllm", "vllm", [variant | {"num_blocks": ample} for variant in variants]),
         Measurement(
             "vllm/equal_kv", "vllm", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"
         ),
