@@ -114,7 +114,7 @@ def ours_measurements(options: EngineOptions) -> list[Measurement]:
         settings: dict[str, Any] = {"schedule": schedule, "preemption": preemption}
         if not found:
             settings |= {"rows_timed": options.rows, "profile": options.profile}
-        found.append(Measurement(name, "ours", [settings]))
+        found.append(Measurement(name, [settings]))
     return found
 
 
