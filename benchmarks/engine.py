@@ -13,12 +13,15 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import end_with_terminate, measure_here
+from benchmarks import figures
+from benchmarks.process import end_with_terminate, measure, measure_points
 from benchmarks.rival_settings import Measurement, rival_measurements
 from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
+from benchmarks.step_profile import print_profile
 from benchmarks.vllm_process import measure_vllm
 from benchmarks.workload import Workload
 from infsample_rl.commands import measurements
@@ -26,7 +29,7 @@ from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES, RolloutConfig
 
 ENGINE_FIGURES = ("recomputed_tokens", "parked_tokens", "preemptions", "row_utilisation", "reserved_memory_bytes")
-NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows")
+NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
 
@@ -48,7 +51,10 @@ class EngineOptions(Workload):
     )
     vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
     rows: list[int] = option(
-        [1, 2, 4, 8, 16, 32], "row counts of which a step is timed, to fit c0 + c1 x rows; []: no fit", low=1
+        [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
+    )
+    profile: int = option(
+        0, "steps of G rows of ours whose operators, kernels, waits and allocations are counted; 0: none", low=0
     )
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
     out: str = option("bench_out", "folder of the figure")
@@ -77,124 +83,111 @@ def main() -> int:
 def run(options: EngineOptions) -> int:
     """As main(). RuntimeError when the model cannot be had."""
     with tempfile.TemporaryDirectory() as scratch:
-        workload = asdict(options) | {"config_folder": scratch}
-        facts = measure_here("facts", workload, {"config_folder": scratch}, timeout_s=options.timeout_s)
-        found, failed = _measure_all(options, workload, facts)
+        measuring = EngineBenchmark(options, scratch)
+        asked = [*ours_measurements(options), *rival_measurements(options, measuring.facts)]
+        points = [(f"bench.engine: {each.name}", partial(measuring.record, each)) for each in asked]
+        found, failed = measure_points(points, as_json=options.json)
     if not options.json:
-        measurements.print_table(found, measurements.ENGINE_COLUMNS)
-        print(f"figure: {measurements.draw_engine(found, Path(options.out))}")
+        measurements.print_table(found, figures.ENGINE_COLUMNS)
+        for record in found:
+            if record["profile"]:
+                print_profile(record["profile"])
+        print(f"figure: {figures.draw_engine(found, Path(options.out))}")
     unequal = [record["name"] for record in found if record["tokens_equal"] is False]
     if unequal:
-        print(
-            f"bench.engine: token counts differ from {found[0]['tokens_expected']}: {', '.join(unequal)}",
-            file=sys.stderr,
-        )
+        expected = found[0]["tokens_expected"]
+        print(f"bench.engine: token counts differ from {expected}: {', '.join(unequal)}", file=sys.stderr)
     return 1 if failed or unequal else 0
 
 
 def ours_measurements(options: EngineOptions) -> list[Measurement]:
-    """One per schedule, of token_budget one per kind of preemption; the first also times single steps, which depend on
-    neither."""
+    """One per schedule, of token_budget one per kind of preemption; the first also times and counts single steps, which
+    depend on neither."""
     asked = [
         (name, kind)
         for name in options.schedules
         for kind in (options.preemptions if name == "token_budget" else ["auto"])
     ]
-    return [
-        Measurement(
-            f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}",
-            "ours",
-            [{"schedule": schedule, "preemption": preemption, "rows_timed": options.rows if index == 0 else []}],
-        )
-        for index, (schedule, preemption) in enumerate(asked)
-    ]
+    found = []
+    for schedule, preemption in asked:
+        name = f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}"
+        settings: dict[str, Any] = {"schedule": schedule, "preemption": preemption}
+        if not found:
+            settings |= {"rows_timed": options.rows, "profile": options.profile}
+        found.append(Measurement(name, [settings]))
+    return found
 
 
-def _measure_all(
-    options: EngineOptions, workload: dict[str, Any], facts: dict[str, Any]
-) -> tuple[list[dict[str, Any]], bool]:
-    found: list[dict[str, Any]] = []
-    failed, step_seconds = False, None
-    fastest: dict[str, int] = {}  # of each measurement, which variant
-    for measurement in [*ours_measurements(options), *rival_measurements(options, facts)]:
-        print(f"bench.engine: {measurement.name} ...", file=sys.stderr, flush=True)
-        try:
-            if measurement.same_variant_as in fastest:
-                index, variants = fastest[measurement.same_variant_as], []
-            else:
-                index, variants = _fastest_variant(measurement, workload, facts)
-            fastest[measurement.name], settings = index, measurement.variants[index]
-            raw = _run(measurement, workload, settings, facts)
-        except RuntimeError as error:  # a rival that cannot run here must not hide the others
-            print(f"bench.engine: {measurement.name} failed: {error}", file=sys.stderr, flush=True)
-            failed = True
-            continue
+class EngineBenchmark:
+    """Takes one measurement after another. RuntimeError for one that fails."""
+
+    def __init__(self, options: EngineOptions, scratch: str) -> None:
+        self.options = options
+        self.workload = asdict(options) | {"config_folder": scratch}
+        self.facts = self._measure("facts", self.workload, {"config_folder": scratch})
+        self.fastest: dict[str, int] = {}  # of each rival's measurement, which variant
+        self.step_seconds: dict[str, float] | None = None  # of our engine
+
+    def record(self, measurement: Measurement, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+        """The object of one measurement."""
+        if measurement.same_variant_as in self.fastest:
+            index, variants = self.fastest[measurement.same_variant_as], []
+        else:
+            index, variants = self._fastest_variant(measurement)
+        self.fastest[measurement.name], settings = index, measurement.variants[index]
+        raw = self._measure(measurement.what, self.workload, settings)
         if measurement.what == "ours":
-            step_seconds = step_seconds or raw.get("step_seconds")
-            raw["step_seconds"] = step_seconds
-        found.append(record_of(measurement, options, facts, settings, variants, raw))
-        if options.json:
-            measurements.print_json(found[-1])
-    return found, failed
+            self.step_seconds = self.step_seconds or raw.get("step_seconds")
+            raw["step_seconds"] = self.step_seconds
+        return record_of(measurement.name, self.options, self.facts, raw) | {
+            "settings": _shown(settings),
+            "variants": variants,
+        }
 
+    def _measure(self, what: str, workload: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        if what == "vllm":
+            return measure_vllm(workload, settings, self.facts)
+        spec = {"what": what, "workload": workload, "settings": settings}
+        return measure("engine_point", spec, threads=self.options.threads, timeout_s=self.options.timeout_s)
 
-def _run(
-    measurement: Measurement, workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]
-) -> dict[str, Any]:
-    if measurement.what == "vllm":
-        return measure_vllm(workload, settings, facts)
-    return measure_here(measurement.what, workload, settings, timeout_s=workload["timeout_s"])
+    def _fastest_variant(self, measurement: Measurement) -> tuple[int, list[dict[str, Any]]]:
+        """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is
+        one variant)."""
+        if len(measurement.variants) == 1:
+            return 0, []
+        tokens = min(SHORT_TOKENS, self.options.max_new_tokens)
+        short = self.workload | {"max_new_tokens": tokens, "prompts": 1, "repeats": 1}
+        if "rows" in measurement.variants[0]:
+            short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
+        seconds = self._tune(measurement, short)
+        variants = [
+            {"settings": _shown(settings), "seconds": each}
+            for settings, each in zip(measurement.variants, seconds, strict=True)
+        ]
+        if all(each is None for each in seconds):
+            raise RuntimeError(f"no variant runs here: {[variant['settings'] for variant in variants]}")
+        return min((each, index) for index, each in enumerate(seconds) if each is not None)[1], variants
 
-
-def _fastest_variant(
-    measurement: Measurement, workload: dict[str, Any], facts: dict[str, Any]
-) -> tuple[int, list[dict[str, Any]]]:
-    """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is one
-    variant)."""
-    if len(measurement.variants) == 1:
-        return 0, []
-    short = workload | {"max_new_tokens": min(SHORT_TOKENS, workload["max_new_tokens"]), "prompts": 1, "repeats": 1}
-    if "rows" in measurement.variants[0]:
-        short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
-    seconds = _tune(measurement, short, facts)
-    variants = [
-        {"settings": _shown(settings), "seconds": each}
-        for settings, each in zip(measurement.variants, seconds, strict=True)
-    ]
-    if all(each is None for each in seconds):
-        raise RuntimeError(f"no variant runs here: {[variant['settings'] for variant in variants]}")
-    return min((each, index) for index, each in enumerate(seconds) if each is not None)[1], variants
-
-
-def _tune(measurement: Measurement, short: dict[str, Any], facts: dict[str, Any]) -> list[float | None]:
-    """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at its
-    start."""
-    if measurement.what != "vllm":
-        settings = {"what": measurement.what, "variants": measurement.variants}
-        return measure_here("tune", short, settings, timeout_s=short["timeout_s"])["seconds"]
-    seconds: list[float | None] = []
-    for settings in measurement.variants:
-        try:
-            seconds.append(measure_vllm(short, settings | {"rows_timed": []}, facts)["seconds"])
-            print(f"bench.engine: vllm {_shown(settings)}: {seconds[-1]:.2f} s", file=sys.stderr, flush=True)
-        except RuntimeError as error:
-            print(f"bench.engine: vllm {_shown(settings)}: {error}", file=sys.stderr, flush=True)
-            seconds.append(None)
-    return seconds
+    def _tune(self, measurement: Measurement, short: dict[str, Any]) -> list[float | None]:
+        """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at
+        its start."""
+        if measurement.what != "vllm":
+            return self._measure("tune", short, {"what": measurement.what, "variants": measurement.variants})["seconds"]
+        seconds: list[float | None] = []
+        for settings in measurement.variants:
+            try:
+                seconds.append(self._measure("vllm", short, settings)["seconds"])
+            except RuntimeError as error:
+                print(f"bench.engine: vllm {_shown(settings)}: {error}", file=sys.stderr, flush=True)
+                seconds.append(None)
+        return seconds
 
 
 def _shown(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name != "rows_timed"}
+    return {name: value for name, value in settings.items() if name not in ("rows_timed", "profile")}
 
 
-def record_of(
-    measurement: Measurement,
-    options: EngineOptions,
-    facts: dict[str, Any],
-    settings: dict[str, Any],
-    variants: list[dict[str, Any]],
-    raw: dict[str, Any],
-) -> dict[str, Any]:
+def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for
     every active row."""
     tokens, seconds = sum(raw["lengths"]), raw["seconds"]
@@ -204,7 +197,7 @@ def record_of(
     timed = {int(rows): each for rows, each in (raw.get("step_seconds") or {}).items()}
     c0, c1 = fit_step_time(timed) if timed else (None, None)
     return {
-        "name": measurement.name,
+        "name": name,
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_s": tokens / seconds,
@@ -221,9 +214,8 @@ def record_of(
         "c1": c1,
         "c2": raw.get("park_seconds"),
         "step_seconds": timed or None,
+        "profile": raw.get("profile"),
         "bandwidth": facts["bandwidth"],
-        "settings": _shown(settings),
-        "variants": variants,
         "threads": options.threads,
         "device": facts["device"],
         "versions": facts["versions"] | {name: raw[name] for name in ("vllm",) if name in raw},

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import end_with_terminate, measure
+from benchmarks import figures
+from benchmarks.process import FREED_AT_ONCE, end_with_terminate, measure, measure_points
 from benchmarks.workload import ModelOptions
 from infsample_rl.commands import measurements
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config.command_line import option, run_with_options
 
-# glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses
-# would be counted.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 COLUMNS = {
     "name": "name",
     "group_size": "G",
@@ -60,27 +59,24 @@ class LearnerMemoryOptions(ModelOptions):
 
 
 def main() -> int:
-    """Measure all points; 1 when one of ours failed."""
+    """Measure all points; 1 when one failed."""
     end_with_terminate()
     return run_with_options(run, LearnerMemoryOptions, usage=__doc__)
 
 
 def run(options: LearnerMemoryOptions) -> int:
     """As main()."""
-    found: list[dict[str, Any]] = []
-    failed = False
-    for name, group_size in points(options):
-        print(f"bench.learner_memory: {name}, G = {group_size} ...", file=sys.stderr, flush=True)
-        try:
-            found.append(measure_point(options, name, group_size))
-        except RuntimeError as error:  # e.g. out of memory: the other points still stand
-            print(f"bench.learner_memory: {name}, G = {group_size} failed: {error}", file=sys.stderr, flush=True)
-            failed = failed or name == "ours"
-            continue
-        if options.json:
-            measurements.print_json(found[-1])
+    found, failed = measure_points(
+        (
+            (f"bench.learner_memory: {name}, G = {size}", partial(measure_point, options, name, size))
+            for name, size in points(options)
+        ),
+        as_json=options.json,
+    )
     if not options.json and found:
-        _print_report(options, found)
+        measurements.print_table(found, COLUMNS)
+        print(figures.memory_facts(options, found[0]["device"]))
+        print(f"figure: {figures.draw_memory(found, Path(options.out))}")
     return 1 if failed else 0
 
 
@@ -90,32 +86,23 @@ def points(options: LearnerMemoryOptions) -> list[tuple[str, int]]:
     return [("ours", group) for group in options.groups] + rival
 
 
-def measure_point(options: LearnerMemoryOptions, name: str, group_size: int) -> dict[str, Any]:
+def measure_point(
+    options: LearnerMemoryOptions, name: str, group_size: int, earlier: list[dict[str, Any]]
+) -> dict[str, Any]:
     """The object of one point; `rest_bytes` is the peak less weights, gradients and optimizer state on the device:
     activations and logits."""
     spec = asdict(options) | {"name": name, "group_size": group_size}
-    command = [sys.executable, "-m", "benchmarks.learner_memory_point"]
-    raw = measure(command, spec, threads=options.threads, timeout_s=options.timeout_s, environment=ENVIRONMENT)
+    limits = {"threads": options.threads, "timeout_s": options.timeout_s}
+    raw = measure("learner_memory_point", spec, **limits, environment=FREED_AT_ONCE)
     return raw | {
         "name": name,
         "group_size": group_size,
         "rest_bytes": raw["peak_memory_bytes"] - raw["state_bytes"],
         "tokens_per_s": raw["tokens"] / raw["seconds"],
-        "weights": "as given" if options.shape is None else f"random, shape {options.shape}",
+        "weights": options.weights,
         "threads": options.threads,
         "workload": {key: value for key, value in asdict(options).items() if key not in ("json", "out", "groups")},
     }
-
-
-def _print_report(options: LearnerMemoryOptions, found: list[dict[str, Any]]) -> None:
-    measurements.print_table(found, COLUMNS)
-    counted = "VmHWM of the process less its imports" if found[0]["device"] == "cpu" else "torch's max_memory_allocated"
-    weights = f"random weights of shape {options.shape}" if options.shape else options.model
-    print(
-        f"{weights}, {options.dtype}, rows of {options.max_tokens_per_micro_batch} tokens; peak: {counted}; MB of 1e6 "
-        "bytes"
-    )
-    print(f"figure: {measurements.draw_memory(found, Path(options.out))}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
-"""One point of the learner's memory benchmark: python -m benchmarks.learner_memory_point SPEC RESULT, both JSON."""
+"""One point of `benchmarks.learner_memory`, in the process that `process.measure` starts."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +33,8 @@ LEARNER_SETTINGS = (
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Peak memory, seconds, rows and tokens of one update; the peak is counted from the built learner on, itself
     included."""
-    options = ModelOptions(**{field.name: spec[field.name] for field in dataclasses.fields(ModelOptions)})
-    learner = LearnerConfig(**{name: spec[name] for name in LEARNER_SETTINGS})
+    options = ModelOptions.of(spec)
+    learner = LearnerConfig(**{name: spec[name] for name in LEARNER_SETTINGS if name in spec})
     torch.set_num_threads(options.threads)
     device = models.pick_device(options)
     memory = PeakMemory(device)
@@ -50,20 +47,15 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         else PaddedPolicy(lm)
     )
     backend = UnshardedBackend(policy, learner, dtype=getattr(torch, options.dtype))
-    samples = make_samples(
-        models.make_prompts(options, tokenizer, 1)[0],
-        spec["group_size"],
-        spec["max_new_tokens"],
-        len(tokenizer),
-        options.seed,
-    )
+    prompt = models.make_prompts(options, tokenizer, 1)[0]
+    samples = make_samples(prompt, spec["group_size"], spec["max_new_tokens"], len(tokenizer), options.seed)
     passes = split_passes(samples, learner.max_tokens_per_micro_batch) if spec["name"] == "ours" else [samples]
     update(backend, [samples[:1]], device)  # AdamW makes its moments in its first step
     memory.reset()
     started = time.perf_counter()
     update(backend, passes, device)
     seconds = time.perf_counter() - started
-    return {
+    return models.machine(device) | {
         "seconds": seconds,
         "passes": len(passes),
         "tokens": sum(len(sample.response_ids) for sample in samples),
@@ -71,12 +63,6 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         "reserved_memory_bytes": memory.reserved_bytes(),
         "weight_bytes": models.weight_bytes(lm),
         "state_bytes": state_bytes(backend, device),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": sys.version.split()[0],
-        },
     }
 
 
@@ -87,17 +73,9 @@ def make_samples(
     of any G look alike."""
     generator = np.random.default_rng(seed)
     lengths = [max_new_tokens - (max_new_tokens // 2) * (index % 8) // 7 for index in range(group_size)]
+    ids = np.array(prompt, np.int32)
     return [
-        TrainingSample(
-            prompt_index=0,
-            sample_index=index,
-            prompt_ids=np.array(prompt, np.int32),
-            response_ids=generator.integers(0, vocab_size, length).astype(np.int32),
-            advantage=float(generator.normal()),
-            engine_logprobs=np.zeros(length, np.float32),
-            reference_logprobs=None,
-        )
-        for index, length in enumerate(lengths)
+        models.random_sample((0, index), ids, length, vocab_size, generator) for index, length in enumerate(lengths)
     ]
 
 
@@ -174,7 +152,3 @@ def _stored_bytes(value: Tensor) -> int:
     if type(value) is Tensor:
         return value.nbytes
     return value.codes.nbytes + value.scale.nbytes
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(sys.argv[1]))))

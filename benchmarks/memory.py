@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import end_with_terminate, measure_here
+from benchmarks import figures
+from benchmarks.process import end_with_terminate, measure, measure_points
 from benchmarks.workload import Workload
 from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
@@ -49,25 +51,20 @@ def main() -> int:
 
 
 def run(options: MemoryOptions) -> int:
-    """As main(). RuntimeError when the model cannot be had."""
-    workload = asdict(options) | {"prompts": 1}
-    found: list[dict[str, Any]] = []
-    failed = False
-    facts = measure_here("facts", workload, {}, timeout_s=options.timeout_s)
-    for settings in points(options):
-        print(f"bench.memory: {settings} ...", file=sys.stderr, flush=True)
-        try:
-            raw = measure_here("memory", workload, settings, timeout_s=options.timeout_s)
-        except RuntimeError as error:  # e.g. generate out of memory: the other points still stand
-            print(f"bench.memory: {settings} failed: {error}", file=sys.stderr, flush=True)
-            failed = True
-            continue
-        found.append(record_of(options, facts, settings, raw, found))
-        if options.json:
-            measurements.print_json(found[-1])
-    if not options.json:
-        _print_report(options, found, facts)
+    """As main()."""
+    found, failed = measure_points(
+        ((f"bench.memory: {settings}", partial(measure_point, options, settings)) for settings in points(options)),
+        as_json=options.json,
+    )
+    if not options.json and found:
+        _print_report(options, found)
     return 1 if failed else 0
+
+
+def measure_point(options: MemoryOptions, settings: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """The object of one point, measured in a process of its own."""
+    raw = measure("memory_point", asdict(options) | settings, threads=options.threads, timeout_s=options.timeout_s)
+    return record_of(options, settings, raw, earlier)
 
 
 def points(options: MemoryOptions) -> list[dict[str, Any]]:
@@ -76,80 +73,50 @@ def points(options: MemoryOptions) -> list[dict[str, Any]]:
         {group for group in options.groups if group <= options.max_generate_group},
         key=lambda group: (group != PAPER_GROUP, group),
     )
-    found = [{"kind": "generate", "group_size": group, "slots": None, "schedule": None} for group in groups]
-    found += [
-        {"kind": "ours", "group_size": group, "slots": group, "schedule": "full_group"} for group in sorted(groups)
-    ]
+    found = [{"group_size": group, "slots": None, "schedule": None} for group in groups]
+    found += [{"group_size": group, "slots": group, "schedule": "full_group"} for group in sorted(groups)]
     return found + [
-        {"kind": "ours", "group_size": group, "slots": slots, "schedule": options.schedule}
+        {"group_size": group, "slots": slots, "schedule": options.schedule}
         for slots in options.slot_counts
         for group in options.groups
     ]
 
 
 def record_of(
-    options: MemoryOptions,
-    facts: dict[str, Any],
-    settings: dict[str, Any],
-    raw: dict[str, Any],
-    earlier: list[dict[str, Any]],
+    options: MemoryOptions, settings: dict[str, Any], raw: dict[str, Any], earlier: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The object of one point; `rest_bytes` is the peak less weights and KV pool, `saved_share` is of `generate` with
     32 rows."""
-    peak, group, slots = raw["peak_memory_bytes"], settings["group_size"], settings["slots"]
-    tokens = sum(raw["lengths"])
-    name = "generate" if settings["kind"] == "generate" else f"ours/{settings['schedule']}"
-    rival = next(
-        (
-            record["peak_memory_bytes"]
-            for record in earlier
-            if record["name"] == "generate" and record["group_size"] == PAPER_GROUP
-        ),
-        None,
-    )
-    all_at_once = settings["kind"] == "generate" or settings["schedule"] == "full_group"
+    group, slots, schedule = (settings[name] for name in ("group_size", "slots", "schedule"))
+    peak = raw["peak_memory_bytes"]
+    rivals = [each for each in earlier if each["name"] == "generate" and each["group_size"] == PAPER_GROUP]
     paper = None
-    if options.shape == PAPER_SHAPE and group == PAPER_GROUP and (all_at_once or slots == 1):
-        paper = PAPER_FULL_GROUP if all_at_once else PAPER_ONE_SLOT
+    if options.shape == PAPER_SHAPE and group == PAPER_GROUP:
+        paper = PAPER_FULL_GROUP if schedule in (None, "full_group") else PAPER_ONE_SLOT if slots == 1 else None
+    tokens = sum(raw.pop("lengths"))
     return {
-        "name": name,
+        "name": "generate" if schedule is None else f"ours/{schedule}",
         "group_size": group,
         "slots": slots,
-        "seconds": raw["seconds"],
+        **raw,
         "tokens": tokens,
         "tokens_per_s": tokens / raw["seconds"],
-        "running_steps": raw["running_steps"],
-        "peak_kv_bytes": raw["peak_kv_bytes"],
-        "kv_pool_bytes": raw["kv_pool_bytes"],
-        "peak_memory_bytes": peak,
-        "weight_bytes": facts["weight_bytes"],
-        "rest_bytes": peak - facts["weight_bytes"] - raw["kv_pool_bytes"],
-        "reserved_memory_bytes": raw["reserved_memory_bytes"],
-        "saved_share": None if rival is None else 1 - peak / rival,
+        "rest_bytes": peak - raw["weight_bytes"] - raw["kv_pool_bytes"],
+        "saved_share": 1 - peak / rivals[0]["peak_memory_bytes"] if rivals else None,
         "paper_peak_memory_bytes": paper,
-        "weights": "as given" if options.shape is None else f"random, shape {options.shape}",
-        "device": facts["device"],
-        "versions": facts["versions"],
+        "weights": options.weights,
         "threads": options.threads,
         "workload": {name: value for name, value in asdict(options).items() if name not in ("json", "out")},
     }
 
 
-def _print_report(options: MemoryOptions, found: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-    measurements.print_table(found, measurements.MEMORY_COLUMNS)
-    counted = "VmHWM of the process less its imports" if facts["device"] == "cpu" else "torch's max_memory_allocated"
-    weights = f"random weights of shape {options.shape}" if options.shape else options.model
-    print(f"{weights}, {options.dtype}; peak: {counted}; MB of 1e6 bytes")
+def _print_report(options: MemoryOptions, found: list[dict[str, Any]]) -> None:
+    measurements.print_table(found, figures.MEMORY_COLUMNS)
+    print(figures.memory_facts(options, found[0]["device"]))
     if options.shape == PAPER_SHAPE:
-        print(
-            f"the paper, G = {PAPER_GROUP}: {PAPER_FULL_GROUP / 1e9} GB all at once, {PAPER_ONE_SLOT / 1e9} GB at g = 1"
-        )
-    for record in found:
-        if record["slots"] == 1 and record["group_size"] == PAPER_GROUP and record["saved_share"] is not None:
-            print(
-                f"saved from generate with {PAPER_GROUP} rows to {record['name']} at g = 1: {record['saved_share']:.1%}"
-            )
-    print(f"figure: {measurements.draw_memory(found, Path(options.out))}")
+        paper = f"{PAPER_FULL_GROUP / 1e9} GB all at once, {PAPER_ONE_SLOT / 1e9} GB at g = 1"
+        print(f"the paper, G = {PAPER_GROUP}: {paper}")
+    print(f"figure: {figures.draw_memory(found, Path(options.out))}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -17,12 +21,24 @@ from benchmarks.workload import ModelOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.shapes import KVShape
+from infsample_rl.types import TrainingSample
 
 TEXT = (
     "A farmer counts {n} sheep, sells a third of them, buys twice as many goats and wants to know how many animals "
     "are left. "
 )
 MARK = "<<here>>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What every engine gets in the process of its measurement."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]
+    stop_ids: list[int]
+    workload: dict[str, Any]  # the command's options
 
 
 def pick_device(workload: ModelOptions) -> torch.device:
@@ -49,28 +65,21 @@ def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 def shape_config(shape: str) -> Qwen3Config:
     """The architecture of Qwen3-1.7B or Qwen3-8B."""
-    sizes = {
-        "qwen3_1.7b": {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-        "qwen3_8b": {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-        },
-    }[shape]
-    common = {
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-    }
-    config = Qwen3Config(**sizes, **common, tie_word_embeddings=shape == "qwen3_1.7b", eos_token_id=2, pad_token_id=1)
+    hidden, inner, layers, heads = {"qwen3_1.7b": (2048, 6144, 28, 16), "qwen3_8b": (4096, 12288, 36, 32)}[shape]
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        tie_word_embeddings=shape == "qwen3_1.7b",
+        eos_token_id=2,
+        pad_token_id=1,
+    )
     config.architectures = ["Qwen3ForCausalLM"]
     return config
 
@@ -119,9 +128,10 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
     return KVShape.of(model.config).page_bytes(1, model.dtype)
 
 
-def save_config(shape: str, folder: Path) -> None:
-    """A folder without weights, for an engine that makes random ones itself."""
-    shape_config(shape).save_pretrained(folder)
+def machine(device: torch.device) -> dict[str, Any]:
+    """What a record says of where it was measured: `device` and `versions`."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
+    return {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "versions": versions}
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -132,6 +142,20 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
         [{"role": "user", "content": MARK}], tokenize=False, add_generation_prompt=True
     )
     before, _, after = text.partition(MARK)
-    return tokenizer(before, add_special_tokens=False)["input_ids"], tokenizer(after, add_special_tokens=False)[
-        "input_ids"
-    ]
+    before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
+    return before, after
+
+
+def random_sample(
+    place: tuple[int, int], prompt_ids: np.ndarray, length: int, vocab: int, generator: np.random.Generator
+) -> TrainingSample:
+    """Sample (prompt_index, sample_index) with a response of random tokens."""
+    return TrainingSample(
+        prompt_index=place[0],
+        sample_index=place[1],
+        prompt_ids=prompt_ids,
+        response_ids=generator.integers(0, vocab, length).astype(np.int32),
+        advantage=float(generator.normal()),
+        engine_logprobs=np.zeros(length, np.float32),
+        reference_logprobs=None,
+    )

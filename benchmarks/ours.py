@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+from benchmarks.models import Loaded
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 # the time of a step is the difference of two runs of so many tokens, which leaves out the prefill
 STEP_TOKENS = (4, 20)
+STATISTICS = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
+STATISTICS += ("preemptions", "row_utilisation")
 
 
 def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
@@ -21,42 +22,22 @@ def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
     return RolloutConfig(**(plain | given | settings))
 
 
-def measure_ours(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[int]],
-    workload: dict[str, Any],
-    settings: dict[str, Any],
-) -> dict[str, Any]:
+def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
     """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms
     up."""
-    asked = {name: settings[name] for name in ("schedule", "preemption")}
+    workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption")}
     config = rollout_config(workload, **asked, prompts_at_once=workload["prompts_at_once"])
-    engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set() if workload["ignore_eos"] else None)
+    stop_ids = set() if workload["ignore_eos"] else None
+    engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=stop_ids)
     runs = []
     for repeat in range(workload["repeats"] + 1):
         started = time.perf_counter()
-        groups = engine.generate(prompts, seed=workload["seed"] + repeat)
-        runs.append(
-            (
-                time.perf_counter() - started,
-                [len(completion.token_ids) for group in groups for completion in group],
-                engine.stats,
-            )
-        )
+        groups = engine.generate(given.prompts, seed=workload["seed"] + repeat)
+        seconds = time.perf_counter() - started
+        runs.append((seconds, [len(completion.token_ids) for group in groups for completion in group], engine.stats))
     seconds, lengths, stats = min(runs[1:], key=lambda run: run[0])
-    return {
-        "seconds": seconds,
-        "lengths": lengths,
-        "running_steps": stats.running_steps,
-        "peak_kv_bytes": stats.peak_kv_bytes,
-        "kv_pool_bytes": stats.kv_pool_bytes,
-        "recomputed_tokens": stats.recomputed_tokens,
-        "parked_tokens": stats.parked_tokens,
-        "preemptions": stats.preemptions,
-        "row_utilisation": stats.row_utilisation,
-        "park_seconds": _park_seconds(engine),
-    }
+    found = {"seconds": seconds, "lengths": lengths, "park_seconds": _park_seconds(engine)}
+    return found | {name: getattr(stats, name) for name in STATISTICS}
 
 
 def _park_seconds(engine: SamplingEngine) -> float | None:
@@ -77,24 +58,16 @@ def _park_seconds(engine: SamplingEngine) -> float | None:
     return min(seconds) / (len(pages) * page_size)
 
 
-def step_seconds_ours(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: list[int], seed: int
-) -> dict[int, float]:
-    """{rows: seconds of one decode step of so many rows}."""
-    return {count: _step_seconds(model, tokenizer, prompt, count, seed) for count in rows}
-
-
-def _step_seconds(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int], rows: int, seed: int
-) -> float:
+def step_seconds(given: Loaded, rows: int) -> float:
+    """Seconds of one decode step of so many rows."""
     fastest = []
     for tokens in STEP_TOKENS:
         config = rollout_config({}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens)
-        engine = SamplingEngine(model, tokenizer, config, stop_token_ids=set())
+        engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
         seconds = []
         for _ in range(4):  # the first warms up
             started = time.perf_counter()
-            engine.generate([prompt], seed=seed)
+            engine.generate(given.prompts[:1], seed=given.workload["seed"])
             seconds.append(time.perf_counter() - started)
         fastest.append(min(seconds[1:]))
     return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])

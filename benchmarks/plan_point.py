@@ -15,9 +15,7 @@ import ctypes
 import dataclasses
 import gc
 import itertools
-import json
 import mmap
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,8 +25,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.learner_memory import ENVIRONMENT
+from benchmarks.models import random_sample
+from benchmarks.process import FREED_AT_ONCE, measure
+from infsample_rl.commands.measurements import print_json
 from infsample_rl.config import Config
+from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner
@@ -44,6 +45,7 @@ from infsample_rl.types import Completion, LossTotals, Prompt, RolloutWork, Samp
 
 # Random tokens are far from what any policy samples, and no check of that may stop the measurement.
 ALWAYS = ("objective.mismatch_stop_float32=1e9", "objective.mismatch_stop=1e9", "cluster.learner_ranks=1")
+TIMEOUT_S = 1800.0
 TOY = {
     "num_hidden_layers": 1,
     "hidden_size": 64,
@@ -54,11 +56,9 @@ TOY = {
 }
 
 
-def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Predicted and measured peak of one process with these settings. ValueError for settings that do not go
-    together."""
-    objective = "default" if part == "reference" else "no_kl"  # no reference worker without a KL
-    config = load_config([*ALWAYS, f"objective={objective}", *overrides])
+def main(spec: dict[str, Any]) -> dict[str, Any]:
+    """Predicted and measured peak of this process, which is spec["part"] with spec["settings"]."""
+    part, config = spec["part"], config_of(spec["part"], spec["settings"])
     run = PARTS[part]
     torch.set_num_threads(config.cluster.threads_per_worker)
     device = torch.device("cuda" if getattr(config.cluster, f"{part}_gpus") > 0 else "cpu")
@@ -70,17 +70,19 @@ def measure(part: str, overrides: Sequence[str]) -> dict[str, Any]:
     PeakMemory(device).reset()
     measured = run(config)
     plan = plan_role(config, ModelOutline.of(config), part)
-    found = {
-        "part": part,
+    return spec | {
         "predicted_bytes": plan.sum_bytes,
         "measured_bytes": measured,
         "error": plan.sum_bytes / measured - 1,
-    }
-    return found | {
         "lines": {name: round(size) for name, size in plan.lines.items()},
-        "settings": list(overrides),
         "device": str(device),
     }
+
+
+def config_of(part: str, overrides: Sequence[str]) -> Config:
+    """The run that a process is a part of. ValueError for settings that do not go together."""
+    objective = "default" if part == "reference" else "no_kl"  # no reference worker without a KL
+    return load_config([*ALWAYS, f"objective={objective}", *overrides])
 
 
 def toy_of(config: Config, folder: str) -> Config:
@@ -124,18 +126,15 @@ def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
         )
     prompt_ids = generator.integers(0, vocab, (len(prompts), config.data.max_prompt_tokens)).astype(np.int32)
 
-    def sample(spec: SampleSpec) -> TrainingSample:
-        return TrainingSample(
-            prompt_index=spec.prompt_index,
-            sample_index=spec.sample_index,
-            prompt_ids=prompt_ids[spec.prompt_index],
-            response_ids=generator.integers(0, vocab, spec.length).astype(np.int32),
-            advantage=float(generator.normal()),
-            engine_logprobs=np.zeros(spec.length, np.float32),
-            reference_logprobs=None,
-        )
-
-    return [[sample(spec) for spec in row] for row in rows + planner.flush()]
+    return [
+        [
+            random_sample(
+                (each.prompt_index, each.sample_index), prompt_ids[each.prompt_index], each.length, vocab, generator
+            )
+            for each in row
+        ]
+        for row in rows + planner.flush()
+    ]
 
 
 def sample(config: Config) -> int:
@@ -183,22 +182,17 @@ def read(config: Config) -> int:
 PARTS = {"learner": train, "rollout": sample, "reference": read}
 
 
-def main() -> int:
-    """Measure in this process, with an allocator that gives back what is freed: 2 for arguments that are wrong."""
-    if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
-        print(f"bench.plan_point: the first argument must be one of {', '.join(PARTS)}", file=sys.stderr)
-        return 2
-    wanted = ENVIRONMENT | {"MKL_DISABLE_FAST_MM": "1"} | ({} if sys.argv[1] == "rollout" else FEW_COMPILED_PRODUCTS)
-    missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-    if missing:
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.plan_point", *sys.argv[1:]], os.environ | missing)
-    try:
-        print(json.dumps(measure(sys.argv[1], sys.argv[2:])), flush=True)
-    except ValueError as error:
-        print(f"bench.plan_point: {error}", file=sys.stderr)
-        return 2
+def run(arguments: list[str]) -> int:
+    """Measure in a process whose allocator gives back what is freed. ValueError for arguments that are wrong."""
+    if not arguments or arguments[0] not in PARTS:
+        raise ValueError(f"the first argument must be one of {', '.join(PARTS)}")
+    part, settings = arguments[0], arguments[1:]
+    threads = config_of(part, settings).cluster.threads_per_worker
+    environment = FREED_AT_ONCE | {"MKL_DISABLE_FAST_MM": "1"} | ({} if part == "rollout" else FEW_COMPILED_PRODUCTS)
+    spec = {"part": part, "settings": settings}
+    print_json(measure("plan_point", spec, threads=threads, timeout_s=TIMEOUT_S, environment=environment))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(run, None, usage=__doc__))

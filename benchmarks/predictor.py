@@ -4,7 +4,6 @@ python -m benchmarks.predictor recordings=[FILES] policy=FOLDER encoder=NAME_OR_
 
 A share of each file's prompts is held out; everything is fitted on the others and measured on these. Rows, for each k:
   none    one length for all samples: the training samples' geometric mean
-  group   the geometric mean of the prompt's other samples, as if all had ended
   bert    an encoder over prompt and first k tokens, one for all k, trained here or given as bert=[FOLDERS]
   probe   a regression on the policy's hidden state after k tokens, one for all k, fitted prompt after prompt
   oracle  the true lengths
@@ -31,20 +30,19 @@ import numpy as np
 import torch
 
 from benchmarks.predictor_models import (
-    HiddenStates,
     Predictions,
     bert_predictions,
     constant_predictions,
     fit_probe,
-    group_predictions,
+    hidden_states,
     oracle_predictions,
     probe_predictions,
 )
 from benchmarks.predictor_report import draw_predictor, print_tables
-from benchmarks.predictor_steps import Memory, compare, cost
+from benchmarks.predictor_steps import Cost, Memory, compare, cost
 from benchmarks.workload import TINY_POLICY
 from infsample_rl.commands import measurements
-from infsample_rl.commands.step_time import ROW_SECONDS, STEP_SECONDS
+from infsample_rl.commands.schedule_workload import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
@@ -97,7 +95,7 @@ class PredictorOptions:
     write_k: int = option(16, "k of the predictions that are written, one of ks", low=1)
     threads: int | None = option(None, "CPU threads; none: torch's choice", low=1)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
-    out: str = option("bench_out", "folder of figure, predictions, trained predictors and hidden states")
+    out: str = option("bench_out", "folder of figure, predictions and trained predictors")
 
 
 def main() -> int:
@@ -141,7 +139,6 @@ def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str,
     policy = options.policy[min(index, len(options.policy) - 1)]
     predictions = {
         "none": constant_predictions(training, held, options.ks),
-        "group": group_predictions(held, options.ks),
         "bert": _bert(training, held, stem, index, policy, options),
         "probe": _probe(training, held, stem, policy, options),
         "oracle": oracle_predictions(held, options.ks),
@@ -208,9 +205,11 @@ def _probe(
                 f"policy={policy}"
             )
             raise ValueError(f"{text}: give the model that was recorded, {recording.model}")
-    states = HiddenStates(model, ids, policy, Path(options.out) / "hidden")
     started = time.perf_counter()
-    hidden = [(recording, states.of(recording, options.ks)) for recording in everything]
+    hidden = [
+        (recording, hidden_states(model.eval(), ids[str(recording.prompt)], recording.first_tokens or [], options.ks))
+        for recording in everything
+    ]
     print(
         f"bench.predictor: {stem}: hidden states of {len(everything)} prompts in {time.perf_counter() - started:.0f} s",
         file=sys.stderr,
@@ -266,34 +265,22 @@ def _accuracy(
 def _schedule_costs(
     known: dict[str, Predictions], held: list[Recording], options: PredictorOptions
 ) -> dict[tuple[str, int], dict[str, Any]]:
-    """For each predictor and k what every schedule takes; `group` orders nothing, so it has none."""
+    """For each predictor and k what every schedule takes."""
     cap, results = _cap(held), {(name, k): {} for name in known for k in options.ks}
     shared = {"slots": options.slots, "page_size": options.page_size, "cap": cap, "c0": options.c0, "c1": options.c1}
     memories = [Memory(prompt_tokens=recording.prompt_tokens or 1, **shared) for recording in held]
+
+    def costs(schedule: str, predicted: list[np.ndarray | None], k: int | None) -> list[Cost]:
+        parts = zip(held, memories, predicted, strict=True)
+        return [cost(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts]
+
     for schedule in options.schedules:
-        none = [
-            cost(schedule, recording.lengths, memory, None, None)
-            for recording, memory in zip(held, memories, strict=True)
-        ]
-        true = [np.asarray(recording.lengths, float) for recording in held]
-        oracle = [
-            cost(schedule, item.lengths, memory, lengths, None)
-            for item, memory, lengths in zip(held, memories, true, strict=True)
-        ]
-        for name, found in known.items():
-            for k in options.ks:
-                if name in ("none", "oracle"):
-                    costs = none if name == "none" else oracle
-                elif found.orders:
-                    parts = zip(held, memories, found.by_k[k], strict=True)
-                    costs = [
-                        cost(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts
-                    ]
-                else:
-                    continue
-                results[name, k][schedule] = {
-                    key: _as_dict(value) for key, value in compare(costs, oracle, none, options.seed).items()
-                }
+        none = costs(schedule, [None] * len(held), None)
+        oracle = costs(schedule, [np.asarray(recording.lengths, float) for recording in held], None)
+        for name, k in results:
+            here = {"none": none, "oracle": oracle}.get(name) or costs(schedule, known[name].by_k[k], k)
+            compared = compare(here, oracle, none, options.seed)
+            results[name, k][schedule] = {key: _as_dict(value) for key, value in compared.items()}
     return results
 
 

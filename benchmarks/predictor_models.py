@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -47,26 +45,6 @@ def constant_predictions(training: list[Recording], held: list[Recording], ks: l
         mean = float(np.exp(np.log(longer).mean())) if len(longer) else float(k + 1)
         found.by_k[k] = [np.where(alive(recording.lengths, k), mean, np.nan) for recording in held]
         found.seconds[k] = None
-    return found
-
-
-def group_predictions(held: list[Recording], ks: list[int]) -> Predictions:
-    """`group`: the geometric mean of the prompt's other samples that are longer than k, all of them known.
-
-    It says what a prompt's statistics can say at most. As a sample is left out of its own mean, the order it gives is
-    the reverse of the true one by construction, so it is not used as an order.
-    """
-    found = Predictions(orders=False)
-    for k in ks:
-        found.seconds[k], found.by_k[k] = None, []
-        for recording in held:
-            here = alive(recording.lengths, k)
-            logs = np.where(here, np.log(recording.lengths), 0.0)
-            others = here.sum() - 1
-            alone = np.full(len(logs), np.nan)  # no other to tell by: left out
-            found.by_k[k].append(
-                np.where(here, np.maximum(k + 1, np.exp((logs.sum() - logs) / others)), np.nan) if others > 0 else alone
-            )
     return found
 
 
@@ -138,48 +116,22 @@ def probe_predictions(probe: LengthProbe, held: list[tuple[Recording, torch.Tens
     return found
 
 
-class HiddenStates:
-    """The policy's last hidden states after k tokens of recorded responses, kept in a folder, a file a prompt."""
-
-    def __init__(self, model: PreTrainedModel, prompt_ids: dict[str, list[int]], policy: str, folder: Path) -> None:
-        """`prompt_ids`: of every prompt text. `policy`: the folder or hub name that `model` is from; states of one
-        model are never taken for those of another, nor those of weights that have been replaced since."""
-        use_packed_attention(model)
-        self._model, self._prompt_ids, self._folder = model.eval(), prompt_ids, folder
-        self._weights = _weights_stamp(model, policy)
-
-    @torch.inference_mode()
-    def of(self, recording: Recording, ks: list[int]) -> torch.Tensor:
-        """[G, len(ks), E] float16, zeros where a sample ended before k: one forward over the prompt and all first
-        tokens, packed."""
-        path = self._folder / f"{self._digest(recording, ks)}.npy"
-        if path.is_file():
-            return torch.from_numpy(np.load(path))
-        responses = [np.asarray(tokens[: max(ks)]) for tokens in recording.first_tokens or []]
-        row = pack_row([(np.asarray(self._prompt_ids[str(recording.prompt)]), responses)], self._model.device)
-        options = {"attention_mask": None, "use_cache": False, "cuts": row.cuts}
-        states = self._model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, **options
-        ).last_hidden_state[0]
-        found = torch.zeros(len(responses), len(ks), states.shape[-1], dtype=torch.float16)
-        for index, (start, end) in enumerate(row.cuts.segments[0].responses):
-            for place, k in enumerate(ks):
-                if k <= end - start:
-                    found[index, place] = states[start + k - 1]
-        self._folder.mkdir(parents=True, exist_ok=True)
-        np.save(path, found.numpy())
-        return found
-
-    def _digest(self, recording: Recording, ks: list[int]) -> str:
-        ids = self._prompt_ids[str(recording.prompt)]
-        return hashlib.sha256(repr((self._weights, ids, recording.first_tokens, ks)).encode()).hexdigest()[:16]
-
-
-def _weights_stamp(model: PreTrainedModel, policy: str) -> tuple[str, object]:
-    """What tells a policy's weights from others: the folder with its files' sizes and times, or a hub name with its
-    commit."""
-    folder = Path(policy)
-    if not folder.is_dir():
-        return policy, model.config._commit_hash
-    files = sorted(path for pattern in ("*.safetensors", "*.bin", "config.json") for path in folder.glob(pattern))
-    return str(folder.resolve()), [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+@torch.inference_mode()
+def hidden_states(
+    model: PreTrainedModel, prompt_ids: list[int], first_tokens: list[list[int]], ks: list[int]
+) -> torch.Tensor:
+    """[G, len(ks), E] float16 last hidden states after k tokens of recorded responses, zeros where one ended before k:
+    one forward over the prompt and all first tokens, packed."""
+    use_packed_attention(model)
+    responses = [np.asarray(tokens[: max(ks)]) for tokens in first_tokens]
+    row = pack_row([(np.asarray(prompt_ids), responses)], model.device)
+    output = model.base_model(
+        input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=None, use_cache=False, cuts=row.cuts
+    )
+    states = output.last_hidden_state[0]
+    found = torch.zeros(len(responses), len(ks), states.shape[-1], dtype=torch.float16)
+    for index, (start, end) in enumerate(row.cuts.segments[0].responses):
+        for place, k in enumerate(ks):
+            if k <= end - start:
+                found[index, place] = states[start + k - 1]
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import new_figure, save
 from infsample_rl.commands import measurements
 
 COLUMNS = {
@@ -18,10 +19,9 @@ COLUMNS = {
     "error_less_bert": "error less bert's",
     "tau_less_bert": "tau less bert's",
 }
-COLOURS = {"none": "#999999", "group": "#c2a36b", "bert": "#d95f02", "probe": "#1f77b4"}
+COLOURS = {"none": "#999999", "bert": "#d95f02", "probe": "#1f77b4"}
 LABELS = {
     "none": "one length for all",
-    "group": "mean of the prompt's other samples",
     "bert": "bert: prompt and first k tokens",
     "probe": "probe: the policy's hidden state",
 }
@@ -56,74 +56,40 @@ def print_tables(records: list[dict[str, Any]]) -> None:
 
 
 def _text(interval: dict[str, float] | None, digits: int) -> str | None:
-    return (
-        None
-        if interval is None
-        else f"{interval['value']:.{digits}f} [{interval['low']:.{digits}f}, {interval['high']:.{digits}f}]"
-    )
+    if interval is None:
+        return None
+    value, low, high = (f"{part:.{digits}f}" for part in interval.values())
+    return f"{value} [{low}, {high}]"
 
 
 def draw_predictor(records: list[dict[str, Any]], folder: Path) -> Path:
     """Write predictor.png: a row of panels for every recording, error on the left, Kendall's tau on the right; bands:
     95 % over prompts."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
-    from matplotlib.figure import Figure
-
     files = list(dict.fromkeys(record["recording"] for record in records))
-    figure = Figure(figsize=(9.5, 0.6 + 2.9 * len(files)), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(files), 2, squeeze=False)
+    figure, panels = new_figure(9.5, 0.6 + 2.9 * len(files), len(files), 2)
     for file, (left, right) in zip(files, panels, strict=True):
-        here = [record for record in records if record["recording"] == file and record["name"] in COLOURS]
-        for name in COLOURS:
-            points = [
-                (record["k"], record)
-                for record in sorted(here, key=lambda record: record["k"])
-                if record["name"] == name
-            ]
-            _band(left, name, [(k, record["log_error"]) for k, record in points])
-            _band(
-                right, name, [(k, record["kendall_tau"]) for k, record in points] if name in ("bert", "probe") else []
-            )
-        right.axhline(0, color=COLOURS["none"], linewidth=1)
+        here = sorted((record for record in records if record["recording"] == file), key=lambda record: record["k"])
+        for name, colour in COLOURS.items():
+            points = [record for record in here if record["name"] == name]
+            for axes, figure_name in ((left, "log_error"), (right, "kendall_tau")):
+                known = [(each["k"], *each[figure_name].values()) for each in points if each[figure_name] is not None]
+                if known:
+                    ks, values, low, high = zip(*known, strict=True)
+                    axes.plot(
+                        ks, values, "--" if name == "none" else "o-", markersize=4, color=colour, label=LABELS[name]
+                    )
+                    axes.fill_between(ks, low, high, color=colour, alpha=0.18 * (name != "none"), linewidth=0)
         left.set_ylim(bottom=0)
         left.set_ylabel("mean |log(predicted / length)|", fontsize=8)
         right.set_ylabel("Kendall's tau within a prompt", fontsize=8)
         left.set_title(f"{file}: {here[0]['held_out_prompts']} held-out prompts", fontsize=9, loc="left")
+        ks = sorted({record["k"] for record in here})
         for axes in (left, right):
-            _style(axes, sorted({record["k"] for record in here}))
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ks, [str(k) for k in ks])
+            axes.set_xlabel("k, tokens decoded before the prediction", fontsize=8)
+            axes.tick_params(labelsize=8)
+            axes.grid(alpha=0.25)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path = folder / "predictor.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-def _band(axes: Any, name: str, points: list[tuple[int, dict[str, float] | None]]) -> None:
-    known = [(k, interval) for k, interval in points if interval is not None]
-    if not known:
-        return
-    ks = [k for k, _ in known]
-    values, low, high = ([interval[key] for _, interval in known] for key in ("value", "low", "high"))
-    learned = name in ("bert", "probe")
-    axes.plot(
-        ks,
-        values,
-        marker="o" if learned else None,
-        markersize=4,
-        color=COLOURS[name],
-        label=LABELS[name],
-        linestyle="-" if learned else "--",
-    )
-    if learned:  # bands of the baselines would hide them
-        axes.fill_between(ks, low, high, color=COLOURS[name], alpha=0.18, linewidth=0)
-
-
-def _style(axes: Any, ks: list[int]) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ks, [str(k) for k in ks])
-    axes.set_xlabel("k, tokens decoded before the prediction", fontsize=8)
-    axes.tick_params(labelsize=8)
-    axes.grid(alpha=0.25)
+    return save(figure, folder / "predictor.png")

@@ -1,7 +1,12 @@
-"""One process per measurement, in a process group of its own that is ended with it. Standard library only."""
+"""One process per measurement, in a process group of its own that is ended with it. Standard library only.
+
+Started as `-m benchmarks.process NAME SPEC RESULT` this module is that process: it calls main(SPEC) of benchmarks.NAME
+and writes what that returns to the file RESULT, both as JSON.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -9,20 +14,43 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from infsample_rl.commands.measurements import print_json
+
+ROOT = Path(__file__).resolve().parents[1]
+# glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses
+# would be counted.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+Record = dict[str, Any]
+Point = tuple[str, Callable[[list[Record]], Record]]  # what is said of it, and what measures it
+
 
 def measure(
-    command: list[str],
-    spec: dict[str, Any],
-    *,
-    threads: int,
-    timeout_s: float,
-    environment: dict[str, str] | None = None,
+    name: str, spec: dict[str, Any], *, threads: int, timeout_s: float, environment: dict[str, str] | None = None
 ) -> Any:
-    """What `command SPEC RESULT` writes to the file RESULT, both JSON. RuntimeError, with its last words, when it fails
-    or takes too long."""
+    """What main(spec) of benchmarks.NAME returns in a process of its own, from any working directory. Errors as
+    run_script()."""
+    command = command_of("process", name)
+    return run_script(command, spec, threads=threads, timeout_s=timeout_s, environment=environment or {})
+
+
+def command_of(name: str, *arguments: str) -> list[str]:
+    """The command that runs benchmarks.NAME with this interpreter, from any working directory."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ["env", f"PYTHONPATH={path}", sys.executable, "-m", f"benchmarks.{name}", *arguments]
+
+
+def run_script(
+    command: list[str], spec: dict[str, Any], *, threads: int, timeout_s: float, environment: dict[str, str]
+) -> Any:
+    """What `command SPEC RESULT` writes to the file RESULT, both JSON.
+
+    RuntimeError, with its last words, when it fails or takes longer than `timeout_s` seconds.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         result, log = Path(scratch) / "result.json", Path(scratch) / "log"
         counts = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -32,25 +60,36 @@ def measure(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | counts | (environment or {}),
+                env=os.environ | counts | environment,
                 start_new_session=True,
             )
             try:
                 status = process.wait(timeout=timeout_s)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"took longer than timeout_s={timeout_s:g}; last words: {last_line(log)}") from None
+                raise RuntimeError(f"took longer than timeout_s={timeout_s:g}; last words: {_last_line(log)}") from None
             finally:
                 _end_group(process)
         if status != 0 or not result.exists():
-            raise RuntimeError(f"ended with status {status}: {last_line(log)}")
+            raise RuntimeError(f"ended with status {status}: {_last_line(log)}")
         return json.loads(result.read_text())
 
 
-def measure_here(what: str, workload: dict[str, Any], settings: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """One measurement of `benchmarks.measure` with this interpreter."""
-    command = [sys.executable, "-m", "benchmarks.measure"]
-    spec = {"what": what, "workload": workload, "settings": settings}
-    return measure(command, spec, threads=workload["threads"], timeout_s=timeout_s)
+def measure_points(points: Iterable[Point], *, as_json: bool) -> tuple[list[Record], bool]:
+    """The records of all points, each measured given those before it, and whether one failed: one that cannot run here,
+    for want of memory perhaps, must not hide the others."""
+    found: list[Record] = []
+    failed = False
+    for said, point in points:
+        print(f"{said} ...", file=sys.stderr, flush=True)
+        try:
+            found.append(point(found))
+        except RuntimeError as error:
+            print(f"{said} failed: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        if as_json:
+            print_json(found[-1])
+    return found, failed
 
 
 def end_with_terminate() -> None:
@@ -59,8 +98,7 @@ def end_with_terminate() -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
+def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing"
 
@@ -71,3 +109,8 @@ def _end_group(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass  # all of the group has ended
     process.wait()
+
+
+if __name__ == "__main__":
+    name, spec, result = sys.argv[1:]
+    Path(result).write_text(json.dumps(importlib.import_module(f"benchmarks.{name}").main(json.loads(spec))))

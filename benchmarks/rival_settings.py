@@ -20,9 +20,13 @@ class Measurement:
     """One measurement: which function takes it, and the variants of which the fastest is reported."""
 
     name: str
-    what: str  # ours, generate, generate_batch, vllm
     variants: list[dict[str, Any]]
     same_variant_as: str | None = None  # take what was fastest in this measurement, instead of trying all again
+
+    @property
+    def what(self) -> str:
+        """ours, generate, generate_batch or vllm."""
+        return self.name.split("/")[0]
 
 
 def rival_measurements(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
@@ -49,12 +53,8 @@ def _generate(options: EngineOptions) -> list[Measurement]:
     equal = micro_batch_rows(options.kv_budget_tokens(options.prompts_at_once), row_tokens, options.group_size)
     caches = ("dynamic", "static")
     return [
-        Measurement(
-            "generate",
-            "generate",
-            [{"rows": options.group_size, "cache": cache, "rows_timed": options.rows} for cache in caches],
-        ),
-        Measurement("generate/equal_kv", "generate", [{"rows": equal, "cache": cache} for cache in caches]),
+        Measurement("generate", [{"rows": options.group_size, "cache": cache} for cache in caches]),
+        Measurement("generate/equal_kv", [{"rows": equal, "cache": cache} for cache in caches]),
     ]
 
 
@@ -77,10 +77,8 @@ def _generate_batch(options: EngineOptions, facts: dict[str, Any]) -> list[Measu
         variants += [plain | {"compile_level": 1}, plain | {"cuda_graph": True}]
     budget = options.kv_budget_tokens(options.prompts_at_once)
     return [
-        Measurement("generate_batch", "generate_batch", [variant | {"kv_tokens": ample} for variant in variants]),
-        Measurement(
-            "generate_batch/equal_kv", "generate_batch", [variant | {"kv_tokens": budget} for variant in variants]
-        ),
+        Measurement("generate_batch", [variant | {"kv_tokens": ample} for variant in variants]),
+        Measurement("generate_batch/equal_kv", [variant | {"kv_tokens": budget} for variant in variants]),
     ]
 
 
@@ -98,10 +96,8 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     tried = [(True, "auto"), (False, "nobind")] if facts["device"] == "cpu" else [(False, None), (True, None)]
     variants = [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
     return [
+        Measurement("vllm", [variant | {"num_blocks": ample} for variant in variants]),
         Measurement(
-            "vllm", "vllm", [variant | {"num_blocks": ample, "rows_timed": options.rows} for variant in variants]
-        ),
-        Measurement(
-            "vllm/equal_kv", "vllm", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"
+            "vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"
         ),
     ]

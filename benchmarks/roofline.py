@@ -4,6 +4,9 @@ bandwidth."""
 from __future__ import annotations
 
 import statistics
+import time
+
+import torch
 
 
 def kv_bytes_read(lengths: list[int], running_steps: int, prompt_tokens: int, kv_bytes_per_token: int) -> int:
@@ -26,3 +29,15 @@ def fit_step_time(seconds: dict[int, float]) -> tuple[float, float]:
         raise ValueError(f"rows must have at least two different counts to fit c0 and c1, got {sorted(seconds)}")
     c1, c0 = statistics.linear_regression(list(seconds), list(seconds.values()))
     return c0, c1
+
+
+def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> float:
+    """Bytes per second of a read-only sum over a buffer of `num_bytes`, median of `repeats`, with torch's current
+    threads."""
+    buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(repeats + 1):  # the first warms up
+        started = time.perf_counter()
+        buffer.sum().item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    return buffer.numel() * 4 / statistics.median(seconds[1:])

@@ -111,6 +111,7 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
         "slots": options.slots,
         "cap": cap,
         "predictions": source,
+        "true_mean": mean_true,
     }
     rows = []
     for method, (schedule, knows) in METHODS.items():
@@ -119,15 +120,8 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
             fmean(group.lengths[index % len(group.lengths)] for index in each.completed)
             for group, each in zip(groups, found, strict=True)
         )
-        rows.append(
-            common
-            | {
-                "method": method,
-                "steps": fmean(each.running_steps for each in found),
-                "mean_length": kept,
-                "true_mean": mean_true,
-            }
-        )
+        steps = fmean(each.running_steps for each in found)
+        rows.append(common | {"method": method, "steps": steps, "mean_length": kept})
     together = simulate_prompts(
         [group.lengths for group in groups], "token_budget", prompts_at_once=options.together, parks=True, **settings
     )
@@ -142,10 +136,7 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
         "bound of the slots": fmean(bounds),
         "bound of the memory": fmean(tokens),
     }
-    rows += [
-        common | {"method": name, "steps": steps, "mean_length": mean_true, "true_mean": mean_true}
-        for name, steps in extra.items()
-    ]
+    rows += [common | {"method": name, "steps": steps, "mean_length": mean_true} for name, steps in extra.items()]
     return rows
 
 

@@ -7,44 +7,48 @@ python -m benchmarks.train model=PATH [group_size=32 | group_size=[8,32,128]] [m
 Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the
 median counts. TRL's settings are tried on further prompts. `trl` has the fastest of them and `trl/lean` those of least
 memory; `ours/lean` recomputes all activations. With lengths=fixed prompts are random and every response takes exactly
-max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are the problems of
-bench.train_learning, and responses end where they end; each side draws its own.
+max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are one-digit products of
+configs/data/arithmetic.yaml, and responses end where they end; each side draws its own.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import train_report
-from benchmarks.process import end_with_terminate
+from benchmarks.process import Point, end_with_terminate, measure_points
 from benchmarks.train_trl_settings import TUNE_SAMPLES, Tried, best_settings, try_settings, tune_prompts
 from benchmarks.train_workload import (
     ARITHMETIC,
     Run,
     Spec,
     TrainingOptions,
-    allocator_of,
     find_facts,
     measure_run,
     our_settings,
+    preload,
     run_spec,
     shown,
 )
-from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
 
 # Dense peak of the matrix units, FLOP/s, by part of the device's name: NVIDIA's data sheets. float32 without TF32,
 # torch's default.
 PEAK_FLOPS = {
-    "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-    "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
-    "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
-    "L40S": {"bfloat16": 362e12, "float16": 362e12, "float32": 91.6e12},
-    "L4": {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
+    device: {"bfloat16": half, "float16": half, "float32": single}
+    for device, half, single in (
+        ("H200", 989e12, 67e12),
+        ("H100", 989e12, 67e12),
+        ("A100", 312e12, 19.5e12),
+        ("L40S", 362e12, 91.6e12),
+        ("L4", 121e12, 30.3e12),
+    )
 }
 
 
@@ -81,15 +85,11 @@ def main() -> int:
 
 
 def run(options: TrainOptions) -> int:
-    """As main(). RuntimeError when the model cannot be had."""
+    """As main(). RuntimeError when the model cannot be had, or TRL runs with no settings."""
     count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
-    question = (
-        {"what": "random"}
-        if options.lengths == "fixed"
-        else {"what": "problems", "data": ARITHMETIC, "reward_file": None}
-    )
-    facts = find_facts(options, question | {"count": count})
-    found, failed = measure_all(options, facts)
+    data = None if options.lengths == "fixed" else ARITHMETIC
+    facts = find_facts(options, data=data, count=count)
+    found, failed = measure_points(points(options, facts), as_json=options.json)
     if not options.json:
         train_report.print_training(found)
         print(f"figure: {train_report.draw_training(found, Path(options.out))}")
@@ -99,33 +99,16 @@ def run(options: TrainOptions) -> int:
     return 1 if failed or unequal else 0
 
 
-def measure_all(options: TrainOptions, facts: dict[str, Any]) -> tuple[list[dict[str, Any]], bool]:
-    """A record of every measurement that worked, and whether one did not."""
-    found: list[dict[str, Any]] = []
-    failed = False
+def points(options: TrainOptions, facts: dict[str, Any]) -> Iterator[Point]:
+    """Every measurement of both sides, at one G after another."""
     tried: dict[int, list[Tried]] = {}  # TRL's settings, by samples of the step on which they were tried
     for group_size in options.group_size:
-        try:
-            runs = our_runs(options, facts, group_size)
-            if "trl" in options.rivals:
-                runs += trl_runs(options, facts, group_size, tried)
-        except RuntimeError as error:
-            print(f"bench.train: {error}", file=sys.stderr)
-            return found, True
+        runs = our_runs(options, facts, group_size)
+        if "trl" in options.rivals:
+            runs += trl_runs(options, facts, group_size, tried)
         for run in runs:
-            print(
-                f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)} ...", file=sys.stderr, flush=True
-            )
-            try:
-                raw = measure_run(options, run)
-            except RuntimeError as error:  # a side that cannot run here must not hide the others
-                print(f"bench.train: {run.name} at G = {group_size} failed: {error}", file=sys.stderr, flush=True)
-                failed = True
-                continue
-            found.append(record_of(options, facts, run, raw))
-            if options.json:
-                measurements.print_json(found[-1])
-    return found, failed
+            said = f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)}"
+            yield said, lambda earlier, run=run: record_of(options, facts, run, measure_run(options, run))
 
 
 def our_runs(options: TrainOptions, facts: dict[str, Any], group_size: int) -> list[Run]:
@@ -179,6 +162,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
     flops = 6 * facts["parameters"] * computed / phases["learn"]
     peak = next((peaks[options.dtype] for name, peaks in PEAK_FLOPS.items() if name in facts["device"]), None)
     shortest = options.max_new_tokens if options.lengths == "fixed" else 1
+    lengths = [length for step in raw["steps"] for length in step["lengths"]]
     return {
         "name": run.name,
         "seconds_per_step": seconds,
@@ -188,9 +172,7 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "group_size": run.spec["group_size"],
         "prompts": options.prompts,
         "tokens": tokens,
-        "lengths_as_asked": all(
-            shortest <= length <= options.max_new_tokens for step in raw["steps"] for length in step["lengths"]
-        ),
+        "lengths_as_asked": all(shortest <= length <= options.max_new_tokens for length in lengths),
         "learner_tokens": computed,
         "learner_flops_per_s": flops,
         "learner_share_of_peak": None if peak is None else flops / peak,
@@ -204,12 +186,10 @@ def record_of(options: TrainOptions, facts: dict[str, Any], run: Run, raw: dict[
         "mismatch": max((step["mismatch"] for step in steps if step.get("mismatch") is not None), default=None),
         "parameters": facts["parameters"],
         "device": facts["device"],
-        "allocator": allocator_of(options),
+        "allocator": Path(preload().get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "libc"))).name,
         "threads": options.threads,
         "versions": raw["versions"],
-        "workload": {
-            name: value for name, value in run.spec.items() if name not in ("prompts", "reward_file", "reward_command")
-        },
+        "workload": {name: value for name, value in run.spec.items() if name != "prompts"},
     }
 
 

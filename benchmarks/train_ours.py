@@ -1,22 +1,18 @@
 """Our side of bench.train: GRPO steps in one process, without Ray; engine and learner share the weights.
 
-python -m benchmarks.train_ours SPEC RESULT, both JSON; SPEC is train_workload.run_spec with our settings.
+It is the process that `process.measure` starts; its spec is train_workload.run_spec with our settings.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from benchmarks.train_reward import Scorer
+from benchmarks.models import machine
 from infsample_rl.cluster.colocated import ColocatedWorker
 from infsample_rl.config import (
     ClusterConfig,
@@ -67,13 +63,14 @@ class Phases:
 
 
 class OneProcess:
-    """An engine, a learner and a reward function that take turns."""
+    """An engine and a learner that take turns. The reward is a number made of a response's tokens, so that no group is
+    without a signal."""
 
     def __init__(self, spec: Spec, config: Config) -> None:
-        self.config, self.score = config, Scorer(spec["reward_file"])
+        self.config = config
         self.prompts = [np.asarray(ids, np.int32) for ids in spec["prompts"]]
         self.worker = ColocatedWorker(config, 0, 1, spec["steps"])
-        self.facts = self.worker.setup("127.0.0.1", 0, None)
+        self.worker.setup("127.0.0.1", 0, None)
         if spec["ignore_eos"]:
             self.worker.rollout.engine.stop_token_ids = set()
 
@@ -99,7 +96,7 @@ class OneProcess:
             group = groups[micro_group[0].prompt_index]
             group += micro_group
             if len(group) == group_size:
-                scored = clock.timed("reward", self._rewards, number * count, group)
+                scored = clock.timed("reward", reward_of, [completion.token_ids for completion in group])
                 row_tokens += self._learn(planner.add_group(self._specs(group, scored)), groups, prompts, clock)
                 rewards += scored
         row_tokens += self._learn(planner.flush(), groups, prompts, clock)
@@ -112,13 +109,6 @@ class OneProcess:
             "mismatch": metrics["learner/logprob_diff_max"],
         }
         return clock.record() | found
-
-    def _rewards(self, first: int, group: list[Completion]) -> list[float]:
-        tokenizer = self.worker.rollout.engine.tokenizer
-        return [
-            self.score(tokenizer, first + completion.prompt_index, completion.token_ids.tolist())
-            for completion in group
-        ]
 
     def _specs(self, group: list[Completion], rewards: list[float]) -> list[SampleSpec]:
         """What the learner must see: nothing of a group whose rewards are all equal, as in our runs, since its gradient
@@ -164,29 +154,26 @@ class OneProcess:
         return metrics
 
 
+def reward_of(responses: list[np.ndarray]) -> list[float]:
+    """A number made of each response's tokens, in which any two differ; train_trl.py has the same."""
+    return [int(ids.sum()) % 1000 / 1000 for ids in responses]
+
+
 def main(spec: Spec) -> dict[str, Any]:
     """Every step of the run with its seconds, phases, rewards and lengths, and the most memory it held."""
     device = torch.device("cuda" if spec["device"] != "cpu" and torch.cuda.is_available() else "cpu")
     memory = PeakMemory(device)
     run = OneProcess(spec, config_of(spec, on_cuda=device.type == "cuda"))
     memory.reset()  # the peak of loading does not count
-    began, steps = time.perf_counter(), []
+    steps = []
     for number in range(spec["steps"]):
-        steps.append(run.step(number) | {"at": 0.0})
-        steps[-1]["at"] = time.perf_counter() - began
+        steps.append(run.step(number))
         print(f"step {number + 1} of {spec['steps']}: {steps[-1]['seconds']:.1f} s", flush=True)
-    return {
+    return machine(device) | {
         "steps": steps,
-        "setup": run.facts,
         "peak_memory_bytes": memory.peak_bytes(),
         "peak_process_bytes": status_bytes("VmHWM") if device.type == "cpu" else None,
         "reserved_memory_bytes": memory.reserved_bytes(),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": sys.version.split()[0],
-        },
     }
 
 
@@ -220,7 +207,3 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
         ),
         cluster=ClusterConfig(colocate=True, cpus_per_worker=spec["threads"], rollout_gpus=gpus, learner_gpus=gpus),
     )
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(sys.argv[1]))))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,11 +32,7 @@ class Steps(TrainerCallback):
         self.phases: dict[str, float] = {}
         self.rewards: list[float] = []
         self.lengths: list[int] = []
-        self.began = self.started = self.cpu_started = 0.0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The clock of the whole run starts."""
-        self.began = now()
+        self.started = self.cpu_started = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the phases of the step before."""
@@ -47,18 +42,13 @@ class Steps(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the step. What is outside the micro-batches is clipping and the optimizer."""
-        ended = now()
-        seconds, spent = ended - self.started, self.phases
+        seconds, spent = now() - self.started, self.phases
         phases = {name: spent[name] for name in ("generate", "reward")}
         phases["learn"] = spent["micro_batches"] - spent["prepare"]
         phases["optimizer"] = seconds - spent["micro_batches"]
         phases["other"] = seconds - sum(phases.values())
-        step = {
-            "seconds": seconds,
-            "cpu_seconds": time.process_time() - self.cpu_started,
-            "phases": phases,
-            "at": ended - self.began,
-        }
+        cpu_seconds = time.process_time() - self.cpu_started
+        step = {"seconds": seconds, "cpu_seconds": cpu_seconds, "phases": phases}
         self.steps.append(step | {"rewards": self.rewards, "lengths": self.lengths})
 
 
@@ -94,29 +84,18 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Rewards:
-    """The reward function: a number made of the tokens, or what a process of our interpreter answers (`command`)."""
+    """The reward function: train_ours.reward_of of the tokens, kept for the report."""
 
     __name__ = "reward"  # TRL names its metrics by it
 
-    def __init__(self, command: list[str] | None, clock: Steps) -> None:
+    def __init__(self, clock: Steps) -> None:
         self.clock = clock
-        self.process = None
-        if command is not None:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def __call__(
         self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
-        """Rewards of one generation batch, kept for the report."""
-        if self.process is None:
-            rewards = [sum(ids) % 1000 / 1000 for ids in completion_ids]  # train_reward.Scorer's
-        else:
-            print(
-                json.dumps([[int(prompt), text] for prompt, text in zip(prompts, completions, strict=True)]),
-                file=self.process.stdin,
-                flush=True,
-            )
-            rewards = json.loads(self.process.stdout.readline())
+        """Rewards of one generation batch."""
+        rewards = [sum(ids) % 1000 / 1000 for ids in completion_ids]
         self.clock.rewards += rewards
         self.clock.lengths += [len(ids) for ids in completion_ids]
         return rewards
@@ -153,7 +132,7 @@ def run_trainer(spec: dict[str, Any], trainer_class: type[TimedTrainer], callbac
             clock=clock,
             callbacks=[clock, *callbacks],
             model=model,
-            reward_funcs=[Rewards(spec["reward_command"], clock)],
+            reward_funcs=[Rewards(clock)],
             args=arguments_of(spec, folder),
             train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(spec["prompts"]))]}),
             processing_class=tokenizer,
@@ -173,35 +152,37 @@ def arguments_of(spec: dict[str, Any], folder: str) -> GRPOConfig:
     ends = {"eos_token_id": [-1]} if spec["ignore_eos"] else None
     return GRPOConfig(
         output_dir=folder,
-        **{
-            "use_cpu": spec["device"] == "cpu",
-            "bf16": spec["dtype"] == "bfloat16",
-            "fp16": spec["dtype"] == "float16",
-            "seed": spec["seed"],
-        },
-        **{"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group", "epsilon": 0.2, "num_iterations": 1},
-        **{"temperature": spec["temperature"], "top_k": 0, "top_p": 1.0, "generation_kwargs": ends},
-        **{
-            "num_generations": spec["group_size"],
-            "max_completion_length": spec["max_new_tokens"],
-            "shuffle_dataset": False,
-        },
-        **{"learning_rate": spec["lr"], "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0},
-        **{
-            "adam_beta1": 0.9,
-            "adam_beta2": 0.999,
-            "adam_epsilon": 1e-8,
-            "optim": "adamw_torch_fused",
-            "disable_dropout": True,
-        },
+        use_cpu=spec["device"] == "cpu",
+        bf16=spec["dtype"] == "bfloat16",
+        fp16=spec["dtype"] == "float16",
+        seed=spec["seed"],
+        loss_type="grpo",
+        beta=0.0,
+        scale_rewards="group",
+        epsilon=0.2,
+        num_iterations=1,
+        temperature=spec["temperature"],
+        top_k=0,
+        top_p=1.0,
+        generation_kwargs=ends,
+        num_generations=spec["group_size"],
+        max_completion_length=spec["max_new_tokens"],
+        shuffle_dataset=False,
+        learning_rate=spec["lr"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        optim="adamw_torch_fused",
+        disable_dropout=True,
         max_grad_norm=spec["max_grad_norm"],
-        **{
-            "max_steps": spec["steps"],
-            "save_strategy": "no",
-            "logging_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        },
+        max_steps=spec["steps"],
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
         per_device_train_batch_size=spec["rows"],
         gradient_accumulation_steps=samples // spec["rows"],
         gradient_checkpointing=spec["gradient_checkpointing"],

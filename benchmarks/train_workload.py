@@ -4,14 +4,13 @@ only."""
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import measure
+from benchmarks.process import measure, run_script
 from benchmarks.workload import ModelOptions
 from infsample_rl.config.command_line import option
 
@@ -32,7 +31,7 @@ class Run:
 
 @dataclass(kw_only=True)
 class TrainingOptions(ModelOptions):
-    """What bench.train and bench.train_learning share. Sampling is plain: no top-k, no top-p, no penalty."""
+    """What both sides are given. Sampling is plain: no top-k, no top-p, no penalty."""
 
     max_new_tokens: int = option(96, "longest response", low=1)
     temperature: float = option(1.0, "temperature of sampling and of the trained policy")
@@ -42,11 +41,6 @@ class TrainingOptions(ModelOptions):
     logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
     activation_checkpointing: int = option(0, "of our learner: 0 of no layer, 1 of every layer, n of every n-th", low=0)
     recompute_granularity: str = option("full", "of our learner, as in the config", choices=("full", "selective"))
-    allocator: str = option(
-        "jemalloc",
-        "of host memory, on both sides: Ray's, as our workers have it, or libc's",
-        choices=("jemalloc", "libc"),
-    )
     rivals: list[str] = option(["trl"], "rivals beside ours; []: none", choices=("trl",))
     trl_python: str | None = option(None, "interpreter that has TRL; none: this one", key="rivals.trl_python")
     timeout_s: float = option(3600.0, "seconds one measurement may take", low=1)
@@ -98,8 +92,6 @@ def run_spec(
     return {name: getattr(options, name) for name in shared} | {
         "max_grad_norm": 1.0,
         "ignore_eos": ignore_eos,
-        "reward_file": None,
-        "reward_command": None,
         "group_size": group_size,
         "prompts_per_step": prompts_per_step,
         "prompts": prompts,
@@ -121,33 +113,25 @@ def our_settings(options: TrainingOptions) -> dict[str, Any]:
 
 def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
     """Run one side in a process of its own; RuntimeError when that fails."""
+    spec, limits = run.spec | run.settings, {"threads": options.threads, "timeout_s": options.timeout_s}
     if run.name.startswith("ours"):
-        command, environment = [sys.executable, "-m", "benchmarks.train_ours"], {}
-    else:
-        command = [options.trl_interpreter(), str(TRL_SCRIPT)]
-        # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or
-        # newer).
-        environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if run.spec["device"] == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment |= preload_of(options)
-    return measure(
-        command, run.spec | run.settings, threads=options.threads, timeout_s=options.timeout_s, environment=environment
-    )
+        return measure("train_ours", spec, **limits, environment=preload())
+    # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or
+    # newer).
+    environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if spec["device"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [options.trl_interpreter(), str(TRL_SCRIPT)]
+    return run_script(command, spec, **limits, environment=environment | preload())
 
 
-def preload_of(options: TrainingOptions) -> dict[str, str]:
-    """Environment of either side that gives it the allocator asked for; nothing where there is no Ray to bring one."""
-    if options.allocator == "libc" or importlib.util.find_spec("ray") is None:
+def preload() -> dict[str, str]:
+    """Environment that gives either side the allocator of our workers, Ray's jemalloc; nothing without Ray."""
+    if importlib.util.find_spec("ray") is None:
         return {}
     from infsample_rl.cluster.connection import allocator_environment
 
     return allocator_environment("learner", gpus=0)
-
-
-def allocator_of(options: TrainingOptions) -> str:
-    """The library that both sides allocate host memory with."""
-    return Path(preload_of(options).get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "libc"))).name
 
 
 def shown(settings: dict[str, Any]) -> str:
@@ -155,9 +139,7 @@ def shown(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
-def find_facts(options: TrainingOptions, question: dict[str, Any]) -> dict[str, Any]:
+def find_facts(options: TrainingOptions, **question: Any) -> dict[str, Any]:
     """Prompts, parameters and device, by a process of its own."""
-    spec = vars(options) | question
-    return measure(
-        [sys.executable, "-m", "benchmarks.train_facts"], spec, threads=options.threads, timeout_s=options.timeout_s
-    )
+    limits = {"threads": options.threads, "timeout_s": options.timeout_s}
+    return measure("train_facts", vars(options) | question, **limits)

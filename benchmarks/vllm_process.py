@@ -6,14 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import measure
+from benchmarks.process import run_script
 from benchmarks.rival_settings import VLLM_BLOCK
 
 SCRIPT = Path(__file__).with_name("vllm_rival.py")
 
 
 def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """One measurement of vLLM, in the form of those of `measure.py`. Its pool holds one whole sample at least."""
+    """One measurement of vLLM, in the form of those of `engine_point.py`. Its pool holds one whole sample at least."""
     sample = workload["prompt_tokens"] + workload["max_new_tokens"]
     blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK) + 1)  # it keeps one block for itself
     spec = {
@@ -27,9 +27,8 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
         "stop_ids": facts["stop_ids"],
         "block_size": VLLM_BLOCK,
         "num_blocks": blocks,
-        "max_num_seqs": max([workload["group_size"] * workload["prompts"], *settings.get("rows_timed", [])]),
+        "max_num_seqs": workload["group_size"] * workload["prompts"],
         "enforce_eager": settings["enforce_eager"],
-        "rows": settings.get("rows_timed", []),
     }
     # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or
     # newer).
@@ -38,7 +37,7 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
     if settings["omp_bind"] is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = settings["omp_bind"]
     command = [workload["vllm_python"], str(SCRIPT)]
-    found = measure(
+    found = run_script(
         command, spec, threads=workload["threads"], timeout_s=workload["timeout_s"], environment=environment
     )
     pool = blocks * VLLM_BLOCK * facts["kv_bytes_per_token"]

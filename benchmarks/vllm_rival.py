@@ -17,12 +17,9 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
-STEP_TOKENS = (4, 20)  # as in ours.py: the time of a step is the difference of two runs of so many tokens
-
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up; step
-    times of `rows`."""
+    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up."""
     imported = _status_bytes(os.getpid(), "VmRSS")
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine = _new_engine(spec)
@@ -35,13 +32,11 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         peak = device_free - torch.cuda.mem_get_info()[0]
     else:  # each process of the engine, less the imports, which are about the same in all
         peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
-    step_seconds = {rows: _step_seconds(engine, spec, rows) for rows in spec["rows"]}
     found = {
         "seconds": seconds,
         "lengths": lengths,
         "running_steps": steps,
         "peak_memory_bytes": peak,
-        "step_seconds": step_seconds,
     }
     return found | {"vllm": vllm.__version__, "torch": torch.__version__}
 
@@ -89,18 +84,6 @@ def _run(
             if output.finished:
                 lengths += [len(completion.token_ids) for completion in output.outputs]
     return time.perf_counter() - started, lengths, steps
-
-
-def _step_seconds(engine: Any, spec: dict[str, Any], rows: int) -> float:
-    fastest = []
-    plain = spec | {"ignore_eos": True}
-    for tokens in STEP_TOKENS:
-        seconds = [
-            _run(engine, plain, spec["prompts"][:1], rows, tokens, f"step-{rows}-{tokens}-{repeat}")[0]
-            for repeat in range(4)
-        ]
-        fastest.append(min(seconds[1:]))
-    return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
 
 
 def _group() -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from infsample_rl.config import DTYPES
 from infsample_rl.config.command_line import option
@@ -24,6 +26,16 @@ class ModelOptions:
     threads: int = option(len(os.sched_getaffinity(0)), "CPU threads of every engine; default: all cores", low=1)
     seed: int = option(0, "seed of prompts, random weights and sampling", low=0)
     prompt_tokens: int = option(100, "tokens of a prompt", low=1)
+
+    @classmethod
+    def of(cls, spec: dict[str, Any]) -> Self:
+        """From a mapping that has all of its fields, and others."""
+        return cls(**{field.name: spec[field.name] for field in dataclasses.fields(cls)})
+
+    @property
+    def weights(self) -> str:
+        """What a record says of them."""
+        return "as given" if self.shape is None else f"random, shape {self.shape}"
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ data.source=FILE model.dtype=float32 ...
 Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command.
 Prompts are taken in the seeded order of training, in chunks of prompts_per_step that are always finished, so that a
 limit in seconds does not favour prompts with short responses. A file that is there is gone on with; what a stop left of
-half a line is cut off. tokens=all adds "token_ids", every response in full, for benchmarks.group_size_gradients. What a
+half a line is cut off. tokens=all adds "token_ids", every response in full, for benchmarks.group_size. What a
 line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infsample_rl.commands.step_time import PARK_SECONDS, ROW_SECONDS, STEP_SECONDS
 from infsample_rl.config.command_line import option
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, pool_tokens, simulate_prompts
 
+# What a decoding step takes where nothing else is said: SmolLM2-135M, float32, on 2 cores (docs/engine.md).
+STEP_SECONDS = 0.0170  # c0, of a running step
+ROW_SECONDS = 0.00182  # c1, of a row in a step, and of a token computed again
+PARK_SECONDS = 0.000012  # c2, of a token whose KV is parked and brought back
 LENGTHS = Path("tests") / "data" / "lengths"  # recordings of the checkout
 MEMORY_BOUND = "memory bound sum l(l+1)/2 / budget (counts the newest token as held; our pool takes it a step later)"
 MOST_SECONDS = 10**6  # of a step or a row

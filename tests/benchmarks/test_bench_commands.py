@@ -1,71 +1,38 @@
-"""The benchmark commands as a user runs them, on a tiny random model."""
+"""The benchmarks of engine and memory as a user runs them, on a tiny random model."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
-from benchmarks import measure
+from benchmarks import engine, engine_point, figures, memory, memory_point
 from benchmarks.workload import Workload
 from infsample_rl.commands import measurements
 
-ROOT = Path(__file__).resolve().parents[2]
-BLOCKED = (
-    "import sys, runpy; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
-)
-KEYS = [
-    "name",
-    "seconds",
-    "tokens",
-    "tokens_per_s",
-    "running_steps",
-    "peak_kv_bytes",
-    "peak_memory_bytes",
-    "roofline_fraction",
-]
+KEYS = ["name", "seconds", "tokens", "tokens_per_s", "running_steps"]
+KEYS += ["peak_kv_bytes", "peak_memory_bytes", "roofline_fraction"]
 KV_TOKEN = 2 * 2 * 2 * 16 * 4  # keys and values, 2 layers, 2 heads of 16, float32
-
-
-def run(command: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    """`python -m benchmarks.COMMAND`, where ray, hydra, omegaconf and deepspeed cannot be imported."""
-    code = (
-        f"{BLOCKED} sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module('benchmarks.{command}', "
-        "run_name='__main__')"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=cwd, timeout=200
-    )
-
-
-OURS_BY_BUDGET = ["ours/token_budget", "ours/token_budget/recompute"]
-SHOWN = ["schedules=[arrival,token_budget]", "preemptions=[auto,recompute]", "rivals=[generate]"]
+PNG = b"\x89PNG"
 
 
 @pytest.fixture(scope="module")
-def engine_records(tiny_qwen3, tmp_path_factory):
+def engine_records(tiny_qwen3, run_benchmark):
     """Two schedules, one of them with both kinds of preemption, and `generate` at G = 6, four slots, eight tokens."""
-    sizes = ["group_size=6", "slots=4", "max_new_tokens=8", "prompt_tokens=16", "threads=1", "rows=[1,3]"]
-    done = run("engine", f"model={tiny_qwen3}", *sizes, "json=true", *SHOWN, cwd=tmp_path_factory.mktemp("bench"))
-    assert done.returncode == 0, done.stderr
-    return {record["name"]: record for record in map(json.loads, done.stdout.splitlines())}
+    sizes = ["group_size=6", "slots=4", "max_new_tokens=8", "prompt_tokens=16", "threads=1", "rows=[1,3]", "profile=6"]
+    shown = ["schedules=[arrival,token_budget]", "preemptions=[auto,recompute]", "rivals=[generate]", "device=cpu"]
+    said = run_benchmark("engine", f"model={tiny_qwen3}", *sizes, *shown, "json=true")
+    return {record["name"]: record for record in map(json.loads, said.splitlines())}
 
 
 @pytest.mark.slow
-def test_every_measurement_is_one_json_object_with_the_fixed_keys(engine_records):
-    assert list(engine_records) == ["ours/arrival", *OURS_BY_BUDGET, "generate", "generate/equal_kv"]
-    assert all(list(record)[: len(KEYS)] == KEYS for record in engine_records.values())
-
-
-@pytest.mark.slow
-def test_all_engines_sample_the_same_number_of_tokens(engine_records):
-    assert {name: record["tokens"] for name, record in engine_records.items()} == dict.fromkeys(engine_records, 48)
-    assert all(record["tokens_equal"] for record in engine_records.values())
-    assert all(record["tokens_per_s"] == pytest.approx(48 / record["seconds"]) for record in engine_records.values())
+def test_every_measurement_is_one_json_object_of_equally_many_tokens(engine_records):
+    ours = ["ours/arrival", "ours/token_budget", "ours/token_budget/recompute"]
+    assert list(engine_records) == [*ours, "generate", "generate/equal_kv"]
+    for record in engine_records.values():
+        assert list(record)[: len(KEYS)] == KEYS and record["tokens_equal"]
+        assert (record["tokens"], record["tokens_per_s"]) == (48, pytest.approx(48 / record["seconds"]))
 
 
 @pytest.mark.slow
@@ -78,103 +45,104 @@ def test_steps_follow_from_the_rows(engine_records):
 
 
 @pytest.mark.slow
-def test_kv_stays_within_the_pool_and_the_budget_is_that_of_the_slots(engine_records):
-    assert {record["kv_budget_bytes"] for record in engine_records.values()} == {(4 * 8 + 16) * KV_TOKEN}
-    assert all(0 < record["peak_kv_bytes"] <= record["kv_pool_bytes"] for record in engine_records.values())
+def test_kv_stays_within_the_pool_and_the_pool_within_the_memory(engine_records):
+    budget = (4 * 8 + 16) * KV_TOKEN
+    for record in engine_records.values():
+        assert record["kv_budget_bytes"] == budget
+        assert record["peak_kv_bytes"] <= record["kv_pool_bytes"]
+        assert record["peak_memory_bytes"] >= record["weight_bytes"]
     # the last token is never fed back
     assert engine_records["generate"]["peak_kv_bytes"] in (6 * 23 * KV_TOKEN, 6 * 24 * KV_TOKEN)
-    assert (
-        engine_records["generate/equal_kv"]["peak_kv_bytes"] <= engine_records["generate/equal_kv"]["kv_budget_bytes"]
-    )
+    assert engine_records["generate/equal_kv"]["peak_kv_bytes"] <= budget
 
 
 @pytest.mark.slow
-def test_memory_roofline_and_step_time_are_there(engine_records):
-    for record in engine_records.values():
-        assert record["peak_memory_bytes"] > 0 and 0 < record["roofline_fraction"] and record["bandwidth"] > 0
-    ours = engine_records["ours/arrival"]
-    assert ours["c0"] is not None and ours["c1"] is not None
-    # none where the folder is in memory
-    assert {name for name, record in engine_records.items() if record["c2"]} <= {"ours/token_budget"}
-    assert set(ours["step_seconds"]) == {"1", "3"} == set(engine_records["generate"]["step_seconds"])
-    assert [variant["settings"]["cache"] for variant in engine_records["generate"]["variants"]] == ["dynamic", "static"]
+def test_ours_has_the_time_of_a_step_and_rivals_their_variants(engine_records):
+    for name, record in engine_records.items():
+        assert (record["c0"] is not None) == (record["step_seconds"] is not None) == name.startswith("ours/")
+        if record["step_seconds"]:
+            seconds = [record["step_seconds"][rows] for rows in ("1", "3")]  # two points give the line itself
+            assert [record["c0"] + record["c1"] * rows for rows in (1, 3)] == pytest.approx(seconds)
+    variants = engine_records["generate"]["variants"]
+    assert [variant["settings"]["cache"] for variant in variants] == ["dynamic", "static"]
+    fastest = min(variants, key=lambda variant: variant["seconds"])
+    assert engine_records["generate"]["settings"] == fastest["settings"]
+
+
+@pytest.mark.slow
+def test_the_operators_of_a_step_are_counted_once(engine_records):
+    profiles = [record["profile"] for record in engine_records.values()]
+    assert [profile is None for profile in profiles] == [False] + [True] * 4
+    found = profiles[0]
+    assert (found["rows"], found["steps"]) == (6, 6)
+    assert found["operators_nested"] > found["operators"] > 2 * 12  # two layers of a dozen operators and more
+    assert found["host_syncs"] <= 1 and found["kernels"] == found["launches"] == found["device_allocations"] == 0
+    spent = [row["microseconds"] for row in found["top"]]
+    assert len(spent) == 15 and spent == sorted(spent, reverse=True)
+
+
+@pytest.mark.gpu
+def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmark):
+    sizes = ["group_size=4", "slots=4", "max_new_tokens=8", "prompt_tokens=9", "rows=[]", "profile=6"]
+    shown = ["schedules=[arrival]", "rivals=[]", "device=cuda", "dtype=bfloat16", "json=true"]
+    found = json.loads(run_benchmark("engine", *sizes, *shown))["profile"]
+    assert found["launches"] <= 2 and found["host_syncs"] == 0 and found["device_allocations"] == 0
+    assert found["kernels"] > 20
 
 
 @pytest.mark.slow
 def test_without_json_there_is_a_table_and_a_figure(engine_records, tmp_path, capsys):
-    measurements.print_table(list(engine_records.values()), measurements.ENGINE_COLUMNS)
+    measurements.print_table(list(engine_records.values()), figures.ENGINE_COLUMNS)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["name", "s"] and [line.split()[0] for line in lines[1:]] == list(engine_records)
-    assert measurements.draw_engine(list(engine_records.values()), tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
+    assert figures.draw_engine(list(engine_records.values()), tmp_path / "figures").read_bytes()[:4] == PNG
 
 
-def test_generate_batch_keeps_to_its_pool_and_to_the_token_count(tiny_qwen3):
+@pytest.mark.parametrize("copies", [False, True])
+def test_generate_batch_keeps_to_its_pool_and_to_the_token_count(tiny_qwen3, copies):
     workload = asdict(Workload(model=str(tiny_qwen3), slots=4, max_new_tokens=8, prompt_tokens=16, threads=1))
     workload |= {"group_size": 6, "prompts": 2, "ignore_eos": True, "repeats": 1}
-    plain = {
-        "page_size": 8,
-        "scheduler": "fifo",
-        "compile_level": 0,
-        "cuda_graph": None,
-        "safety_margin": 0.0,
-        "kv_bytes_per_token": KV_TOKEN,
-    }
-    for copies in (False, True):
-        found = measure.main(
-            {"what": "generate_batch", "workload": workload, "settings": plain | {"copies": copies, "kv_tokens": 70}}
-        )
-        assert found["lengths"] == [8] * 12
-        assert found["kv_pool_bytes"] == 64 * KV_TOKEN  # 8 blocks of 8 tokens, of which 2 hold no sample
-        assert found["running_steps"] >= 12 * 8 // 3  # every row reads a prompt of its own, so at most 3 rows at a time
+    settings = {"page_size": 8, "scheduler": "fifo", "compile_level": 0, "cuda_graph": None, "safety_margin": 0.0}
+    settings |= {"kv_bytes_per_token": KV_TOKEN, "copies": copies, "kv_tokens": 70}
+    found = engine_point.main({"what": "generate_batch", "workload": workload, "settings": settings})
+    assert found["lengths"] == [8] * 12
+    assert found["kv_pool_bytes"] == 64 * KV_TOKEN  # 8 blocks of 8 tokens, of which 2 hold no sample
+    assert found["running_steps"] >= 12 * 8 // 3  # every row reads a prompt of its own, so at most 3 rows at a time
 
 
 @pytest.mark.slow
-def test_memory_of_ours_has_pool_and_weights_apart_and_a_pool_that_is_flat_in_g(tiny_qwen3, tmp_path):
-    sizes = [
-        "groups=[2,6]",
-        "slots=[2]",
-        "max_new_tokens=16",
-        "prompt_tokens=16",
-        "max_generate_group=1",
-        "threads=1",
-        "mean_tokens=4",
-    ]
-    done = run("memory", f"model={tiny_qwen3}", *sizes, "schedule=arrival", "json=true", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(record["name"], record["group_size"], record["slots"]) for record in records] == [
+def test_memory_of_ours_has_pool_and_weights_apart_and_a_pool_that_is_flat_in_g(tiny_qwen3, run_benchmark, tmp_path):
+    sizes = ["groups=[2,6]", "slots=[2]", "max_new_tokens=16", "prompt_tokens=16", "max_generate_group=1", "threads=1"]
+    settings = ["mean_tokens=4", "schedule=arrival", "json=true", "device=cpu"]
+    said = run_benchmark("memory", f"model={tiny_qwen3}", *sizes, *settings)
+    records = [json.loads(line) for line in said.splitlines()]
+    assert [(each["name"], each["group_size"], each["slots"]) for each in records] == [
         ("ours/arrival", 2, 2),
         ("ours/arrival", 6, 2),
     ]
-    assert records[0]["kv_pool_bytes"] == records[1]["kv_pool_bytes"] == (2 * 16 + 16) * KV_TOKEN
     for record in records:
-        assert record["tokens"] > 2 * 16 and record["peak_kv_bytes"] <= record["kv_pool_bytes"]
+        assert record["peak_kv_bytes"] <= record["kv_pool_bytes"] == (2 * 16 + 16) * KV_TOKEN
+        assert 2 * 16 < record["tokens"] <= (record["group_size"] + 2) * 16
         assert record["peak_memory_bytes"] == record["weight_bytes"] + record["kv_pool_bytes"] + record["rest_bytes"]
-    assert measurements.draw_memory(records, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
+    assert figures.draw_memory(records, tmp_path / "figures").read_bytes()[:4] == PNG
 
 
-@pytest.mark.slow
-def test_memory_of_generate_grows_with_its_rows(tiny_qwen3):
-    workload = asdict(Workload(model=str(tiny_qwen3), max_new_tokens=8, prompt_tokens=16, threads=1)) | {
-        "prompts": 1,
-        "mean_tokens": 4,
-    }
-    for rows in (2, 6):
-        settings = {"kind": "generate", "group_size": rows, "slots": None, "schedule": None}
-        found = measure.main({"what": "memory", "workload": workload, "settings": settings})
-        # the last token is never fed back
-        assert found["lengths"] == [8] * rows and found["kv_pool_bytes"] == rows * (16 + 7) * KV_TOKEN
+@pytest.mark.parametrize("rows", [2, 6])
+def test_memory_of_generate_grows_with_its_rows(tiny_qwen3, rows):
+    spec = asdict(Workload(model=str(tiny_qwen3), max_new_tokens=8, prompt_tokens=16, threads=1))
+    found = memory_point.main(spec | {"group_size": rows, "slots": None, "schedule": None})
+    # the last token is never fed back
+    assert found["lengths"] == [8] * rows and found["kv_pool_bytes"] == rows * (16 + 7) * KV_TOKEN
 
 
 @pytest.mark.parametrize(
     ("command", "argument", "said"),
     [
-        ("engine", "group_sise=4", "did you mean group_size=...? keys: model, shape,"),
-        ("engine", "schedules=[sjff]", "did you mean sjf?"),
-        ("engine", "rows=[4]", "at least two different counts"),
-        ("memory", "slots=[0]", "must be >= 1"),
+        (engine, "group_sise=4", "did you mean group_size=...? keys: model, shape,"),
+        (engine, "schedules=[sjff]", "did you mean sjf?"),
+        (engine, "rows=[4]", "at least two different counts"),
+        (memory, "slots=[0]", "must be >= 1"),
     ],
 )
-def test_bad_arguments_end_with_one_line_and_status_2(command, argument, said, tmp_path):
-    done = run(command, argument, cwd=tmp_path)
-    assert done.returncode == 2 and done.stdout == "" and said in done.stderr and len(done.stderr.splitlines()) == 1
+def test_bad_arguments_end_with_one_line_and_status_2(command, argument, said, refused):
+    assert said in refused(command.main, argument)

@@ -10,7 +10,7 @@ import torch
 from benchmarks import models, process
 from benchmarks.engine import EngineOptions
 from benchmarks.memory import MemoryOptions, points, record_of
-from benchmarks.memory_points import early_stop_ids
+from benchmarks.memory_point import early_stop_ids
 from benchmarks.rival_settings import micro_batch_rows, rival_measurements
 from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from benchmarks.workload import Workload
@@ -104,33 +104,38 @@ def test_early_stop_ids_are_a_share_of_the_vocabulary():
 
 def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
     options = MemoryOptions(groups=[8, 32, 64], slot_counts=[1], shape="qwen3_1.7b")
-    found = [(point["kind"], point["group_size"], point["slots"]) for point in points(options)]
-    assert found[:4] == [("generate", 32, None), ("generate", 8, None), ("ours", 8, 8), ("ours", 32, 32)]
-    assert found[4:] == [("ours", 8, 1), ("ours", 32, 1), ("ours", 64, 1)]
-    facts = {"weight_bytes": 30, "device": "cpu", "versions": {}}
-    raw = {
-        "seconds": 2.0,
-        "lengths": [3, 4],
-        "running_steps": 7,
-        "peak_kv_bytes": 9,
-        "kv_pool_bytes": 10,
-        "reserved_memory_bytes": None,
-    }
-    rival = record_of(options, facts, points(options)[0], raw | {"peak_memory_bytes": 100}, [])
-    ours = record_of(options, facts, points(options)[5], raw | {"peak_memory_bytes": 45}, [rival])
+    asked = points(options)
+    budget = options.schedule
+    assert [(point["schedule"], point["group_size"], point["slots"]) for point in asked] == [
+        *[(None, 32, None), (None, 8, None), ("full_group", 8, 8), ("full_group", 32, 32)],
+        *[(budget, 8, 1), (budget, 32, 1), (budget, 64, 1)],
+    ]
+    raw = {"seconds": 2.0, "weight_bytes": 30, "kv_pool_bytes": 10}
+    rival = record_of(options, asked[0], raw | {"lengths": [3, 4], "peak_memory_bytes": 100}, [])
+    ours = record_of(options, asked[5], raw | {"lengths": [3, 4], "peak_memory_bytes": 45}, [rival])
     assert (rival["paper_peak_memory_bytes"], ours["paper_peak_memory_bytes"]) == (21.55e9, 10.64e9)
     assert (ours["saved_share"], ours["rest_bytes"], ours["tokens_per_s"]) == (pytest.approx(0.55), 5, 3.5)
+
+
+def test_one_point_that_fails_hides_no_other(capsys):
+    def fails(earlier):
+        raise RuntimeError("out of memory")
+
+    asked = [("one", lambda earlier: {"n": 1}), ("two", fails), ("three", lambda earlier: {"n": len(earlier) + 1})]
+    assert process.measure_points(asked, as_json=True) == ([{"n": 1}, {"n": 2}], True)
+    captured = capsys.readouterr()
+    assert captured.out == '{"n": 1}\n{"n": 2}\n' and "two failed: out of memory" in captured.err
 
 
 def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path):
     talks = [sys.executable, "-c", "import sys; print('the reason'); sys.exit(3)"]
     with pytest.raises(RuntimeError, match="status 3: the reason"):
-        process.measure(talks, {}, threads=1, timeout_s=20)
+        process.run_script(talks, {}, threads=1, timeout_s=20, environment={})
     child = (
         "import subprocess, sys, time; subprocess.Popen(['sleep', '61']); print('waiting', flush=True); time.sleep(60)"
     )
     with pytest.raises(RuntimeError, match="longer than timeout_s=1; last words: waiting"):
-        process.measure([sys.executable, "-c", child], {}, threads=1, timeout_s=1)
+        process.run_script([sys.executable, "-c", child], {}, threads=1, timeout_s=1, environment={})
 
 
 def test_a_table_says_what_was_not_measured():

@@ -19,16 +19,17 @@ AIME = LENGTHS / "llama3b_rgrl_step400_aime2024_n50.jsonl"
 TWO = [("long prompt", 60, [4] * 4), ("short prompt", 2, [40] * 12)]
 
 
+def write(path, *groups):
+    """A file with a prompt for each list of lengths; its path."""
+    lines = [{"dataset": "d", "model": "m", "prompt_id": str(n), "lengths": each} for n, each in enumerate(groups)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 @pytest.fixture
 def lengths_file(tmp_path):
     """Two prompts of which the first is the worked example of tests/rollout/schedule/test_simulator.py."""
-    path = tmp_path / "lengths.jsonl"
-    lines = [
-        {"dataset": "d", "model": "m", "prompt_id": str(index), "lengths": each}
-        for index, each in enumerate([[6, 1, 4, 2, 5, 3], [2] * 6])
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write(tmp_path / "lengths.jsonl", [6, 1, 4, 2, 5, 3], [2] * 6)
 
 
 def records(capsys, monkeypatch, *arguments):
@@ -130,51 +131,31 @@ def test_a_table_names_the_bounds_and_figures_are_written(lengths_file, tmp_path
 
 
 def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path, capsys, monkeypatch):
-    other = tmp_path / "b" / lengths_file.name
-    other.parent.mkdir()
-    other.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [9]}) + "\n")
-    monkeypatch.setattr(
-        sys, "argv", ["simulate", f"lengths={lengths_file},{other},{other}", "slots=2", "schedules=[arrival]"]
-    )
+    (tmp_path / "b").mkdir()
+    other = write(tmp_path / "b" / lengths_file.name, [9])
+    files = f"lengths={lengths_file},{other},{other}"
+    monkeypatch.setattr(sys, "argv", ["simulate", files, "slots=2", "schedules=[arrival]"])
     assert main() == 0
     first, second = capsys.readouterr().out.strip().split("\n\n")
-    assert first.startswith(f"{lengths_file}: 2 prompts") and first.count("\narrival ") == 1
-    assert (
-        second.startswith(f"{other}: 1 prompts")
-        and second.count("\narrival ") == 1
-        and second.split("\n")[-1].split()[1] == "9"
-    )
+    assert first.startswith(f"{lengths_file}: 2 prompts") and second.startswith(f"{other}: 1 prompts")
+    assert first.count("\narrival ") == second.count("\narrival ") == 1
+    assert second.split("\n")[-1].split()[1] == "9"
 
 
 def test_the_best_within_the_memory_pays_for_what_it_parks(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "eights.jsonl"
-    path.write_text(json.dumps({"dataset": "d", "model": "m", "prompt_id": "0", "lengths": [8, 8, 8]}) + "\n")
-    settings = [
-        "slots=1",
-        "page_size=2",
-        "kv_budget_tokens=8",
-        "schedules=[arrival]",
-        "optimum=true",
-        "c0=1",
-        "c1=0.01",
-        "c2=0.001",
-    ]
-    found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
+    path = write(tmp_path / "eights.jsonl", [8, 8, 8])
+    memory = ["slots=1", "page_size=2", "kv_budget_tokens=8", "schedules=[arrival]", "optimum=true"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *memory, "c0=1", "c1=0.01", "c2=0.001")
     best, lost, parked = token_optimum([8, 8, 8], 8, page_size=2)
     assert lost == 0 < parked and found["optimum, memory"]["parked_share"] == parked / 24
     assert found["optimum, memory"]["seconds_per_prompt"] == pytest.approx(best + 0.24 + 0.001 * parked)
     assert found["optimum, slots"]["seconds_per_prompt"] == pytest.approx(24 + 0.24)
 
 
-def test_prompts_of_unequal_size_keep_their_own_in_one_call(lengths_file, capsys, monkeypatch):
-    lengths_file.write_text(
-        lengths_file.read_text()
-        + json.dumps({"dataset": "d", "model": "m", "prompt_id": "2", "lengths": [3, 1]})
-        + "\n"
-    )
-    found, _ = records(
-        capsys, monkeypatch, f"lengths={lengths_file}", "slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3"
-    )
+def test_prompts_of_unequal_size_keep_their_own_in_one_call(tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "unequal.jsonl", [6, 1, 4, 2, 5, 3], [2] * 6, [3, 1])
+    settings = ["slots=1", "schedules=[dynamic_slot]", "prompts_at_once=3"]
+    found, _ = records(capsys, monkeypatch, f"lengths={path}", *settings)
     assert found["dynamic_slot"]["mean_length"] == (21 + 12 + 4) / 14  # all of 6, 6 and 2 samples
 
 
@@ -242,11 +223,3 @@ def test_a_reader_that_has_seen_enough_is_no_failure(lengths_file):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_no_model_code_is_imported():
-    code = (
-        "import sys, infsample_rl.commands.simulate; sys.exit(any(name in sys.modules for name in ('torch', "
-        "'transformers', 'ray', 'matplotlib')))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,98 @@
+"""The columns of the benchmarks' tables and their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workload import ModelOptions
+
+ENGINE_COLUMNS = {
+    "name": "name",
+    "seconds": "s",
+    "tokens": "tokens",
+    "tokens_per_s": "tokens/s",
+    "running_steps": "steps",
+    "peak_kv_bytes": "peak KV MB",
+    "kv_pool_bytes": "KV pool MB",
+    "peak_memory_bytes": "peak MB",
+    "roofline_fraction": "of roofline",
+    "c0": "c0 ms",
+    "c1": "c1 ms/row",
+    "c2": "c2 us/parked",
+}
+MEMORY_COLUMNS = {
+    "name": "name",
+    "group_size": "G",
+    "slots": "slots",
+    "peak_memory_bytes": "peak MB",
+    "weight_bytes": "weights MB",
+    "kv_pool_bytes": "KV pool MB",
+    "rest_bytes": "rest MB",
+    "saved_share": "saved",
+    "paper_peak_memory_bytes": "paper MB",
+    "seconds": "s",
+}
+OURS, RIVAL = "#1f77b4", "#999999"
+
+
+def memory_facts(options: ModelOptions, device: str) -> str:
+    """What a table of peaks is of, in a line."""
+    counted = "VmHWM of the process less its imports" if device == "cpu" else "torch's max_memory_allocated"
+    return f"{options.shape or options.model}, {options.dtype}; peak: {counted}; MB of 1e6 bytes"
+
+
+def draw_engine(records: list[dict[str, Any]], folder: Path) -> Path:
+    """Write engine.png: tokens per second of every measurement, with the KV it held."""
+    figure, ((axes,),) = new_figure(8, 1 + 0.34 * max(1, len(records)))
+    shown = records[::-1]  # the first on top
+    speeds = [record["tokens_per_s"] for record in shown]
+    colours = [OURS if record["name"].startswith("ours/") else RIVAL for record in shown]
+    bars = axes.barh([record["name"] for record in shown], speeds, color=colours)
+    labels = [f"{each['tokens_per_s']:.0f} tokens/s, KV {each['peak_kv_bytes'] / 1e6:.1f} MB" for each in shown]
+    axes.bar_label(bars, labels, padding=3, fontsize=7)
+    axes.set_xlim(0, 1.5 * max(speeds, default=1))
+    axes.set_xlabel("tokens/s")
+    return save(figure, folder / "engine.png")
+
+
+def draw_memory(records: list[dict[str, Any]], folder: Path) -> Path:
+    """Write memory.png: peak memory over the group size, one line for every way to sample."""
+    figure, ((axes,),) = new_figure(8, 4.5)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        label = record["name"]
+        if label.startswith("ours/"):
+            label = "ours, full group" if label == "ours/full_group" else f"ours, slots = {record['slots']}"
+        lines.setdefault(label, []).append((record["group_size"], record["peak_memory_bytes"] / 1e9))
+    for label, points in lines.items():
+        style = "-" if label.startswith("ours") else "--"
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label, linestyle=style)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("group size G")
+    axes.set_ylabel("peak memory (GB)")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)
+    return save(figure, folder / "memory.png")
+
+
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A figure of so many inches, and its panels [rows, columns]."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write the figure; its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
