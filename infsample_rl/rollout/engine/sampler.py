@@ -34,6 +34,13 @@ class DrawnTensors:
     sampling_probs: torch.Tensor | None  # [R] float64, of the truncated distribution; None without truncation
     ready: torch.cuda.Event | None = None  # after which the tensors, in host memory already, hold the step's results
 
+    @classmethod
+    def join(cls, parts: Sequence[DrawnTensors]) -> DrawnTensors:
+        """Of consecutive rows."""
+        sampling = None if parts[0].sampling_probs is None else torch.cat([part.sampling_probs for part in parts])
+        tokens, probs = torch.cat([part.tokens for part in parts]), torch.cat([part.probs for part in parts])
+        return cls(tokens, probs, sampling)
+
 
 @dataclass(slots=True)
 class Drawn:
