@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES, supports
@@ -81,7 +81,7 @@ class CompiledDecoder:
         self._workspace = torch.empty(0)
         self._angles = Angles(self.model.rotary_emb, attention.head_dim)
 
-    def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> torch.Tensor:
+    def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> Tensor:
         """Last hidden states [R, E], normed, of the newest tokens of the batch's first `num_rows` rows; their KV is
         written to `kv`."""
         addresses = self._weights_at()
@@ -163,7 +163,7 @@ class Angles:
         self.by_row = "dynamic" in module.rope_type or module.rope_type == "longrope"
         self.cos = self.sin = torch.empty(0, head_dim)
 
-    def take(self, places: torch.Tensor) -> None:
+    def take(self, places: Tensor) -> None:
         """Hold those of `places` [T] alone."""
         self.cos, self.sin = self._of(places)
 
@@ -177,7 +177,7 @@ class Angles:
             torch.cat([old, *parts]) for old, parts in zip((self.cos, self.sin), zip(*new, strict=True), strict=True)
         )
 
-    def _of(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of(self, places: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self._module(self.cos, places[None])
         return cos[0].contiguous(), sin[0].contiguous()
 

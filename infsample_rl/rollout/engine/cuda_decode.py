@@ -13,6 +13,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.model.loading import last_hidden_size
@@ -149,7 +150,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle() if is_cuda else None
 
     @torch.no_grad()
-    def step(self, first_logits: dict[int, torch.Tensor]) -> DrawnTensors:
+    def step(self, first_logits: dict[int, Tensor]) -> DrawnTensors:
         """Launch one step of the batch's rows. `first_logits`: [V] by place, of prompts that have rows without a token.
 
         The result lies in host memory once its event has come; it is overwritten two steps later.
@@ -230,12 +231,7 @@ class DecodeGraphs:
 
 
 def draw_rows(
-    sampler: Sampler,
-    prompt_logits: torch.Tensor,
-    logits: torch.Tensor,
-    prompt_of_row: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    sampler: Sampler, prompt_logits: Tensor, logits: Tensor, prompt_of_row: Tensor, keys: Tensor, positions: Tensor
 ) -> DrawnTensors:
     """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the
     newest is -1."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.completions import MicroGroups, StopRule
@@ -30,14 +31,14 @@ class DecodeStep:
         """`graphs`: captured steps, whose own batch takes the place of `batch`."""
         self.runner, self.sampler, self.graphs = runner, sampler, graphs
         self.batch = batch if graphs is None else graphs.batch
-        self.prompt_logits: dict[PromptGroup, torch.Tensor] = {}  # [V] each, of the resident prompts
+        self.prompt_logits: dict[PromptGroup, Tensor] = {}  # [V] each, of the resident prompts
 
-    def launch(self, rows: Rows) -> tuple[DrawnTensors, torch.Tensor | None]:
+    def launch(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
         """What is drawn for the rows, and the last hidden states [R, E] that the model was run for; None: it was
         not."""
         return self._launch_eager(rows) if self.graphs is None else self._launch_graph(rows)
 
-    def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, torch.Tensor]:
+    def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, Tensor]:
         batch, logits = self.batch, self.prompt_logits
         starting = {rows[row].group for row in batch.first_rows}
         drawn = self.graphs.step(
@@ -45,7 +46,7 @@ class DecodeStep:
         )
         return drawn, self.graphs.hidden[: batch.num_rows]
 
-    def _launch_eager(self, rows: Rows) -> tuple[DrawnTensors, torch.Tensor | None]:
+    def _launch_eager(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
         batch = self.batch
         first = {row: self.prompt_logits[rows[row].group] for row in batch.first_rows}
         only_first = len(first) == sum(1 for sample in rows if sample is not None)
@@ -58,7 +59,7 @@ class DecodeStep:
         batch.count_step()
         return drawn, hidden
 
-    def _draw(self, rows: range, hidden: torch.Tensor | None, first: dict[int, torch.Tensor]) -> DrawnTensors:
+    def _draw(self, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
         """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a
         sample any)."""
         place = slice(rows.start, rows.stop)

@@ -12,6 +12,7 @@ import os
 import sys
 
 import torch
+from torch import Tensor
 
 from infsample_rl.model.shapes import KVShape
 
@@ -34,12 +35,12 @@ class PagedKV:
         self.scratch_page = num_pages
         sizes = (2 * shape.num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
         self.store = torch.zeros(sizes, dtype=dtype, device=device)
-        self.scales: torch.Tensor | None = None
+        self.scales: Tensor | None = None
         self.layers = self.store.unbind(0)  # 2 L tensors [G + 1, S, H, D]
         self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """The pages, [2 L, G + 1, S, H, D], and, where they are quantised, their scales, [2 L, G + 1, H]."""
         return [self.store] if self.scales is None else [self.store, self.scales]
 
@@ -65,21 +66,21 @@ class PagedKV:
             whole = (self.store.data_ptr() + self.store.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, whole)), mmap.MADV_DONTNEED)
 
-    def token_index(self, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def token_index(self, pages: Tensor, positions: Tensor) -> Tensor:
         """Where tokens lie in a layer: token `positions[..., t]` of the sequence whose pages are `pages[..., :]`."""
         return pages.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
 
-    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences. No host sync,
         fixed shapes."""
         self._flat[2 * layer].index_copy_(0, token_index, keys)
         self._flat[2 * layer + 1].index_copy_(0, token_index, values)
 
-    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest."""
         self.write(layer, token_index, keys, values)
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n]: two [R, n S, H, D]."""
         (rows, count), index = pages.shape, pages.reshape(-1)
         size = (rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
@@ -113,7 +114,7 @@ class QuantisedKV(PagedKV):
         self.scales = torch.zeros(self.store.shape[0], num_pages + 1, shape.num_kv_heads, device=device)
         self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
 
-    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other
         tokens in the same pages are rounded again where a scale grows. No host sync, fixed shapes."""
         new = torch.stack([keys, values]).float()
@@ -121,7 +122,7 @@ class QuantisedKV(PagedKV):
         places = torch.arange(len(pages), device=self.device) * self.page_size + slots
         self._write_pages(layer, pages, slots == 0, places, new, new.abs().amax(-1))
 
-    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be
         partly filled."""
         new = torch.stack([keys, values]).float()
@@ -140,13 +141,7 @@ class QuantisedKV(PagedKV):
         self._write_pages(layer, touched, is_new, places, new, largest)
 
     def _write_pages(
-        self,
-        layer: int,
-        pages: torch.Tensor,
-        is_new: torch.Tensor,
-        places: torch.Tensor,
-        new: torch.Tensor,
-        largest: torch.Tensor,
+        self, layer: int, pages: Tensor, is_new: Tensor, places: Tensor, new: Tensor, largest: Tensor
     ) -> None:
         """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the
         largest |value| a page gets.
@@ -166,14 +161,14 @@ class QuantisedKV(PagedKV):
         self._bytes[both].index_copy_(1, pages, self._rounded(numbers).view(torch.int8))
         self.scales[both].index_copy_(1, pages, scale)
 
-    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, numbers: Tensor) -> Tensor:
         """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which
         float8 may take for NaN."""
         if self.store.dtype == torch.int8:
             numbers.round_()
         return numbers.clamp_(-self.largest, self.largest).to(self.store.dtype)
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n], in the compute dtype: two [R, n S, H, D]."""
         rows, count = pages.shape
         both, index = slice(2 * layer, 2 * layer + 2), pages.reshape(-1)

@@ -11,6 +11,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.model.loading import context_of
@@ -71,7 +72,7 @@ class ModelRunner:
         return self.shape.page_bytes(page_size, self.kv_dtype)
 
     @torch.inference_mode()
-    def prefill(self, prompt_ids: list[int], pages: list[int]) -> torch.Tensor:
+    def prefill(self, prompt_ids: list[int], pages: list[int]) -> Tensor:
         """Write the KV of one prompt, alone, into `pages`; the logits [V] of its first response token."""
         return self.logits(self._extend(prompt_ids, pages, [], 0)[-1:])[0].clone()
 
@@ -85,8 +86,8 @@ class ModelRunner:
         self._extend(tokens, pages, [prompt], num_prompt_tokens, num_kept)
 
     def _extend(
-        self, ids: list[int], pages: list[int], past: list[tuple[torch.Tensor, int]], start: int, num_kept: int = 0
-    ) -> torch.Tensor:
+        self, ids: list[int], pages: list[int], past: list[tuple[Tensor, int]], start: int, num_kept: int = 0
+    ) -> Tensor:
         """Run a sequence's `ids` from `num_kept` on, after `start` tokens, and keep their KV in `pages`; last hidden
         states of the last piece."""
         own_pages = torch.tensor(pages, device=self.device)
@@ -105,7 +106,7 @@ class ModelRunner:
         return hidden
 
     @torch.inference_mode()
-    def decode(self, batch: RowBatch, num_rows: int | None = None, workspace: Workspace | None = None) -> torch.Tensor:
+    def decode(self, batch: RowBatch, num_rows: int | None = None, workspace: Workspace | None = None) -> Tensor:
         """One forward of all rows, or of `num_rows` with idle ones behind the last: last hidden states [R, E] of their
         next tokens.
 
@@ -123,7 +124,7 @@ class ModelRunner:
         return self._forward(tokens[:, None], places[:, None], step)[:, 0]
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> logits [R, V]; float32 with lm_head_fp32, else the model's dtype."""
         weight = self.model.get_output_embeddings().weight
         if self.dtype == torch.float32 and not self._keeps_torch:
@@ -131,12 +132,7 @@ class ModelRunner:
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
 
     def _decode_step(
-        self,
-        batch: RowBatch,
-        num_rows: int,
-        positions: torch.Tensor,
-        write_index: torch.Tensor,
-        workspace: Workspace | None,
+        self, batch: RowBatch, num_rows: int, positions: Tensor, write_index: Tensor, workspace: Workspace | None
     ) -> attention.Step | TritonStep:
         if workspace is not None:
             from infsample_rl.rollout.engine.triton_step import TritonStep  # Triton may be absent
@@ -161,7 +157,7 @@ class ModelRunner:
             fixed_shapes=self.deterministic,
         )
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, step: attention.Step) -> torch.Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, step: attention.Step) -> Tensor:
         config = self.model.config
         # what set_attn_implementation ends in
         users_own, config._attn_implementation = config._attn_implementation, attention.NAME

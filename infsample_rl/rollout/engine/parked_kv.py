@@ -1,11 +1,10 @@
 """Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in
 host memory.
 
-Beside a GPU a copy over PCIe and back costs less than a prefill of the tokens, which reads all weights once (4 KB of KV
-a token and layer against hundreds of MB). On the CPU host memory is the pool's own, and its size is stated; the file is
-written through the system's cache, which gives its memory away when somebody wants it, and a token's KV is copied in a
-fiftieth of the time that computing it takes (SmolLM2-135M: 46 KB). The file has no name, so nothing is left of it when
-the process ends.
+Beside a GPU a copy over PCIe costs less than a prefill, which reads all weights. On the CPU host memory is the pool's
+own, whose size is stated; the file is written through the system's cache, and a token's KV is copied in a fiftieth of
+the time that computing it takes (SmolLM2-135M: 46 KB). The file has no name: nothing is left of it when the process
+ends.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import warnings
 from collections.abc import Hashable
 
 import torch
+from torch import Tensor
 
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.model.disk import check_disk_folder, take_room, unnamed_file
@@ -32,7 +32,7 @@ class ParkedInMemory(Parking):
     def __init__(self, kv: PagedKV) -> None:
         super().__init__(_most_pages(kv, free_bytes(torch.device("cpu"))))
         self._kv = kv
-        self._held: dict[Hashable, list[torch.Tensor]] = {}  # of every part of the pool
+        self._held: dict[Hashable, list[Tensor]] = {}  # of every part of the pool
 
     def put(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the KV in `pages`, which are the sample's, out of the pool."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 
@@ -54,7 +55,7 @@ class RowBatch:
         self._pages_written = [0] * max_rows
 
     @property
-    def moving(self) -> list[tuple[torch.Tensor, int | None]]:
+    def moving(self) -> list[tuple[Tensor, int | None]]:
         """What a step changes or writes by, each with its value where no row has a sample; None: any."""
         idle = (self.scratch_page, None, -1, 1, 0)
         return list(zip((self.tables, self.tokens, self.positions, self.lengths, self.has_sample), idle, strict=True))
@@ -96,7 +97,7 @@ class RowBatch:
                 self._tables[row, written : len(sample.pages)] = sample.pages[written:]
         self._write(self.tables, self._tables)
 
-    def move_on(self, tokens: torch.Tensor) -> None:
+    def move_on(self, tokens: Tensor) -> None:
         """The first R rows, idle ones among them or behind the last, have got their next token [R]: what the device
         keeps of it, in place, fixed shapes. `count_step` belongs to it."""
         rows = slice(len(tokens))
@@ -123,7 +124,7 @@ class RowBatch:
         self._write(self.prompt_lengths, lengths)
         self._write(self.prompt_row_starts, starts)
 
-    def _write(self, tensor: torch.Tensor, values: np.ndarray) -> None:
+    def _write(self, tensor: Tensor, values: np.ndarray) -> None:
         """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
         it lends it again."""
         host = torch.from_numpy(values)

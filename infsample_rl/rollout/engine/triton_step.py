@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.row_batch import RowBatch
@@ -24,13 +24,11 @@ class TritonStep:
     kv: PagedKV
     batch: RowBatch
     num_rows: int
-    positions: torch.Tensor  # [R], of the newest tokens in their responses, >= 0
-    write_index: torch.Tensor  # [R], for pages that PagedKV must write itself
+    positions: Tensor  # [R], of the newest tokens in their responses, >= 0
+    write_index: Tensor  # [R], for pages that PagedKV must write itself
     workspace: Workspace
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         keys, values, kv = keys[:, :, 0], values[:, :, 0], self.kv
         if kv.scales is None:
@@ -40,7 +38,7 @@ class TritonStep:
             kv.write(layer, self.write_index, keys, values)
         return self.attend_written(layer, query[:, :, 0].contiguous(), scaling)[:, None]
 
-    def attend_written(self, layer: int, query: torch.Tensor, scaling: float, *, early: bool = False) -> torch.Tensor:
+    def attend_written(self, layer: int, query: Tensor, scaling: float, *, early: bool = False) -> Tensor:
         """query [R, H N, D] -> [R, H N, D], over pages that hold the newest tokens. `early`: with programmatic
         dependent launch (sm_90)."""
         batch, (keys, values) = self.batch, self.kv.layers[2 * layer : 2 * layer + 2]

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FOLDER = Path(__file__).parent
 SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_decoder.h", "cpu_linear.h", "cpu_threads.h", "cpu_vectors.h")
@@ -58,7 +59,7 @@ class Kernels:
         self.decode = _function(library, "decode", [POINTER] * 2, INT64)  # of cpu_decoder.CompiledDecoder, as the next
         self.workspace_floats = _function(library, "workspace_floats", [POINTER], INT64)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K], bias [N] -> x weight^T + bias [R, N]."""
         (num_rows, size), num_out = x.shape, weight.shape[0]
         check("x", x, x.shape)
@@ -72,16 +73,16 @@ class Kernels:
 
     def paged_attention(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        row_tables: torch.Tensor,
-        row_lengths: torch.Tensor,
-        prompt_tables: torch.Tensor,
-        prompt_lengths: torch.Tensor,
-        prompt_of_row: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        row_tables: Tensor,
+        row_lengths: Tensor,
+        prompt_tables: Tensor,
+        prompt_lengths: Tensor,
+        prompt_of_row: Tensor,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Every row's exact softmax over its prompt's tokens and its own; a prompt's KV is read once for up to 16 of
         its rows.
 
@@ -111,7 +112,7 @@ class Kernels:
         _raise_bad_index(self._attention(*pointers, *sizes, *widths, scaling, torch.get_num_threads()))
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., K], weight [K] -> x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         size = x.shape[-1]
         check("x", x, x.shape)
@@ -121,7 +122,7 @@ class Kernels:
         self._norm(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
         return out
 
-    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate and up [R, K] -> gate * sigmoid(gate) * up [R, K]."""
         num_rows, size = gate.shape
         check("gate", gate, gate.shape)
@@ -131,7 +132,7 @@ class Kernels:
         return out
 
 
-def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
     """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every
     call.)"""
     if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():

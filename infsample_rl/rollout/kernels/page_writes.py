@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 
 @triton.jit(do_not_specialize=["table_stride", "key_stride", "value_stride"])
@@ -24,12 +24,7 @@ def _write_kernel(
 
 
 def write_tokens(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_pages: torch.Tensor,
-    value_pages: torch.Tensor,
-    tables: torch.Tensor,
-    positions: torch.Tensor,
+    keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, positions: Tensor
 ) -> None:
     """Write keys and values [R, H, D] to token `positions` [R] of the rows whose pages [G, S, H, D] are `tables` [R,
     n], in one launch.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_kernel
 
@@ -60,22 +61,22 @@ class Workspace:
 
 
 def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    row_tables: torch.Tensor,
-    row_lengths: torch.Tensor,
-    prompt_tables: torch.Tensor,
-    prompt_lengths: torch.Tensor,
-    prompt_row_starts: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    row_tables: Tensor,
+    row_lengths: Tensor,
+    prompt_tables: Tensor,
+    prompt_lengths: Tensor,
+    prompt_row_starts: Tensor,
     scaling: float,
     *,
     workspace: Workspace,
-    row_order: torch.Tensor | None = None,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
+    row_order: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     early: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of one query per row over its prompt's tokens and its own: query [R, H N, D] -> [R, H N, D], softmax in
     float32.
 
@@ -109,7 +110,7 @@ def paged_attention(
 
 
 def _sizes(
-    query: torch.Tensor, keys: torch.Tensor, num_prompts: int, workspace: Workspace
+    query: Tensor, keys: Tensor, num_prompts: int, workspace: Workspace
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Compile-time sizes of both kernels, those of the parts alone, and the most blocks of queries that prompts sharing
     the rows can have."""

@@ -272,14 +272,6 @@ def test_what_does_not_fit_the_model_is_refused(make_model):
         CompiledDecoder(make_model("llama", hidden_act="gelu"), KERNELS)
 
 
-def test_the_workspace_is_what_the_largest_batch_needs(make_model):
-    model = make_model()  # E = 64, queries 64, query + key + value 128, inner 96
-    decoder, work = CompiledDecoder(model, KERNELS), Work(model)
-    for rows, held in ((2, 2), (5, 5), (1, 5)):
-        decoder(work.batch, rows, work.kv)
-        assert decoder._workspace.nbytes == held * 4 * (64 + 64 + 64 + 128)
-
-
 def test_a_result_outlives_the_next_step(make_model):
     work = Work(make_model())
     decoder = CompiledDecoder(work.model, KERNELS)

@@ -158,14 +158,6 @@ def test_random_models_and_prompts_equal_generate(make_tokenizer):
         assert found == [[greedy(model, prompt, 20)] * 3 for prompt in prompts]
 
 
-def test_four_workers_give_what_one_gives(model, tokenizer, expected):
-    parts = [
-        make_engine(model, tokenizer).generate([PROMPT], seed=4, sample_indices=[list(range(start, start + 3))])
-        for start in (0, 3, 6, 9)
-    ]
-    assert sum((tokens_of(part)[0] for part in parts), []) == tokens_of(expected)[0]
-
-
 @pytest.mark.parametrize("schedule", ["token_budget", "arrival", "infinite"])
 def test_the_pool_is_equal_to_the_byte_for_any_group(model, tokenizer, schedule):
     pools, peaks = set(), []
