@@ -96,23 +96,23 @@ class DrawnBuffers:
 
     def __init__(self, max_rows: int, device: torch.device, *, truncates: bool) -> None:
         size, is_cuda = (3 if truncates else 2, max_rows), device.type == "cuda"
-        self.device = torch.zeros(size, dtype=torch.int64, device=device)
+        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
         self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
 
     def write(self, rows: slice, drawn: DrawnTensors) -> None:
         """Keep what was drawn for some rows, on the device."""
-        self.device[0, rows].copy_(drawn.tokens)
-        self.device[1, rows].view(torch.float64).copy_(drawn.probs)
+        self.on_device[0, rows].copy_(drawn.tokens)
+        self.on_device[1, rows].view(torch.float64).copy_(drawn.probs)
         if drawn.sampling_probs is not None:
-            self.device[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
+            self.on_device[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
 
     def send(self, num_rows: int) -> DrawnTensors:
         """The first rows' on their way to the host, without waiting."""
         host, ready = self._host[self._turn], self._ready[self._turn]
         self._turn = 1 - self._turn
-        host.copy_(self.device, non_blocking=True)
+        host.copy_(self.on_device, non_blocking=True)
         if ready is not None:
             ready.record()
         tokens, *probs = host[:, :num_rows]
@@ -186,7 +186,7 @@ class DecodeGraphs:
                 for tensor in of_rows:  # any number of rows; one row is compiled apart in any case
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
             self._drawn.write(rows, self._draw(self.sampler, self._prompt_logits, *of_rows))
-        batch.move_on(self._drawn.device[0, :num_rows])
+        batch.move_on(self._drawn.on_device[0, :num_rows])
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:
         """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to

@@ -43,6 +43,7 @@ class EnginePool:
         pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
         if pages > held:
             self.graphs.clear()
+            self.parking = self._parked_beside = None  # which hold on to the old one
             runner.allocate(pages, config.page_size)
             self.graphs.check_device()
 
