@@ -43,7 +43,7 @@ def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
 def _park_seconds(engine: SamplingEngine) -> float | None:
     """Seconds to park a token's KV and bring it back, of a full response, the fastest of five; None where this engine
     parks nothing."""
-    kv, parking, page_size = engine.runner.kv, engine.parking, engine.config.page_size
+    kv, parking, page_size = engine.runner.kv, engine.pool.parking, engine.config.page_size
     pages = list(range(min(kv.num_pages, -(-engine.config.max_new_tokens // page_size))))
     if parking is None or not parking.take(len(pages)):
         return None

@@ -144,7 +144,7 @@ class RolloutWorker:
         if self.adapters is not None:
             self.adapters.merge()
         if probe is not None:
-            self.engine.watch.load(probe)
+            self.engine.lengths.watch.load(probe)
         self.engine.policy_version = version
 
     @phase("learn")
@@ -155,7 +155,7 @@ class RolloutWorker:
 
     def progress(self) -> int:
         """Running steps so far; grows as long as the worker decodes."""
-        return self.engine.heartbeat
+        return self.engine.totals.running_steps
 
     def halt(self, number: int) -> None:
         """End the stream of this number, and those before, at its next running step. From another thread."""
@@ -164,7 +164,7 @@ class RolloutWorker:
     def give_back(self) -> dict[int, list[int]]:
         """Half of the stream's samples that have not started, which it then leaves out: {prompt_index: sample indices}.
         From another thread."""
-        return self.engine.give_back()
+        return self.engine.withdrawals.ask()
 
     def statistics(self) -> dict[str, float]:
         """KV pool, rows and sums since the start, by metric name; also while a stream runs."""
@@ -196,7 +196,7 @@ class RolloutWorker:
             lengths=[len(completion.token_ids) for completion in micro_group],
             finish_reasons=[completion.finish_reason for completion in micro_group],
             policy_version=first.policy_version,
-            finished_at=self.engine.last_step_at,
+            finished_at=self.engine.totals.last_step_at,
             worker=self.worker_index,
             forecasts=[completion.forecast for completion in micro_group],
             stays=[completion.stays for completion in micro_group] if with_stays else [],

@@ -157,7 +157,7 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
     pages = {}
     for free_pages in (100, 6):  # beside the learner: more than the resident prompts could use, and less
         monkeypatch.setattr(
-            "infsample_rl.rollout.engine.sampling_engine.free_bytes",
+            "infsample_rl.rollout.engine.engine_pool.free_bytes",
             lambda device, free=free_pages: growth + free * PAGE_BYTES,
         )
         found = ColocatedWorker(made, 0, 1, 10)
@@ -166,7 +166,7 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
     assert pages == {100: made.rollout.prompts_at_once * (4 * 2 + 1), 6: 5}
     monkeypatch.setattr(
-        "infsample_rl.rollout.engine.sampling_engine.free_bytes", lambda device: growth + 2 * PAGE_BYTES
+        "infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES
     )
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)

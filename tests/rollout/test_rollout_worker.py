@@ -100,19 +100,19 @@ def test_loaded_weights_change_the_samples_and_stamp_their_version(config, pack_
 
 def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config, pack_buckets):
     worker = RolloutWorker(config, 0)
-    worker.engine.watch._every = 2  # responses have 16 tokens at most
+    worker.engine.lengths.watch._every = 2  # responses have 16 tokens at most
     collect(worker.stream(WORK, step=0))
     report = worker.learn()
     assert report.statistics.counts.sum() > 10 and report.statistics.xx.shape == (2, 130, 130)
     assert worker.learn().statistics.counts.tolist() == [0, 0], "nothing is reported twice"
     collect(worker.stream(WORK, step=1))
-    assert not worker.engine.watch.is_used, "it waits for the run to say what is used"
+    assert not worker.engine.lengths.watch.is_used, "it waits for the run to say what is used"
     fit = ProbeFit(np.zeros(130), deviation=1.0, explained=0.0, penalty=1.0)
     named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
     worker.load_weights(*pack_buckets(named, version=1), PublishedProbe(fit=fit, is_used=True))
-    before = worker.engine.watch.num_predicted
+    before = worker.engine.lengths.watch.num_predicted
     collect(worker.stream(WORK, step=1))
-    assert worker.engine.watch.is_used and worker.engine.watch.num_predicted > before
+    assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.num_predicted > before
 
 
 def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config):
@@ -126,7 +126,7 @@ def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(c
         [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])],
     ):
         worker = RolloutWorker(config, 0)
-        worker.engine.watch._every = 1
+        worker.engine.lengths.watch._every = 1
         collect(worker.stream(work, step=1))
         reports.append(worker.learn().statistics)
     both, whole = reports[0] + reports[1], reports[2]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from infsample_rl.rollout.engine.kv_cache import PagedKV
@@ -27,12 +28,10 @@ class ExtendStep:
 
     kv: PagedKV
     # (pages, tokens) that every new token sees: the prompt, earlier tokens of the sequence
-    past: list[tuple[torch.Tensor, int]]
-    token_index: torch.Tensor  # [T], where the new tokens' KV goes
+    past: list[tuple[Tensor, int]]
+    token_index: Tensor  # [T], where the new tokens' KV goes
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [1, H N, T, D], keys and values [1, H, T, D] -> [1, T, H N, D]."""
         self.kv.write_run(layer, self.token_index, keys[0].transpose(0, 1), values[0].transpose(0, 1))
         out, lse = attention_with_lse(query, keys, values, scaling, causal=True)
@@ -50,9 +49,7 @@ class TokensAsRows:
 
     step: ExtendStep
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [T, H N, 1, D], keys and values [T, H, 1, D] -> [T, 1, H N, D]."""
         query, keys, values = (part.permute(2, 1, 0, 3) for part in (query, keys, values))
         return self.step.attend(layer, query, keys, values, scaling).transpose(0, 1)
@@ -63,15 +60,13 @@ class GatherStep:
     """One token of R rows in plain torch: one layer's pages are gathered into a dense copy, for any device."""
 
     kv: PagedKV
-    write_index: torch.Tensor  # [R]
-    pages: torch.Tensor  # [R, n], as many as the longest row has
-    mask: torch.Tensor | None  # [R, 1, 1, n S] added to the scores; None: every row sees all
-    prompts: list[tuple[torch.Tensor, int, torch.Tensor | None]]  # (pages [1, n], tokens, rows; None: all)
+    write_index: Tensor  # [R]
+    pages: Tensor  # [R, n], as many as the longest row has
+    mask: Tensor | None  # [R, 1, 1, n S] added to the scores; None: every row sees all
+    prompts: list[tuple[Tensor, int, Tensor | None]]  # (pages [1, n], tokens, rows; None: all)
     fixed_shapes: bool  # each prompt sees all R rows, one by one, and only its own are kept
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
         num_rows, num_kv_heads, _, head_dim = keys.shape
@@ -81,7 +76,7 @@ class GatherStep:
         out, _ = merge(*own, *self._attend_prompts(layer, query, scaling))
         return out.reshape(num_rows, 1, -1, head_dim)
 
-    def _attend_prompts(self, layer: int, query: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_prompts(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """query [R, H, N, D] -> output [R, H, N, D] and log-sum-exp [R, H, N] over each row's own prompt."""
         attend = _attend_row_by_row if self.fixed_shapes else _attend_folded
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
@@ -102,14 +97,12 @@ class CPUKernelStep:
     """One token of R rows through the compiled CPU kernel, which reads float32 pages where they lie."""
 
     kv: PagedKV
-    write_index: torch.Tensor  # [R]
+    write_index: Tensor  # [R]
     batch: RowBatch
     num_rows: int
     kernels: Kernels
 
-    def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
         batch, num_rows = self.batch, self.num_rows
@@ -129,9 +122,7 @@ class CPUKernelStep:
 Step = ExtendStep | TokensAsRows | GatherStep | CPUKernelStep
 
 
-def _attend_folded(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """query [R, H, N, D] as one block of R N queries per kv head against keys [1, H, K, D], which are thus read
     once."""
     num_rows, num_kv_heads, group, head_dim = query.shape
@@ -142,18 +133,14 @@ def _attend_folded(
     ).transpose(0, 1)
 
 
-def _attend_row_by_row(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """query [R, H, N, D] as R blocks against the same KV: a row's result does not depend on its place, as in a folded
     block's tail it may."""
     num_rows = query.shape[0]
     return attention_with_lse(query, keys.expand(num_rows, -1, -1, -1), values.expand(num_rows, -1, -1, -1), scaling)
 
 
-def merge(
-    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from the outputs [..., D] and log-sum-exps [...] over each."""
     # the other's share of the softmax, exp(other_lse) / (exp(lse) + exp(other_lse)); float64 because float32's
     # exponential rounds differently in a vector and in its tail, so that a row's place would show
@@ -162,14 +149,8 @@ def merge(
 
 
 def attention_with_lse(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention and the log-sum-exp of its scores, softmax in float32.
 
     query [B, H N, Q, D], keys and values [B, H, K, D], mask broadcastable to [B, H N, Q, K] -> [B, H N, Q, D], [B, H N,
@@ -189,14 +170,8 @@ def attention_with_lse(
 
 
 def plain_attention_with_lse(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    *,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, *, mask: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
     """`attention_with_lse` in plain matrix products, for any device; the heads of a group fold into the queries of
     their kv head."""
     batch, num_heads, num_queries, head_dim = query.shape
@@ -224,15 +199,15 @@ def plain_attention_with_lse(
 
 def pool_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     pool: Step,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The registered attention function: hands the layer's query, key and value to the step in `pool`. ValueError for
     attention sinks."""
     if kwargs.get("s_aux") is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES, supports
@@ -62,16 +62,13 @@ class CompiledDecoder:
             raise ValueError(f"CompiledDecoder runs {', '.join(ARCHITECTURES)} with SiLU, got {type(model).__name__}")
         self.model, self.kernels = model.model, kernels
         attention, layers = self.model.layers[0].self_attn, self.model.layers
-        self.head_dim, self.hidden_size = attention.head_dim, model.config.hidden_size
-        if self.head_dim % 2:
-            raise ValueError(f"a head size of {self.head_dim} cannot be rotated; it must be even")
         self._struct = _Model(
             num_layers=len(layers),
             vocab_size=self.model.embed_tokens.weight.shape[0],
-            hidden=self.hidden_size,
+            hidden=model.config.hidden_size,
             heads=model.config.num_attention_heads,
             kv_heads=model.config.num_key_value_heads,
-            size=self.head_dim,
+            size=attention.head_dim,
             inner=model.config.intermediate_size,
             eps=self.model.norm.variance_epsilon,
             scaling=attention.scaling,
@@ -82,28 +79,25 @@ class CompiledDecoder:
         self._work_per_row = sum(parameter.numel() for parameter in layers.parameters())
         self._row_floats = kernels.workspace_floats(ctypes.addressof(self._struct))
         self._workspace = torch.empty(0)
-        rope = self.model.rotary_emb.rope_type
-        # these depend on the longest position in the step
-        self._angles_by_row = "dynamic" in rope or rope == "longrope"
-        self._cos = self._sin = torch.empty(0, self.head_dim)
+        self._angles = Angles(self.model.rotary_emb, attention.head_dim)
 
-    def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> torch.Tensor:
+    def __call__(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> Tensor:
         """Last hidden states [R, E], normed, of the newest tokens of the batch's first `num_rows` rows; their KV is
         written to `kv`."""
         addresses = self._weights_at()
         if addresses != self._addresses:
             self._find_weights(addresses)
-        out = torch.empty(num_rows, self.hidden_size)
+        out = torch.empty(num_rows, self._struct.hidden)
         step = self._step(batch, num_rows, kv)
         step.out = out.data_ptr()
         if self._workspace.numel() < num_rows * self._row_floats:
             self._workspace = torch.empty(num_rows * self._row_floats)
         step.workspace = self._workspace.data_ptr()
-        if self._angles_by_row:
-            places = batch.starts[:num_rows] + batch.positions[:num_rows].clamp(min=0)
-            self._cos, self._sin = self._angles(places)
+        angles = self._angles
+        if angles.by_row:
+            angles.take(batch.starts[:num_rows] + batch.positions[:num_rows].clamp(min=0))
         while True:
-            step.cos, step.sin, step.num_angles = self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos)
+            step.cos, step.sin, step.num_angles = angles.cos.data_ptr(), angles.sin.data_ptr(), len(angles.cos)
             bad, what = divmod(self.kernels.decode(ctypes.addressof(self._struct), ctypes.addressof(step)), 8)
             if not what:
                 return out
@@ -112,7 +106,7 @@ class CompiledDecoder:
                     f"{BAD_INDEX[what]}[{bad}] is out of range: lengths go from 1 to what the pages hold, pages and "
                     "tokens must exist"
                 )
-            self._add_angles(int(batch.starts[bad] + batch.positions[bad]))
+            angles.reach(int(batch.starts[bad] + batch.positions[bad]))
 
     def _step(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> _Step:
         """The step's tensors, checked, but for output, workspace and angles."""
@@ -132,7 +126,7 @@ class CompiledDecoder:
             prompt_pages=batch.prompt_tables.shape[1],
             num_pages=store.shape[1],
             page_size=store.shape[2],
-            angles_by_row=self._angles_by_row,
+            angles_by_row=self._angles.by_row,
             threads=max(1, min(torch.get_num_threads(), num_rows * self._work_per_row // WORK_PER_THREAD)),
         )
 
@@ -159,21 +153,32 @@ class CompiledDecoder:
         model.embedding, model.norm = addresses[:2]
         model.layers = ctypes.addressof(self._layers)
 
-    def _add_angles(self, place: int) -> None:
-        """Let the tables of cos and sin reach `place`, at least twice as far as before."""
+
+class Angles:
+    """cos and sin [places, D] of a model's rotary embedding, by its own module: of the first places of a sequence, as
+    far as any row has come, or of the rows of a step, `by_row`, where they depend on its longest position."""
+
+    def __init__(self, module: nn.Module, head_dim: int) -> None:
+        self._module = module
+        self.by_row = "dynamic" in module.rope_type or module.rope_type == "longrope"
+        self.cos = self.sin = torch.empty(0, head_dim)
+
+    def take(self, places: Tensor) -> None:
+        """Hold those of `places` [T] alone."""
+        self.cos, self.sin = self._of(places)
+
+    def reach(self, place: int) -> None:
+        """Hold those up to `place`, at least twice as far as before. ValueError for what is no place."""
         if place < 0:
             raise ValueError(f"starts and positions must be places in a sequence, got {place}")
-        have = len(self._cos)
-        parts = [
-            self._angles(torch.arange(start, start + ANGLES)) for start in range(have, max(place + 1, 2 * have), ANGLES)
-        ]
-        self._cos, self._sin = (
-            torch.cat([old, *new]) for old, new in zip((self._cos, self._sin), zip(*parts, strict=True), strict=True)
+        have = len(self.cos)
+        new = [self._of(torch.arange(at, at + ANGLES)) for at in range(have, max(place + 1, 2 * have), ANGLES)]
+        self.cos, self.sin = (
+            torch.cat([old, *parts]) for old, parts in zip((self.cos, self.sin), zip(*new, strict=True), strict=True)
         )
 
-    def _angles(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [T, D] of `places` [T], by the model's own module."""
-        cos, sin = self.model.rotary_emb(self._cos, places[None])
+    def _of(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._module(self.cos, places[None])
         return cos[0].contiguous(), sin[0].contiguous()
 
 
@@ -187,19 +192,12 @@ def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)  # Qwen3's
-        for norm, shape in (
-            (layer.input_layernorm, "E"),
-            (norms[0], "D"),
-            (norms[1], "D"),
-            (layer.post_attention_layernorm, "E"),
+        for norm, shape in zip(
+            (layer.input_layernorm, *norms, layer.post_attention_layernorm), ("E", "D", "D", "E"), strict=True
         ):
             places.append((None if norm is None else norm._parameters, "weight", shape))
-        projections = (
-            (attention.q_proj, "QE"),
-            (attention.k_proj, "KE"),
-            (attention.v_proj, "KE"),
-            (attention.o_proj, "EQ"),
-        )
-        for module, shape in (*projections, (mlp.gate_proj, "IE"), (mlp.up_proj, "IE"), (mlp.down_proj, "EI")):
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        projections += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        for module, shape in zip(projections, ("QE", "KE", "KE", "EQ", "IE", "IE", "EI"), strict=True):
             places += [(module._parameters, "weight", shape), (module._parameters, "bias", shape)]
     return places

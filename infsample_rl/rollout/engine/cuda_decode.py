@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import subprocess
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.model.loading import last_hidden_size
 from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
-from infsample_rl.rollout.engine.kv_cache import PagedKV
+from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 
 if TYPE_CHECKING:  # Triton may be absent
-    from infsample_rl.rollout.kernels.attention_triton import Workspace
+    from infsample_rl.rollout.kernels.paged_attention import Workspace
 
 HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
@@ -37,31 +38,10 @@ def bucket_of(num_rows: int, most_rows: int) -> int:
     return min(bucket, most_rows)
 
 
-class Decodes(Protocol):
-    """What graphs are made of: the runner of a model on its pool (model_runner.ModelRunner)."""
-
-    model: PreTrainedModel
-    device: torch.device
-    dtype: torch.dtype
-    kv: PagedKV
-    shape: Any  # with vocab_size, num_kv_heads and head_dim
-    decoder: Any  # FusedDecoder, or another that runs a step
-    lm_head_fp32: bool
-
-    def find_decoder(self) -> None:
-        """Look again for the decoder that takes the model's weights, which were replaced."""
-
-    def decode(self, batch: RowBatch, num_rows: int, workspace: Workspace | None = None) -> torch.Tensor:
-        """Last hidden states [R, E] of the newest tokens."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, E] -> [R, V]."""
-
-
 class GraphCache:
     """The graphs of a runner, kept from call to call as long as its pool and weights stay where they are."""
 
-    def __init__(self, runner: Decodes) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         # `check_device` sets them on CUDA; without CUDA the tests do
         self.is_used = self.uses_triton = self.compiles = False
         self._runner = runner
@@ -110,11 +90,41 @@ class GraphCache:
         return graphs
 
 
+class DrawnBuffers:
+    """What steps drew: columns of tokens, then of the bits of float64 probabilities, so that one copy takes all to the
+    host, where two steps lie in turn: the host reads one while the other is written."""
+
+    def __init__(self, max_rows: int, device: torch.device, *, truncates: bool) -> None:
+        size, is_cuda = (3 if truncates else 2, max_rows), device.type == "cuda"
+        self.on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host = [torch.zeros(size, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
+        self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
+        self._turn = 0
+
+    def write(self, rows: slice, drawn: DrawnTensors) -> None:
+        """Keep what was drawn for some rows, on the device."""
+        self.on_device[0, rows].copy_(drawn.tokens)
+        self.on_device[1, rows].view(torch.float64).copy_(drawn.probs)
+        if drawn.sampling_probs is not None:
+            self.on_device[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
+
+    def send(self, num_rows: int) -> DrawnTensors:
+        """The first rows' on their way to the host, without waiting."""
+        host, ready = self._host[self._turn], self._ready[self._turn]
+        self._turn = 1 - self._turn
+        host.copy_(self.on_device, non_blocking=True)
+        if ready is not None:
+            ready.record()
+        tokens, *probs = host[:, :num_rows]
+        probs = [column.view(torch.float64) for column in probs]
+        return DrawnTensors(tokens, probs[0], probs[1] if len(probs) > 1 else None, ready)
+
+
 class DecodeGraphs:
     """One captured step per bucket of rows, all in one memory pool, over the tensors of `batch`."""
 
     def __init__(
-        self, runner: Decodes, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool
+        self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool
     ) -> None:
         """`workspace` None: the runner's attention without Triton. `compiled`: torch.compile for what lies between
         attentions and for drawing.
@@ -122,17 +132,11 @@ class DecodeGraphs:
         The model's parameters and KV pool must stay where they are.
         """
         self.runner, self.batch, self.sampler, self.workspace = runner, batch, sampler, workspace
-        self.captures = 0  # so far
         device, is_cuda = batch.device, batch.device.type == "cuda"
-        num_places, vocab_size = batch.prompt_tables.shape[0], runner.shape.vocab_size
+        num_places, vocab_size = batch.prompt_tables.shape[0], runner.vocab_size
         dtype = torch.float32 if runner.lm_head_fp32 else runner.dtype
         self._prompt_logits = torch.zeros(num_places, vocab_size, dtype=dtype, device=device)
-        # tokens, then the bits of float64 probabilities: one copy takes all to the host
-        num_columns = 3 if sampler.truncates else 2
-        self._drawn = torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, device=device)
-        self._host = [torch.zeros(num_columns, batch.max_rows, dtype=torch.int64, pin_memory=is_cuda) for _ in range(2)]
-        self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
-        self._turn = 0
+        self._drawn = DrawnBuffers(batch.max_rows, device, truncates=sampler.truncates)
         hidden_size = last_hidden_size(runner.model.config)
         # last states of the last step
         self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)
@@ -146,7 +150,7 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle() if is_cuda else None
 
     @torch.no_grad()
-    def step(self, first_logits: dict[int, torch.Tensor]) -> DrawnTensors:
+    def step(self, first_logits: dict[int, Tensor]) -> DrawnTensors:
         """Launch one step of the batch's rows. `first_logits`: [V] by place, of prompts that have rows without a token.
 
         The result lies in host memory once its event has come; it is overwritten two steps later.
@@ -162,7 +166,7 @@ class DecodeGraphs:
         else:
             graph.replay()
         self.batch.count_step()
-        return self._send_to_host()
+        return self._drawn.send(self.batch.num_rows)
 
     def _run(self, num_rows: int) -> None:
         """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync,
@@ -181,22 +185,8 @@ class DecodeGraphs:
             if self._is_compiled and num_rows > 1:
                 for tensor in of_rows:  # any number of rows; one row is compiled apart in any case
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            drawn = self._draw(self.sampler, self._prompt_logits, *of_rows)
-            self._drawn[0, rows].copy_(drawn.tokens)
-            self._drawn[1, rows].view(torch.float64).copy_(drawn.probs)
-            if drawn.sampling_probs is not None:
-                self._drawn[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
-        batch.move_on(self._drawn[0, :num_rows])
-
-    def _send_to_host(self) -> DrawnTensors:
-        host, ready = self._host[self._turn], self._ready[self._turn]
-        self._turn = 1 - self._turn  # the host reads one of the two while the other is written
-        host.copy_(self._drawn, non_blocking=True)
-        if ready is not None:
-            ready.record()
-        tokens, *probs = host[:, : self.batch.num_rows]
-        probs = [column.view(torch.float64) for column in probs]
-        return DrawnTensors(tokens, probs[0], probs[1] if len(probs) > 1 else None, ready)
+            self._drawn.write(rows, self._draw(self.sampler, self._prompt_logits, *of_rows))
+        batch.move_on(self._drawn.on_device[0, :num_rows])
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:
         """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to
@@ -209,7 +199,6 @@ class DecodeGraphs:
         graph = self._capture_on_device(num_rows) if batch.device.type == "cuda" else self._warm_up(num_rows)
         for tensor, values in kept:
             tensor.copy_(values)
-        self.captures += 1
         return graph
 
     def _capture_on_device(self, num_rows: int) -> torch.cuda.CUDAGraph:
@@ -242,12 +231,7 @@ class DecodeGraphs:
 
 
 def draw_rows(
-    sampler: Sampler,
-    prompt_logits: torch.Tensor,
-    logits: torch.Tensor,
-    prompt_of_row: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    sampler: Sampler, prompt_logits: Tensor, logits: Tensor, prompt_of_row: Tensor, keys: Tensor, positions: Tensor
 ) -> DrawnTensors:
     """Draw the next token of R rows from their `logits` [R, V], or from their prompt's [P, V] where the position of the
     newest is -1."""
@@ -260,16 +244,16 @@ def addresses(model: PreTrainedModel) -> list[int]:
     return [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def new_workspace(runner: Decodes, batch: RowBatch) -> Workspace:
+def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
     """What the attention kernel needs beside the batch's tensors."""
-    from infsample_rl.rollout.kernels.attention_triton import Workspace  # Triton may be absent
+    from infsample_rl.rollout.kernels.paged_attention import Workspace  # Triton may be absent
 
     heads, page_size = runner.model.config.num_attention_heads, runner.kv.page_size
     tokens = (batch.tables.shape[1] * page_size, batch.prompt_tables.shape[1] * page_size)
     return Workspace(batch.max_rows, heads, runner.shape.num_kv_heads, runner.shape.head_dim, *tokens, batch.device)
 
 
-def why_no_graphs(runner: Decodes) -> str:
+def why_no_graphs(runner: ModelRunner) -> str:
     """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is
     tried."""
     page_size, rope = runner.kv.page_size, runner.model.config.to_dict().get("rope_parameters") or {}
@@ -280,21 +264,12 @@ def why_no_graphs(runner: Decodes) -> str:
     if runner.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the attention kernel has no {runner.dtype}"
     try:
-        from infsample_rl.rollout.engine.triton_step import write_tokens  # Triton may be absent
+        from infsample_rl.rollout.kernels.page_writes import write_tokens  # Triton may be absent
 
-        pages, table = (
-            torch.zeros(1, page_size, 1, 16, device=runner.device),
-            torch.zeros(1, 1, dtype=torch.int32, device=runner.device),
-        )
-        write_tokens(
-            pages[0, :1], pages[0, :1], pages, pages, table, torch.zeros(1, dtype=torch.int64, device=runner.device)
-        )
+        pages = torch.zeros(1, page_size, 1, 16, device=runner.device)
+        place = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
+        write_tokens(pages[0, :1], pages[0, :1], pages, pages, place.int(), place[0])
     # absent, or no C compiler for its launchers
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         return f"Triton does not work here ({first_line(error)})"
     return ""
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, cut to what fits into a warning."""
-    return str(error).strip().split("\n")[0][:200]

@@ -84,7 +84,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kernels: Kernels | No
 
 
 class _LayerWeights:
-    """One decoder layer's parameters, found once."""
+    """One decoder layer's parameters, an attribute each: finding them in the modules takes as long as a small
+    product."""
 
     def __init__(self, layer: nn.Module) -> None:
         attention, mlp = layer.self_attn, layer.mlp

@@ -39,8 +39,7 @@ class FusedDecoder:
         self._ins = [_attention_in(layer) for layer in self.model.layers]
         self._outs = [_attention_out(layer) for layer in self.model.layers]
         self._scalings = [layer.self_attn.scaling for layer in self.model.layers]
-        self.is_compiled = False
-        self._project, self._between, self._last = project, finish_and_project, finish_and_norm
+        self.use_eager()
         self.triton_layers: TritonLayers | None = None
 
     def use_triton(self) -> None:
@@ -54,13 +53,13 @@ class FusedDecoder:
         """Compile at the next call: once for one row, once for any other number."""
         self.is_compiled = True
         # dynamic=False keeps the weights' sizes constant; the number of rows is marked as the one size that varies
-        functions = (project, finish_and_project, finish_and_norm)
         self._project, self._between, self._last = (
-            torch.compile(function, dynamic=False, fullgraph=True) for function in functions
+            torch.compile(function, dynamic=False, fullgraph=True)
+            for function in (project, finish_and_project, finish_and_norm)
         )
 
     def use_eager(self) -> None:
-        """Undo `compile`."""
+        """Uncompiled, as at first."""
         self.is_compiled = False
         self._project, self._between, self._last = project, finish_and_project, finish_and_norm
 

@@ -10,20 +10,14 @@ import ctypes
 import mmap
 import os
 import sys
-from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from infsample_rl.model.shapes import KVShape
 
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
-
-
-@dataclass(frozen=True, slots=True)
-class HostPages:
-    """Pages that were copied to host memory."""
-
-    store: torch.Tensor  # [2 L, n, S, H, D]
-    scales: torch.Tensor | None  # [2 L, n, H], of quantised pages
 
 
 class PagedKV:
@@ -35,26 +29,18 @@ class PagedKV:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: KVShape, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.num_layers, self.num_pages, self.page_size = num_layers, num_pages, page_size
-        self.num_kv_heads, self.head_dim, self.dtype, self.device = num_kv_heads, head_dim, dtype, device
+        self.shape, self.num_pages, self.page_size, self.device = shape, num_pages, page_size, device
         self.scratch_page = num_pages
-        shape = (2 * num_layers, num_pages + 1, page_size, num_kv_heads, head_dim)
-        self.store = torch.zeros(shape, dtype=dtype, device=device)
-        self.scales: torch.Tensor | None = None
+        sizes = (2 * shape.num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
+        self.store = torch.zeros(sizes, dtype=dtype, device=device)
+        self.scales: Tensor | None = None
         self.layers = self.store.unbind(0)  # 2 L tensors [G + 1, S, H, D]
         self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
     @property
-    def parts(self) -> list[torch.Tensor]:
+    def parts(self) -> list[Tensor]:
         """The pages, [2 L, G + 1, S, H, D], and, where they are quantised, their scales, [2 L, G + 1, H]."""
         return [self.store] if self.scales is None else [self.store, self.scales]
 
@@ -80,41 +66,26 @@ class PagedKV:
             whole = (self.store.data_ptr() + self.store.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, whole)), mmap.MADV_DONTNEED)
 
-    def token_index(self, pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def token_index(self, pages: Tensor, positions: Tensor) -> Tensor:
         """Where tokens lie in a layer: token `positions[..., t]` of the sequence whose pages are `pages[..., :]`."""
         return pages.gather(-1, positions // self.page_size) * self.page_size + positions % self.page_size
 
-    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences. No host sync,
         fixed shapes."""
         self._flat[2 * layer].index_copy_(0, token_index, keys)
         self._flat[2 * layer + 1].index_copy_(0, token_index, values)
 
-    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest."""
         self.write(layer, token_index, keys, values)
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n]: two [R, n S, H, D]."""
-        rows, count = pages.shape
-        shape = (rows, count * self.page_size, self.num_kv_heads, self.head_dim)
-        index = pages.reshape(-1)
-        return self.layers[2 * layer].index_select(0, index).view(shape), self.layers[2 * layer + 1].index_select(
-            0, index
-        ).view(shape)
-
-    def copy_to_host(self, pages: list[int]) -> HostPages:
-        """The KV of `pages` in host memory."""
-        index = torch.tensor(pages, device=self.device)
-        scales = None if self.scales is None else self.scales[:, index].to("cpu", copy=True)
-        return HostPages(self.store[:, index].to("cpu", copy=True), scales)
-
-    def copy_from_host(self, pages: list[int], held: HostPages) -> None:
-        """Put what copy_to_host gave into `pages`, of which there may be more than it holds."""
-        index = torch.tensor(pages[: held.store.shape[1]], device=self.device)
-        self.store[:, index] = held.store.to(self.device)
-        if self.scales is not None:
-            self.scales[:, index] = held.scales.to(self.device)
+        (rows, count), index = pages.shape, pages.reshape(-1)
+        size = (rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
+        keys, values = (part.index_select(0, index).view(size) for part in self.layers[2 * layer : 2 * layer + 2])
+        return keys, values
 
 
 class QuantisedKV(PagedKV):
@@ -128,24 +99,22 @@ class QuantisedKV(PagedKV):
 
     def __init__(
         self,
-        num_layers: int,
+        shape: KVShape,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
         *,
         compute_dtype: torch.dtype,
     ) -> None:
         """`dtype`: of the pages. `compute_dtype`: of what `gather` gives."""
-        super().__init__(num_layers, num_pages, page_size, num_kv_heads, head_dim, dtype, device)
+        super().__init__(shape, num_pages, page_size, dtype, device)
         self.compute_dtype = compute_dtype
         self.largest = largest_number(dtype)
-        self.scales = torch.zeros(2 * num_layers, num_pages + 1, num_kv_heads, dtype=torch.float32, device=device)
+        self.scales = torch.zeros(self.store.shape[0], num_pages + 1, shape.num_kv_heads, device=device)
         self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
 
-    def write(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other
         tokens in the same pages are rounded again where a scale grows. No host sync, fixed shapes."""
         new = torch.stack([keys, values]).float()
@@ -153,7 +122,7 @@ class QuantisedKV(PagedKV):
         places = torch.arange(len(pages), device=self.device) * self.page_size + slots
         self._write_pages(layer, pages, slots == 0, places, new, new.abs().amax(-1))
 
-    def write_run(self, layer: int, token_index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_run(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be
         partly filled."""
         new = torch.stack([keys, values]).float()
@@ -172,13 +141,7 @@ class QuantisedKV(PagedKV):
         self._write_pages(layer, touched, is_new, places, new, largest)
 
     def _write_pages(
-        self,
-        layer: int,
-        pages: torch.Tensor,
-        is_new: torch.Tensor,
-        places: torch.Tensor,
-        new: torch.Tensor,
-        largest: torch.Tensor,
+        self, layer: int, pages: Tensor, is_new: Tensor, places: Tensor, new: Tensor, largest: Tensor
     ) -> None:
         """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the
         largest |value| a page gets.
@@ -190,7 +153,7 @@ class QuantisedKV(PagedKV):
         old = old.masked_fill(is_new[:, None], 0.0)
         scale = torch.maximum(old, (largest / self.largest).clamp_(min=SMALLEST_SCALE))
         # Where the scale stays, the factor is exactly 1 and nothing is rounded anew.
-        numbers = held.view(self.dtype).float().mul_((old / scale)[:, :, None, :, None])
+        numbers = held.view(self.store.dtype).float().mul_((old / scale)[:, :, None, :, None])
         # not by a factor of 0: an earlier owner may have left NaN
         numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)
         quotients = new / scale.index_select(1, places // self.page_size)[..., None]
@@ -198,20 +161,21 @@ class QuantisedKV(PagedKV):
         self._bytes[both].index_copy_(1, pages, self._rounded(numbers).view(torch.int8))
         self.scales[both].index_copy_(1, pages, scale)
 
-    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, numbers: Tensor) -> Tensor:
         """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which
         float8 may take for NaN."""
-        if self.dtype == torch.int8:
+        if self.store.dtype == torch.int8:
             numbers.round_()
-        return numbers.clamp_(-self.largest, self.largest).to(self.dtype)
+        return numbers.clamp_(-self.largest, self.largest).to(self.store.dtype)
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n], in the compute dtype: two [R, n S, H, D]."""
         rows, count = pages.shape
         both, index = slice(2 * layer, 2 * layer + 2), pages.reshape(-1)
         scales = self.scales[both].index_select(1, index)[:, :, None, :, None]
-        numbers = self._bytes[both].index_select(1, index).view(self.dtype).float().mul_(scales).to(self.compute_dtype)
-        return numbers.view(2, rows, count * self.page_size, self.num_kv_heads, self.head_dim).unbind(0)
+        numbers = self._bytes[both].index_select(1, index).view(self.store.dtype).float().mul_(scales)
+        size = (2, rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
+        return numbers.to(self.compute_dtype).view(size).unbind(0)
 
 
 def largest_number(dtype: torch.dtype) -> float:

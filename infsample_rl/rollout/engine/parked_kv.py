@@ -1,11 +1,10 @@
 """Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in
 host memory.
 
-Beside a GPU a copy over PCIe and back costs less than a prefill of the tokens, which reads all weights once (4 KB of KV
-a token and layer against hundreds of MB). On the CPU host memory is the pool's own, and its size is stated; the file is
-written through the system's cache, which gives its memory away when somebody wants it, and a token's KV is copied in a
-fiftieth of the time that computing it takes (SmolLM2-135M: 46 KB). The file has no name, so nothing is left of it when
-the process ends.
+Beside a GPU a copy over PCIe costs less than a prefill, which reads all weights. On the CPU host memory is the pool's
+own, whose size is stated; the file is written through the system's cache, and a token's KV is copied in a fiftieth of
+the time that computing it takes (SmolLM2-135M: 46 KB). The file has no name: nothing is left of it when the process
+ends.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ import warnings
 from collections.abc import Hashable
 
 import torch
+from torch import Tensor
 
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.model.disk import check_disk_folder, take_room, unnamed_file
-from infsample_rl.rollout.engine.kv_cache import HostPages, PagedKV, free_bytes
+from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.schedule.parking import Parking
 
 SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
@@ -30,18 +30,21 @@ class ParkedInMemory(Parking):
     """KV of preempted samples in host memory."""
 
     def __init__(self, kv: PagedKV) -> None:
-        free = int(SHARE_OF_FREE * free_bytes(torch.device("cpu")))
-        super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
+        super().__init__(_most_pages(kv, free_bytes(torch.device("cpu"))))
         self._kv = kv
-        self._held: dict[Hashable, HostPages] = {}
+        self._held: dict[Hashable, list[Tensor]] = {}  # of every part of the pool
 
     def put(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the KV in `pages`, which are the sample's, out of the pool."""
-        self._held[sample] = self._kv.copy_to_host(pages)
+        index = torch.tensor(pages, device=self._kv.device)
+        self._held[sample] = [part[:, index].to("cpu", copy=True) for part in self._kv.parts]
 
     def fetch(self, sample: Hashable, pages: list[int]) -> None:
         """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
-        self._kv.copy_from_host(pages, self._held.pop(sample))
+        held = self._held.pop(sample)
+        index = torch.tensor(pages[: held[0].shape[1]], device=self._kv.device)
+        for part, kept in zip(self._kv.parts, held, strict=True):
+            part[:, index] = kept.to(self._kv.device)
 
     def clear(self) -> None:
         """Let go of all KV."""
@@ -54,12 +57,9 @@ class ParkedInFile(Parking):
     def __init__(self, kv: PagedKV, folder: str) -> None:
         """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
         check_disk_folder("rollout.preemption", folder)
-        free = int(SHARE_OF_FREE * shutil.disk_usage(folder).free)
-        super().__init__(min(Parking.beside(kv.num_pages).most_pages, free // kv.page_bytes))
+        super().__init__(_most_pages(kv, shutil.disk_usage(folder).free))
         self._file, self._folder = unnamed_file(folder), folder
-        self._page = [
-            torch.empty_like(part[:, 0], device="cpu", memory_format=torch.contiguous_format) for part in kv.parts
-        ]
+        self._page = [torch.empty(part[:, 0].shape, dtype=part.dtype) for part in kv.parts]
         self._buffers = [part.view(torch.uint8).numpy() for part in self._page]
         self._page_bytes = sum(part.nbytes for part in self._page)
         self._parts = kv.parts
@@ -120,6 +120,10 @@ class ParkedInFile(Parking):
 
 
 ParkedKV = ParkedInMemory | ParkedInFile
+
+
+def _most_pages(kv: PagedKV, free: int) -> int:
+    return min(Parking.beside(kv.num_pages).most_pages, int(SHARE_OF_FREE * free) // kv.page_bytes)
 
 
 def check_parking(config: RolloutConfig, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 
@@ -16,9 +17,10 @@ from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 class RowBatch:
     """Page tables, lengths, noise keys and newest tokens of all rows, allocated once; prompts by the place they got.
 
-    A row without a sample, or whose sample has no token yet, lies on the scratch page at length 1; so do the rows
-    behind the last, up to `max_rows`: a step may run more rows than there are. Host values reach the device in stream
-    order, without a host sync.
+    It has an attribute for every tensor that the kernels of a step take, so there are many. A row without a sample, or
+    whose sample has no token yet, lies on the scratch page at length 1; so do the rows behind the last, up to
+    `max_rows`: a step may run more rows than there are. Host values reach the device in stream order, without a host
+    sync.
     """
 
     def __init__(
@@ -53,15 +55,10 @@ class RowBatch:
         self._pages_written = [0] * max_rows
 
     @property
-    def moving(self) -> list[tuple[torch.Tensor, int | None]]:
+    def moving(self) -> list[tuple[Tensor, int | None]]:
         """What a step changes or writes by, each with its value where no row has a sample; None: any."""
-        return [
-            (self.tables, self.scratch_page),
-            (self.tokens, None),
-            (self.positions, -1),
-            (self.lengths, 1),
-            (self.has_sample, 0),
-        ]
+        idle = (self.scratch_page, None, -1, 1, 0)
+        return list(zip((self.tables, self.tokens, self.positions, self.lengths, self.has_sample), idle, strict=True))
 
     def arrange(self, rows: Sequence[Sample | None]) -> None:
         """Write all rows anew; None is a row without a sample. Every sample's tokens must be complete but for this
@@ -96,27 +93,20 @@ class RowBatch:
         """Write the pages that rows have got since they were arranged."""
         for row, sample in enumerate(rows):
             if sample is not None and len(sample.pages) > self._pages_written[row]:
-                self._tables[row, self._pages_written[row] : len(sample.pages)] = sample.pages[
-                    self._pages_written[row] :
-                ]
-                self._pages_written[row] = len(sample.pages)
+                written, self._pages_written[row] = self._pages_written[row], len(sample.pages)
+                self._tables[row, written : len(sample.pages)] = sample.pages[written:]
         self._write(self.tables, self._tables)
 
-    def advance(self, tokens: torch.Tensor) -> None:
-        """Every row has got its next token [R]."""
-        self.move_on(tokens)
-        self.count_step()
-
-    def move_on(self, tokens: torch.Tensor) -> None:
-        """The device's part of `advance`, for the first R rows, idle ones among them or behind the last: in place,
-        fixed shapes."""
+    def move_on(self, tokens: Tensor) -> None:
+        """The first R rows, idle ones among them or behind the last, have got their next token [R]: what the device
+        keeps of it, in place, fixed shapes. `count_step` belongs to it."""
         rows = slice(len(tokens))
         self.tokens[rows].copy_(tokens)
         self.positions[rows].add_(self.has_sample[rows])
         self.lengths[rows].copy_((self.positions[rows] + 1).clamp_(min=1))
 
     def count_step(self) -> None:
-        """The host's part of `advance`."""
+        """Every row has got its next token: what the host keeps of it."""
         self.max_length += 1
         self.first_rows = []
 
@@ -134,7 +124,7 @@ class RowBatch:
         self._write(self.prompt_lengths, lengths)
         self._write(self.prompt_row_starts, starts)
 
-    def _write(self, tensor: torch.Tensor, values: np.ndarray) -> None:
+    def _write(self, tensor: Tensor, values: np.ndarray) -> None:
         """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
         it lends it again."""
         host = torch.from_numpy(values)

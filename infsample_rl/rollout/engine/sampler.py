@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from infsample_rl.model.policy_head import masked_index
 
@@ -29,10 +30,17 @@ _TOP_CANDIDATES = 1024  # a sort of 152k entries is 20 times dearer than the top
 class DrawnTensors:
     """One token of every row, still on the device, or on its way to host memory."""
 
-    tokens: torch.Tensor  # [R] int64
-    probs: torch.Tensor  # [R] float32, of softmax(logits / temperature)
-    sampling_probs: torch.Tensor | None  # [R] float64, of the truncated distribution; None without truncation
+    tokens: Tensor  # [R] int64
+    probs: Tensor  # [R] float32, of softmax(logits / temperature)
+    sampling_probs: Tensor | None  # [R] float64, of the truncated distribution; None without truncation
     ready: torch.cuda.Event | None = None  # after which the tensors, in host memory already, hold the step's results
+
+    @classmethod
+    def join(cls, parts: Sequence[DrawnTensors]) -> DrawnTensors:
+        """Of consecutive rows."""
+        sampling = None if parts[0].sampling_probs is None else torch.cat([part.sampling_probs for part in parts])
+        tokens, probs = torch.cat([part.tokens for part in parts]), torch.cat([part.probs for part in parts])
+        return cls(tokens, probs, sampling)
 
 
 @dataclass(slots=True)
@@ -77,7 +85,7 @@ class Sampler:
         self._masked = masked_index(bad_token_ids, valid_vocab, device)
 
     @torch.no_grad()  # torch.compile cannot write in place in inference mode
-    def draw(self, logits: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> DrawnTensors:
+    def draw(self, logits: Tensor, keys: Tensor, positions: Tensor) -> DrawnTensors:
         """One token per row from logits [R, V] (overwritten), keys of `sample_key` and positions in the response (both
         [R] int64).
 
@@ -121,7 +129,7 @@ class Sampler:
         logprobs = [[math.log(prob) if prob > 0 else math.nan for prob in column] for column in host_probs]
         return Drawn([int(token) for token in host_tokens], logprobs[0], logprobs[1] if len(logprobs) > 1 else None)
 
-    def _draw_two_level(self, probs: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw_two_level(self, probs: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Token and its entry of `probs` [R, V] (need not sum to 1) for every row."""
         num_rows = probs.shape[0]
         if self._padding:
@@ -137,7 +145,7 @@ class Sampler:
         index = (inside.double().log_() + noise[:, self.num_blocks :]).argmax(dim=-1)
         return block * self.block_size + index, inside.gather(1, index[:, None])[:, 0]
 
-    def _cutoff(self, probs: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    def _cutoff(self, probs: Tensor, scratch: Tensor | None = None) -> Tensor:
         """Smallest probability that top_k, top_p and min_p keep: [R, 1]. `scratch`: as in `nucleus_cutoff`."""
         cutoff = self.min_p * probs.amax(dim=-1, keepdim=True)
         top_k = min(self.top_k, self.valid_vocab) or self.valid_vocab
@@ -158,7 +166,7 @@ class Sampler:
         return torch.maximum(cutoff, values[:, -1:])
 
 
-def nucleus_cutoff(probs: torch.Tensor, top_p: float, scratch: torch.Tensor | None = None) -> torch.Tensor:
+def nucleus_cutoff(probs: Tensor, top_p: float, scratch: Tensor | None = None) -> Tensor:
     """Largest t with sum(probs >= t) >= top_p, 0 where rounding lets none reach it: [R, 1], from probs [R, V] float32.
 
     t is the smallest probability of the nucleus, found exactly and without a sort: float32 numbers >= 0 are ordered
@@ -203,18 +211,18 @@ def _signed(value: int) -> int:
     return value - 2**64 if value >= 2**63 else value
 
 
-def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+def _shift_right(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)  # >> of int64 keeps the sign, so mask it off
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def _mix(bits: Tensor) -> Tensor:
     """splitmix64's finaliser on int64, which wraps as uint64 does."""
     bits = (bits ^ _shift_right(bits, 30)) * _signed(_C1)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(_C2)
     return bits ^ _shift_right(bits, 31)
 
 
-def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+def _gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, always finite: 52 bits and a half, in float64, are never 0 and never 1."""
     uniform = (_shift_right(bits, 12).double() + 0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from infsample_rl.model.response_text import cut_at_stop, response_text
+from infsample_rl.model.response_text import response_text
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
 _SLACK_TOKENS = 8
@@ -15,16 +15,14 @@ _SLACK_TOKENS = 8
 class StopStrings:
     """Finds stop strings in the text of a response, wherever its tokens end; the prompt is never looked at.
 
-    `ends` is meant for every new token, so almost all calls are one look into a dict: a string can only be completed by
-    a token whose own text holds the last character of one, or which ends or begins inside a character. Only then a tail
-    of the response is decoded, and only if that holds a stop string, the whole response, whose text decides.
+    `ends` is asked for every new token, and is nearly always one look into a dict: only a token whose own text holds
+    the last character of a string, or which ends or begins inside a character, can complete one. Then a tail of the
+    response is decoded, and only if that holds a string the whole, whose text decides.
 
-    The tail is long enough: up to now no string was complete, so one that is complete now ends in the newest token's
-    text. A string of b UTF-8 bytes lies in at most b tokens, since those without text are left out and every other one
-    adds a byte. `_SLACK_TOKENS` more cover a character begun up to 3 tokens earlier and the first token of a text,
-    whose leading space sentencepiece drops. A run of byte-fallback tokens (<0x0A>) decodes as a whole or not at all, so
-    a tail never begins in one. A tokenizer that cleans up spaces after decoding may join texts over any number of
-    tokens: there the tail is the response.
+    The tail is long enough: a string of b UTF-8 bytes lies in at most b tokens with text. `_SLACK_TOKENS` more cover a
+    character begun up to 3 tokens earlier, and the first token's leading space, which sentencepiece drops. A run of
+    byte-fallback tokens (<0x0A>) decodes as a whole or not at all, so a tail never begins in one. Where a tokenizer
+    cleans up spaces after decoding, texts of any number of tokens may join: there the tail is the response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
@@ -58,10 +56,6 @@ class StopStrings:
             text = self._text(newest)
             may_end = self._may_end[newest] = _UNDECODED in text or not self._last_characters.isdisjoint(text)
         return may_end and self._holds(self._tail(token_ids)) and self._holds(token_ids)
-
-    def cut(self, text: str) -> str:
-        """`text` before its first stop string."""
-        return cut_at_stop(text, self.strings)
 
     def _holds(self, token_ids: Sequence[int]) -> bool:
         text = response_text(self._tokenizer, list(token_ids))

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from infsample_rl.rollout.engine.triton_step import TritonStep
-from infsample_rl.rollout.kernels.attention_triton import STORED_DTYPES
 from infsample_rl.rollout.kernels.layer_weights import AttentionIn, AttentionOut
+from infsample_rl.rollout.kernels.paged_attention import STORED_DTYPES
 from infsample_rl.rollout.kernels.triton_linear import (
     _embed_kernel,
     _gated_kernel,

@@ -1,79 +1,18 @@
-"""Two-part attention over paged KV for CUDA, in Triton: one decode query per row, two launches a call, fit for a CUDA
-graph.
+"""Two-part attention over paged KV for CUDA: the Triton kernels. paged_attention.py launches them.
 
-A row attends to its prompt's pages, read once for all rows of the prompt, and to its own. The first launch computes
+A row attends to its prompt's pages, read once for all rows of the prompt, and to its own. The first kernel computes
 parts: a block of queries of one kv head against a span of one page table, normalised, with its log-sum-exp (flash
 decoding; the shared prompt as in Hydragen, arXiv 2402.05099). The second merges each query's parts. Lengths and tables
-are only read on the device; the grids depend on shapes alone, and a program without tokens ends at once. Letters: R
-rows, P prompt places, H kv heads, N query heads per kv head, D head size. Logarithms inside are of base 2.
+are only read on the device, and a program without tokens ends at once. Letters: R rows, P prompt places, H kv heads, N
+query heads per kv head, D head size. Logarithms are of base 2.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
 from infsample_rl.rollout.kernels.triton_linear import let_next_start, wait_for_inputs
-
-# queries (rows x N) of one block: a prompt with more is read again; and keys of one inner iteration, over several pages
-MAX_BLOCK = 64
-BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
-MAX_SPLITS = 16  # of one table's tokens
-STORED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-QUANTISED_DTYPES = (torch.int8, torch.float8_e4m3fn)
-SCALES = ("key_scales", "value_scales")
-LOG2_E = 1.4426950408889634
-
-
-class Workspace:
-    """Parts of one call at a time, allocated once: float32 outputs [parts, R, H N, D] and log-sum-exps, flat, for any R
-    up to `max_rows`."""
-
-    def __init__(
-        self,
-        max_rows: int,
-        num_query_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_own_tokens: int,
-        max_prompt_tokens: int,
-        device: torch.device | str,
-        num_programs: int | None = None,
-    ) -> None:
-        """`num_programs`: what a launch should have at least to fill the device (default: two per multiprocessor; 16
-        without CUDA)."""
-        if num_query_heads % num_kv_heads:
-            raise ValueError(
-                f"num_query_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_query_heads}"
-            )
-        device = torch.device(device)
-        if num_programs is None:
-            num_programs = (
-                2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-            )
-        self.max_rows, self.num_query_heads, self.num_kv_heads, self.head_dim = (
-            max_rows,
-            num_query_heads,
-            num_kv_heads,
-            head_dim,
-        )
-        self.num_programs = num_programs
-        self.most_own_splits = min(MAX_SPLITS, triton.cdiv(max_own_tokens, MAX_BLOCK))
-        self.most_prompt_splits = min(MAX_SPLITS, triton.cdiv(max_prompt_tokens, MAX_BLOCK))
-        size = max(num_rows * sum(self.splits(num_rows)) for num_rows in range(1, max_rows + 1)) * num_query_heads
-        self.outputs = torch.empty(size * head_dim, dtype=torch.float32, device=device)
-        self.lses = torch.empty(size, dtype=torch.float32, device=device)
-
-    def splits(self, num_rows: int) -> tuple[int, int]:
-        """Into how many parts a prompt's tokens and a row's own go, at most, with `num_rows` rows: functions of the
-        shapes alone."""
-        num_blocks = triton.cdiv(num_rows * self.num_query_heads // self.num_kv_heads, MAX_BLOCK)
-        prompt_splits = triton.cdiv(self.num_programs, num_blocks * self.num_kv_heads)
-        own_splits = triton.cdiv(self.num_programs, num_rows * self.num_kv_heads)
-        return min(self.most_prompt_splits, prompt_splits), min(self.most_own_splits, own_splits)
 
 
 @triton.jit
@@ -152,17 +91,9 @@ def _prompt_queries(
 
 @triton.jit
 def _prefetch(
-    pages,
-    table,
-    length,
-    split,
-    head,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    pages, table, length, split, head,
+    H: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Have L2 fetch the first block of a split's keys or values."""
     BYTES: tl.constexpr = D * pages.dtype.element_ty.primitive_bitwidth // 8
     _, per_split = _blocks_per_split(length, SPLITS, BLOCK_N)
@@ -268,171 +199,3 @@ def _merge_kernel(
     result = tl.sum(parts * (share / tl.maximum(tl.sum(share, axis=0), 1.0e-30))[:, None], axis=0)
     at = (row.to(tl.int64) * NUM_HEADS + head) * D + dims
     tl.store(merged + at, result.to(merged.dtype.element_ty), mask=dims < D)
-
-
-def paged_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    row_tables: torch.Tensor,
-    row_lengths: torch.Tensor,
-    prompt_tables: torch.Tensor,
-    prompt_lengths: torch.Tensor,
-    prompt_row_starts: torch.Tensor,
-    scaling: float,
-    *,
-    workspace: Workspace,
-    row_order: torch.Tensor | None = None,
-    key_scales: torch.Tensor | None = None,
-    value_scales: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention of one query per row over its prompt's tokens and its own: query [R, H N, D] -> [R, H N, D], softmax in
-    float32.
-
-    keys, values [pages, page size, H, D]: as query, or int8 / float8_e4m3fn with float32 scales [pages, H]. Tables
-    int32 of page numbers [R, any], [P, any]; lengths int32 [R], [P] in tokens, 0 for an unused place. The rows of
-    prompt p are row_order[starts[p]:starts[p + 1]] (int32 [R], every row once; None: they lie in that order); those
-    behind starts[P] have no prompt. Lengths beyond what the workspace was made for are right, only slower. With `out`
-    nothing is allocated. Raises ValueError.
-    """
-    num_prompts = prompt_tables.shape[0]
-    _check_pages(query, keys, key_scales, value_scales, workspace)
-    _check_layout(
-        query, keys, num_prompts, query=query, keys=keys, values=values, key_scales=key_scales,
-        value_scales=value_scales, row_tables=row_tables,
-        row_lengths=row_lengths, prompt_tables=prompt_tables, prompt_lengths=prompt_lengths,
-        prompt_row_starts=prompt_row_starts,
-        row_order=row_order, out=out,
-    )  # fmt: skip
-    launch_attention(
-        query, keys, values, (key_scales, value_scales), (row_tables, row_lengths, prompt_tables, prompt_lengths,
-        prompt_row_starts, row_order),
-        scaling, workspace, out := torch.empty_like(query) if out is None else out, early=False,
-    )  # fmt: skip
-    return out
-
-
-def launch_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None],
-    scaling: float,
-    workspace: Workspace,
-    out: torch.Tensor,
-    *,
-    early: bool,
-) -> None:
-    """`paged_attention` without its checks. `places`: row_tables to row_order. `early`: with programmatic dependent
-    launch (sm_90)."""
-    row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts, row_order = places
-    num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
-    both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
-    both |= {"ORDERED": row_order is not None, "EARLY": early}
-    num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
-    launch = {"launch_pdl": True} if early else {}
-    _parts_kernel[(num_programs,)](
-        query, keys, values, *scales, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_row_starts,
-        row_order,
-        workspace.outputs, workspace.lses, num_rows, num_prompts, num_blocks, row_tables.stride(0),
-        prompt_tables.stride(0), scaling * LOG2_E,
-        QUANTISED=scales[0] is not None, **parts, **both, num_warps=4, num_stages=3, **launch,
-    )  # fmt: skip
-    _merge_kernel[(num_rows, num_heads)](
-        workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, row_order, out, num_rows,
-        num_prompts,
-        NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(both["PROMPT_SPLITS"] + both["OWN_SPLITS"]), **both,
-        num_warps=4, **launch,
-    )  # fmt: skip
-
-
-def _sizes(
-    query: torch.Tensor, keys: torch.Tensor, num_prompts: int, workspace: Workspace
-) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Compile-time sizes of both kernels, those of the parts alone, and the most blocks of queries that prompts sharing
-    the rows can have."""
-    num_rows, num_heads, head_dim = query.shape
-    page_size, num_kv_heads = keys.shape[1:3]
-    group = num_heads // num_kv_heads
-    prompt_splits, own_splits = workspace.splits(num_rows)
-    width = max(16, triton.next_power_of_2(head_dim))  # matrix products take 16 or more of everything
-    block = min(MAX_BLOCK, max(16, BLOCK_BYTES // (width * query.element_size())))
-    queries = min(block, max(16, triton.next_power_of_2(num_rows * group)))
-    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": block, "PROMPT_SPLITS": prompt_splits, "OWN_SPLITS": own_splits}
-    both["P_PAD"] = triton.next_power_of_2(num_prompts + 15)  # few different ones, so few compilations
-    parts = {
-        "H": num_kv_heads,
-        "N": group,
-        "PAGE": page_size,
-        "PROMPT_M": queries,
-        "OWN_M": max(16, triton.next_power_of_2(group)),
-    }
-    # the interpreter cannot multiply bfloat16
-    parts["PRODUCT"] = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[query.dtype]
-    return both, parts, min(num_prompts, num_rows) - 1 + triton.cdiv(num_rows * group, queries)
-
-
-def _check_pages(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    workspace: Workspace,
-) -> None:
-    """Raise ValueError for dtypes and sizes that the kernels or the workspace are not for."""
-    if query.dtype not in STORED_DTYPES:
-        raise ValueError(f"query must be bfloat16, float16 or float32, got {query.dtype}")
-    quantised = keys.dtype in QUANTISED_DTYPES
-    if (key_scales is not None, value_scales is not None) != (quantised, quantised):
-        raise ValueError(
-            "key_scales and value_scales must be given for int8 and float8_e4m3fn keys and for no others, keys are "
-            f"{keys.dtype}"
-        )
-    if not quantised and keys.dtype != query.dtype:
-        raise ValueError(f"keys must be of query's {query.dtype}, or int8 or float8_e4m3fn, got {keys.dtype}")
-    page_size = keys.shape[1]
-    if page_size < 8 or page_size & (page_size - 1):
-        raise ValueError(
-            f"page_size must be a power of two >= 8, got {page_size}; take {triton.next_power_of_2(max(8, page_size))}"
-        )
-    made_for = (workspace.num_query_heads, workspace.num_kv_heads, workspace.head_dim)
-    if (query.shape[1], *keys.shape[2:]) != made_for:
-        raise ValueError(
-            f"workspace is for (query heads, kv heads, head_dim) = {made_for}, got {(query.shape[1], *keys.shape[2:])}"
-        )
-    if query.shape[0] > workspace.max_rows:
-        raise ValueError(f"workspace is for max_rows={workspace.max_rows}, query has {query.shape[0]}")
-
-
-def _check_layout(query: torch.Tensor, keys: torch.Tensor, num_prompts: int, /, **tensors: torch.Tensor | None) -> None:
-    """Raise ValueError for a tensor of another dtype or shape, or not contiguous; a table's rows may lie apart."""
-    rows, places, scales = (query.shape[0],), (num_prompts,), (keys.shape[0], keys.shape[2])
-    kinds = {"query": query.dtype, "out": query.dtype, "keys": keys.dtype, "values": keys.dtype} | dict.fromkeys(
-        SCALES, torch.float32
-    )
-    shapes = {"query": query.shape, "out": query.shape, "keys": keys.shape, "values": keys.shape} | dict.fromkeys(
-        SCALES, scales
-    )
-    shapes |= {
-        "row_lengths": rows,
-        "row_order": rows,
-        "prompt_lengths": places,
-        "prompt_row_starts": (num_prompts + 1,),
-    }
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        table = name.endswith("tables")
-        dtype = kinds.get(name, torch.int32)
-        shape = ((rows if name == "row_tables" else places) + tensor.shape[1:2]) if table else tuple(shapes[name])
-        if (
-            tensor.dtype != dtype
-            or tensor.shape != shape
-            or not (tensor.stride(-1) == 1 if table else tensor.is_contiguous())
-        ):
-            raise ValueError(
-                f"{name} must be contiguous {dtype} {shape}, got {tensor.dtype} {tuple(tensor.shape)} with strides "
-                f"{tensor.stride()}"
-            )

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 FOLDER = Path(__file__).parent
 SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_decoder.h", "cpu_linear.h", "cpu_threads.h", "cpu_vectors.h")
@@ -46,7 +47,7 @@ def load() -> Kernels | None:
 
 
 class Kernels:
-    """The compiled functions. Tensors are float32 on CPU, their last dimension dense; anything else is a ValueError."""
+    """The compiled functions. Tensors are float32 on CPU, contiguous; anything else is a ValueError."""
 
     def __init__(self, library: ctypes.CDLL, openmp: ctypes.CDLL) -> None:
         use_openmp = _function(library, "use_openmp", [POINTER], None)
@@ -58,136 +59,85 @@ class Kernels:
         self.decode = _function(library, "decode", [POINTER] * 2, INT64)  # of cpu_decoder.CompiledDecoder, as the next
         self.workspace_floats = _function(library, "workspace_floats", [POINTER], INT64)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [R, K] (rows may be strided), weight [N, K] contiguous, bias [N] -> x weight^T + bias [R, N]."""
-        num_rows, size = _dims("x", x, 2)
-        num_out = _dims("weight", weight, 2)[0]
-        _check_strided("x", x, (num_rows, size), 1)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [R, K], weight [N, K], bias [N] -> x weight^T + bias [R, N]."""
+        (num_rows, size), num_out = x.shape, weight.shape[0]
+        check("x", x, x.shape)
         check("weight", weight, (num_out, size))
-        bias_at = None
         if bias is not None:
             check("bias", bias, (num_out,))
-            bias_at = bias.data_ptr()
         out = x.new_empty((num_rows, num_out))
-        threads = torch.get_num_threads()
-        self._linear(
-            x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr(), num_rows, x.stride(0), size, num_out, threads
-        )
+        pointers = (x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+        self._linear(*pointers, num_rows, size, size, num_out, torch.get_num_threads())
         return out
 
     def paged_attention(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        row_tables: torch.Tensor,
-        row_lengths: torch.Tensor,
-        prompt_tables: torch.Tensor,
-        prompt_lengths: torch.Tensor,
-        prompt_of_row: torch.Tensor,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        row_tables: Tensor,
+        row_lengths: Tensor,
+        prompt_tables: Tensor,
+        prompt_lengths: Tensor,
+        prompt_of_row: Tensor,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Every row's exact softmax over its prompt's tokens and its own; a prompt's KV is read once for up to 16 of
         its rows.
 
-        query [R, H N, D]; keys and values [pages, page_size, H, D] with equal strides; tables [R or prompts, pages of
-        one] and lengths [R or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
+        query [R, H N, D]; keys and values [pages, page_size, H, D]; tables [R or prompts, pages of one] and lengths [R
+        or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
         """
-        num_rows, num_heads, size = shape = _dims("query", query, 3)
-        _check_strided("query", query, shape, 1)
-        pool = _check_pool(keys, values, size)
-        if num_heads % pool[2]:
-            raise ValueError(f"query has {num_heads} heads, not a multiple of the {pool[2]} kv heads")
-        num_prompts = prompt_tables.shape[0]
-        row_pages = _check_tables("row", row_tables, row_lengths, num_rows)
-        prompt_pages = _check_tables("prompt", prompt_tables, prompt_lengths, num_prompts)
-        check("prompt_of_row", prompt_of_row, (num_rows,), torch.int32)
-        out = query.new_empty(shape)
-        pointers = [
-            t.data_ptr()
-            for t in (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
-        ]
-        sizes = (
-            num_rows,
-            num_heads // pool[2],
-            num_prompts,
-            *pool,
-            query.stride(0),
-            *keys.stride()[:3],
-            row_pages,
-            prompt_pages,
-        )
-        _raise_bad_index(self._attention(*pointers, *sizes, scaling, torch.get_num_threads()))
+        num_rows, num_heads, size = query.shape
+        num_prompts, (num_kv_heads, kv_size) = prompt_tables.shape[0], keys.shape[2:]
+        for name, tensor in (("query", query), ("keys", keys)):
+            check(name, tensor, tensor.shape)
+        check("values", values, keys.shape)
+        if size != kv_size or num_heads % num_kv_heads:
+            raise ValueError(
+                f"query has {num_heads} heads of {size}; the {num_kv_heads} kv heads must divide them and have their "
+                f"size, not {kv_size}"
+            )
+        of_rows = (("row_tables", row_tables), ("row_lengths", row_lengths), ("prompt_of_row", prompt_of_row))
+        of_prompts = (("prompt_tables", prompt_tables), ("prompt_lengths", prompt_lengths))
+        for count, tensors in ((num_rows, of_rows), (num_prompts, of_prompts)):
+            for name, tensor in tensors:
+                check(name, tensor, (count, *tensor.shape[1:]), torch.int32)
+        out = torch.empty_like(query)
+        tensors = (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
+        sizes = (num_rows, num_heads // num_kv_heads, num_prompts, *keys.shape, num_heads * size, *keys.stride()[:3])
+        widths = (row_tables.shape[1], prompt_tables.shape[1])
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        _raise_bad_index(self._attention(*pointers, *sizes, *widths, scaling, torch.get_num_threads()))
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., K], weight [K] -> x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         size = x.shape[-1]
         check("x", x, x.shape)
         check("weight", weight, (size,))
         out = torch.empty_like(x)
-        self._norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, torch.get_num_threads()
-        )
+        pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+        self._norm(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
         return out
 
-    def silu_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate and up [R, K] -> gate * sigmoid(gate) * up [R, K]."""
-        num_rows, size = shape = _dims("gate", gate, 2)
-        check("gate", gate, shape)
-        check("up", up, shape)
+        num_rows, size = gate.shape
+        check("gate", gate, gate.shape)
+        check("up", up, gate.shape)
         out = torch.empty_like(gate)
         self._silu(gate.data_ptr(), up.data_ptr(), out.data_ptr(), num_rows, size, torch.get_num_threads())
         return out
 
 
-def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
     """ValueError unless the tensor has this shape and type, on CPU, contiguous. (Written for speed: it runs on every
     call.)"""
     if tensor.dtype is not dtype or not tensor.is_cpu or tensor.shape != shape or not tensor.is_contiguous():
-        _refuse(name, tensor, shape, dtype)
-
-
-def _check_strided(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dense_from: int) -> None:
-    """As `check` in float32, but strides before dimension `dense_from` are free."""
-    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.shape != shape:
-        _refuse(name, tensor, shape, torch.float32)
-    if not tensor.is_contiguous() and not tensor[(0,) * dense_from].is_contiguous():
-        raise ValueError(
-            f"{name} has strides {tensor.stride()}; its last {tensor.dim() - dense_from} dimensions must be contiguous"
-        )
-
-
-def _refuse(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
-    raise ValueError(f"{name} is {found}; it must be {dtype} {tuple(shape)}, contiguous, on cpu")
-
-
-def _dims(name: str, tensor: torch.Tensor, *counts: int) -> torch.Size:
-    """The tensor's shape, if it has one of these numbers of dimensions."""
-    if tensor.dim() not in counts:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}; it must have {' or '.join(map(str, counts))} dimensions"
-        )
-    return tensor.shape
-
-
-def _check_pool(keys: torch.Tensor, values: torch.Tensor, size: int) -> torch.Size:
-    """The shape of a pool's keys [pages, page_size, H, D] of head size `size`."""
-    shape = _dims("keys", keys, 4)
-    _check_strided("keys", keys, (*shape[:3], size), 3)
-    _check_strided("values", values, shape, 3)
-    if keys.stride() != values.stride():
-        raise ValueError(f"keys have strides {keys.stride()} and values {values.stride()}; they must be equal")
-    return shape
-
-
-def _check_tables(kind: str, tables: torch.Tensor, lengths: torch.Tensor, count: int) -> int:
-    """The tables' width: pages of one row or prompt."""
-    width = _dims(f"{kind}_tables", tables, 2)[1]
-    check(f"{kind}_tables", tables, (count, width), torch.int32)
-    check(f"{kind}_lengths", lengths, (count,), torch.int32)
-    return width
+        found = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+        raise ValueError(f"{name} is {found}; it must be {dtype} {tuple(shape)}, contiguous, on cpu")
 
 
 def _raise_bad_index(code: int) -> None:

@@ -8,26 +8,23 @@ import platform
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
+from infsample_rl.model.shapes import KVShape
 from infsample_rl.rollout.engine import cpu_decoder
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
 from infsample_rl.rollout.engine.decoder import LeanDecoder
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.kernels import cpu_kernels
+from tests.engines import greedy, make_engine, tokens_of
 
 KERNELS = cpu_kernels.load()
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="no C++ compiler")
 THREE_TO_ONE = {"num_attention_heads": 6, "num_key_value_heads": 2}
+ODD = {"head_dim": 10, "hidden_size": 43, "intermediate_size": 37}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
-LONG = {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [3.0] * 8,
-    "original_max_position_embeddings": 16,
-}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+LONG |= {"original_max_position_embeddings": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +41,8 @@ class Work:
         draw, numbers = torch.Generator().manual_seed(seed), model.config
         self.model, self.page_size, self.own = model, page_size, own
         row_pages, prompt_pages = (max(-(-size // page_size) for size in sizes) for sizes in (own, prompts))
-        num_pages, head_dim = len(own) * row_pages + 2 * prompt_pages, model.model.layers[0].self_attn.head_dim
-        sizes = (numbers.num_hidden_layers, num_pages, page_size, numbers.num_key_value_heads, head_dim)
-        self.kv = PagedKV(*sizes, torch.float32, torch.device("cpu"))
+        num_pages = len(own) * row_pages + 2 * prompt_pages
+        self.kv = PagedKV(KVShape.of(numbers), num_pages, page_size, torch.float32, torch.device("cpu"))
         self.kv.store.fill_(torch.nan)
         pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(page_seed)).int()
         batch = self.batch = RowBatch(len(own), row_pages, 2, prompt_pages, self.kv.scratch_page, torch.device("cpu"))
@@ -57,16 +53,10 @@ class Work:
         prompt_ids = [torch.randint(0, numbers.vocab_size, (size,), generator=draw) for size in prompts]
         self.ids = []
         for row, size in enumerate(own):
-            place = row % 2
-            self.ids.append(
-                torch.cat([prompt_ids[place], torch.randint(0, numbers.vocab_size, (size,), generator=draw)])
-            )
-            batch.tokens[row], batch.positions[row], batch.starts[row], batch.lengths[row] = (
-                self.ids[row][-1],
-                size - 1,
-                prompts[place],
-                size,
-            )
+            place, own_ids = row % 2, torch.randint(0, numbers.vocab_size, (size,), generator=draw)
+            self.ids.append(torch.cat([prompt_ids[place], own_ids]))
+            batch.tokens[row], batch.starts[row] = own_ids[-1], prompts[place]
+            batch.positions[row], batch.lengths[row] = size - 1, size
         self.fill()
 
     @torch.no_grad()
@@ -123,11 +113,7 @@ def distance(found, wanted):
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", THREE_TO_ONE | {"head_dim": 24}),
         ("qwen3", {"tie_word_embeddings": True, "rms_norm_eps": 0.1}),
-        (
-            "qwen3",
-            THREE_TO_ONE
-            | {"head_dim": 10, "hidden_size": 43, "intermediate_size": 37, "vocab_size": 61, "num_hidden_layers": 3},
-        ),
+        ("qwen3", THREE_TO_ONE | ODD | {"vocab_size": 61, "num_hidden_layers": 3}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}}),
         ("llama", {"rope_parameters": YARN | {"rope_theta": 100.0}}),
     ],
@@ -153,7 +139,7 @@ def test_places_beyond_the_first_table_of_angles_are_right(make_model):
     decoder = CompiledDecoder(model, KERNELS)
     found = decoder(work.batch, 3, work.kv)
     assert distance(found, work.wanted) < 1e-5
-    assert len(decoder._cos) == 768  # 602 places, 256 at a time
+    assert len(decoder._angles.cos) == 768  # 602 places, 256 at a time
     assert torch.equal(decoder(work.batch, 3, work.kv), found)
 
 
@@ -275,7 +261,7 @@ def test_what_does_not_fit_the_model_is_refused(make_model):
     work = Work(make_model())
     with pytest.raises(ValueError, match="num_rows must be 1 to the batch's 5, on cpu, got 6 on cpu"):
         CompiledDecoder(work.model, KERNELS)(work.batch, 6, work.kv)
-    other = PagedKV(2, 3, 4, 2, 8, torch.float32, torch.device("cpu"))
+    other = PagedKV(KVShape(num_layers=2, num_kv_heads=2, head_dim=8), 3, 4, torch.float32, torch.device("cpu"))
     with pytest.raises(
         ValueError, match=r"kv.store is torch.float32 \(4, 4, 4, 2, 8\) .* must be torch.float32 \(4, 4, 4, 2, 16\)"
     ):
@@ -284,14 +270,6 @@ def test_what_does_not_fit_the_model_is_refused(make_model):
         CompiledDecoder(make_model().bfloat16(), KERNELS)
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         CompiledDecoder(make_model("llama", hidden_act="gelu"), KERNELS)
-
-
-def test_the_workspace_is_what_the_largest_batch_needs(make_model):
-    model = make_model()  # E = 64, queries 64, query + key + value 128, inner 96
-    decoder, work = CompiledDecoder(model, KERNELS), Work(model)
-    for rows, held in ((2, 2), (5, 5), (1, 5)):
-        decoder(work.batch, rows, work.kv)
-        assert decoder._workspace.nbytes == held * 4 * (64 + 64 + 64 + 128)
 
 
 def test_a_result_outlives_the_next_step(make_model):
@@ -315,14 +293,9 @@ def test_the_runner_takes_it_for_float32_pages_and_the_lean_one_otherwise(make_m
 
 def test_an_architecture_it_does_not_know_decodes_through_its_own_modules(make_model, tokenizer):
     model, prompt = make_model("llama", hidden_act="gelu"), [5, 9, 7, 30, 2]
-    wanted = model.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=12, eos_token_id=None, pad_token_id=0
-    )[0, 5:].tolist()
-    engine = SamplingEngine(model, tokenizer, RolloutConfig(group_size=3, max_new_tokens=12), stop_token_ids=set())
+    engine = make_engine(model, tokenizer, group_size=3, stop=())
     assert engine.runner.decoder is None
-    assert [completion.token_ids.tolist() for completion in engine.generate([prompt], seed=0, temperature=0)[0]] == [
-        wanted
-    ] * 3
+    assert tokens_of(engine.generate([prompt], seed=0, temperature=0)) == [[greedy(model, prompt, 24)] * 3]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")
@@ -331,7 +304,7 @@ def test_narrower_vectors_are_right_and_the_same_in_any_batch(make_model, tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_kernels, "FLAGS", (*cpu_kernels.FLAGS, "-O1", without))
     narrow = cpu_kernels.Kernels(ctypes.CDLL(str(cpu_kernels._library_path())), ctypes.CDLL(cpu_kernels._openmp_path()))
-    work = Work(make_model("qwen3", **THREE_TO_ONE, head_dim=10, hidden_size=43, intermediate_size=37))
+    work = Work(make_model("qwen3", **THREE_TO_ONE, **ODD))
     found = work.decode(narrow)
     assert distance(found, work.wanted) < 1e-5
     assert torch.equal(CompiledDecoder(work.model, narrow)(work.pick([3]), 1, work.kv), found[3:4])

@@ -6,36 +6,24 @@ Graphs themselves are in test_cuda_graphs.py; here the step that they capture ru
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine import sampling_engine as engine_module
+from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.cuda_decode import bucket_of
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine.row_batch import RowBatch
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from tests import engines
+from tests.engines import PROMPTS, assert_logprobs_close, ends_of
 
-PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
-STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
 
-
-def make_engine(model, tokenizer, *, static=False, stop=STOP, deterministic=False, **settings):
+def make_engine(model, tokenizer, *, static=False, **settings):
     """`static`: steps run as they are captured on CUDA."""
-    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
-    made.runner.graphs.is_used = static
+    made = engines.make_engine(model, tokenizer, **settings)
+    made.pool.graphs.is_used = static
     return made
-
-
-def results(groups):
-    """(tokens, finish reason) of every completion."""
-    return [[(completion.token_ids.tolist(), completion.finish_reason) for completion in group] for group in groups]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +40,7 @@ def ahead(monkeypatch):
         made.append(DecodeLoop(*args, **(options | {"run_ahead": True})))
         return made[-1]
 
-    monkeypatch.setattr(engine_module, "DecodeLoop", build)
+    monkeypatch.setattr(sampling_engine, "DecodeLoop", build)
     return made
 
 
@@ -87,7 +75,7 @@ def test_steps_launched_ahead_change_no_completion(model, tokenizer, request, se
     wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
     loops = request.getfixturevalue("ahead")
     engine = make_engine(model, tokenizer, static=static, **settings)
-    assert results(engine.generate(PROMPTS, seed=4, step=2)) == results(wanted)
+    assert ends_of(engine.generate(PROMPTS, seed=4, step=2)) == ends_of(wanted)
     assert loops[0].run_ahead == (settings.get("schedule") != "dynamic_slot")
     assert engine.stats.peak_kv_bytes <= engine.stats.kv_pool_bytes
 
@@ -96,10 +84,9 @@ def test_steps_launched_ahead_change_no_completion(model, tokenizer, request, se
 def test_static_steps_draw_what_others_draw(model, tokenizer, settings):
     wanted, found = (make_engine(model, tokenizer, static=static, **settings) for static in (False, True))
     wanted_groups, found_groups = (engine.generate(PROMPTS, seed=9) for engine in (wanted, found))
-    assert results(found_groups) == results(wanted_groups)
+    assert ends_of(found_groups) == ends_of(wanted_groups)
     assert found.stats == wanted.stats
-    for one, other in zip(sum(found_groups, []), sum(wanted_groups, []), strict=True):
-        torch.testing.assert_close(torch.from_numpy(one.logprobs), torch.from_numpy(other.logprobs), atol=1e-5, rtol=0)
+    assert_logprobs_close(found_groups, wanted_groups, 1e-5)
 
 
 def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
@@ -110,33 +97,27 @@ def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
         seen.extend(len(prefix) for prefix in prefixes)
         return [float(len(prefixes))] * len(prefixes)
 
-    engine._predictor = predict
+    engine.lengths.predict = predict
     groups = engine.generate(PROMPTS, seed=4, step=2)
     assert set(seen) == {4}
     assert ahead[0].planner.num_tokens >= sum(len(completion.token_ids) for group in groups for completion in group)
 
 
-def test_the_policy_observes_true_lengths(model, tokenizer, ahead):
-    engine = make_engine(model, tokenizer, prompts_at_once=2)
-    engine.generate([PROMPTS[0]], seed=4)
-    finished = []
-    loop_class = engine._new_loop
-
-    def new_loop(*args):
-        loop = loop_class(*args)
-        observe = loop.planner.policy.observe_finished
-        loop.planner.policy.observe_finished = lambda prompt, length: (finished.append(length), observe(prompt, length))
-        return loop
-
-    engine._new_loop = new_loop
-    group = engine.generate([PROMPTS[0]], seed=4)[0]
+def test_the_policy_observes_true_lengths(model, tokenizer, ahead, monkeypatch):
+    finished, observe = [], TokenBudgetPolicy.observe_finished
+    monkeypatch.setattr(
+        TokenBudgetPolicy,
+        "observe_finished",
+        lambda policy, prompt, length: (finished.append(length), observe(policy, prompt, length)),
+    )
+    group = make_engine(model, tokenizer, prompts_at_once=2).generate([PROMPTS[0]], seed=4)[0]
     assert sorted(finished) == sorted(len(completion.token_ids) for completion in group)
 
 
 def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
     model, other = make_model(), make_model("qwen3", initializer_range=0.3)
     engine = make_engine(model, tokenizer, static=True, max_new_tokens=8)
-    cache = engine.runner.graphs
+    cache = engine.pool.graphs
 
     def kept():
         engine.generate(PROMPTS, seed=1)
@@ -144,20 +125,20 @@ def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
         return graphs
 
     first = kept()
-    captures = first.captures
-    assert kept() is first and first.captures == captures
+    captured = dict(first._graphs)
+    assert kept() is first and first._graphs == captured
     with torch.no_grad():
         model.load_state_dict(other.state_dict())  # in place
-    # other samples may need another bucket, none is captured twice
-    assert kept() is first and first.captures == len(first._graphs)
+    assert kept() is first
     layer = model.model.layers[0].self_attn.q_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
     second = kept()
     assert second is not first
-    engine.runner.allocate(engine.runner.kv.num_pages + 1, 16)
-    assert cache._kept == {}
+    pages = engine.runner.kv.num_pages
+    engine.pool.allocate([60] * 4)
+    assert engine.runner.kv.num_pages > pages and cache._kept == {}
     wanted = make_engine(model, tokenizer, max_new_tokens=8).generate(PROMPTS, seed=1)
-    assert results(engine.generate(PROMPTS, seed=1)) == results(wanted)
+    assert ends_of(engine.generate(PROMPTS, seed=1)) == ends_of(wanted)
 
 
 def test_training_and_evaluation_each_keep_their_graphs(model, tokenizer):
@@ -166,8 +147,8 @@ def test_training_and_evaluation_each_keep_their_graphs(model, tokenizer):
         engine.generate(PROMPTS, seed=1)
         engine.generate(PROMPTS, seed=1, evaluation=True, temperature=0.0)
         engine.generate(PROMPTS[:1], seed=1)
-    assert [graphs.sampler.temperature for graphs in engine.runner.graphs._kept.values()] == [0.0, 1.0]
-    assert sum(graphs.captures for graphs in engine.runner.graphs._kept.values()) <= 6
+    assert [graphs.sampler.temperature for graphs in engine.pool.graphs._kept.values()] == [0.0, 1.0]
+    assert sum(len(graphs._graphs) for graphs in engine.pool.graphs._kept.values()) <= 6
 
 
 def make_group(pool_pages, tokens=0):
@@ -185,7 +166,7 @@ def test_a_warm_up_leaves_rows_and_pages_as_they_were(model, tokenizer):
     engine = make_engine(model, tokenizer, static=True, kv_budget_tokens=160, max_new_tokens=16)
     runner = engine.runner
     batch = RowBatch(3, 1, 1, 1, runner.kv.scratch_page, runner.device)
-    graphs = runner.graphs.take(batch, engine._new_sampler(None))
+    graphs = engine.pool.graphs.take(batch, engine._new_sampler(None))
     batch = graphs.batch
     _, samples = make_group((1, 2), tokens=4)
     batch.arrange(samples)
@@ -226,13 +207,12 @@ def step_in_triton(config, kv_dtype):
     from transformers import AutoModelForCausalLM
 
     from infsample_rl.rollout.engine.model_runner import ModelRunner
-    from infsample_rl.rollout.kernels.attention_triton import Workspace
+    from infsample_rl.rollout.kernels.paged_attention import Workspace
 
     torch.manual_seed(0)
     runner = ModelRunner(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), kv_dtype=kv_dtype)
     runner.kernels, out = None, []
     for in_triton in (False, True):
-        runner.kv = None
         runner.allocate(4, 8)
         runner.prefill([5, 6, 7], [0])
         _, samples = make_group((1, 2))

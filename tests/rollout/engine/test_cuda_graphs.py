@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from tests import engines
+from tests.engines import PROMPTS, assert_logprobs_close, ends_of, greedy, tokens_of
 
 pytestmark = pytest.mark.gpu
-
-PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
-STOP = {3, 17, 40}
 
 
 @pytest.fixture(scope="module")
@@ -22,34 +17,21 @@ def gpu_model(make_model):
     return lambda family="qwen3", dtype=torch.float32, **changes: make_model(family, **changes).to("cuda", dtype)
 
 
-def make_engine(model, tokenizer, *, captured=True, stop=STOP, deterministic=False, **settings):
+def make_engine(model, tokenizer, *, captured=True, **settings):
     """`captured` False: the engine's step in plain torch, without graphs, Triton and torch.compile."""
-    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
-    engine._allocate([16] * 3)  # large enough for all calls, so that it is not allocated again
-    assert engine.runner.graphs.is_used and engine.runner.graphs.uses_triton
-    engine.runner.graphs.is_used = captured
+    engine = engines.make_engine(model, tokenizer, **settings)
+    engine.pool.allocate([16] * 3)  # large enough for all calls, so that it is not allocated again
+    assert engine.pool.graphs.is_used and engine.pool.graphs.uses_triton
+    engine.pool.graphs.is_used = captured
     return engine
-
-
-def results(groups):
-    return [[(completion.token_ids.tolist(), completion.finish_reason) for completion in group] for group in groups]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
 def test_greedy_tokens_equal_generate(gpu_model, tokenizer, family):
     model = gpu_model(family)
-    plain = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [
-        model.generate(torch.tensor([prompt], device="cuda"), **plain)[0, len(prompt) :].tolist() for prompt in PROMPTS
-    ]
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
-    found = engine.generate(PROMPTS, seed=0, temperature=0)
-    assert [[completion.token_ids.tolist() for completion in group] for group in found] == [
-        [tokens] * 6 for tokens in wanted
-    ]
+    found = tokens_of(engine.generate(PROMPTS, seed=0, temperature=0))
+    assert found == [[greedy(model, prompt, 24)] * 6 for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +57,9 @@ def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings
     wanted = make_engine(model, tokenizer, captured=False, **settings).generate(PROMPTS, seed=4)
     engine = make_engine(model, tokenizer, **settings)
     found = engine.generate(PROMPTS, seed=4)
-    assert results(found) == results(wanted)
-    for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
-        torch.testing.assert_close(torch.from_numpy(one.logprobs), torch.from_numpy(other.logprobs), atol=1e-4, rtol=0)
-    (graphs,) = engine.runner.graphs._kept.values()
+    assert ends_of(found) == ends_of(wanted)
+    assert_logprobs_close(found, wanted, 1e-4)
+    (graphs,) = engine.pool.graphs._kept.values()
     assert graphs._is_compiled and all(graph is not None for graph in graphs._graphs.values())
 
 
@@ -97,13 +78,13 @@ def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):
     model, other = gpu_model(), gpu_model(initializer_range=0.3)
     engine = make_engine(model, tokenizer)
     engine.generate(PROMPTS, seed=4)
-    (graphs,) = engine.runner.graphs._kept.values()
+    (graphs,) = engine.pool.graphs._kept.values()
     captured = dict(graphs._graphs)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
             parameter.copy_(value)
-    assert results(engine.generate(PROMPTS, seed=4)) == results(make_engine(other, tokenizer).generate(PROMPTS, seed=4))
-    assert engine.runner.graphs._kept == {next(iter(engine.runner.graphs._kept)): graphs}
+    assert ends_of(engine.generate(PROMPTS, seed=4)) == ends_of(make_engine(other, tokenizer).generate(PROMPTS, seed=4))
+    assert engine.pool.graphs._kept == {next(iter(engine.pool.graphs._kept)): graphs}
     # other lengths may need other numbers of rows
     assert all(graphs._graphs[rows] is graph for rows, graph in captured.items())
 
@@ -128,13 +109,8 @@ def make_running(gpu_model, tokenizer):
     model = gpu_model(max_position_embeddings=512)
 
     def build(group_size=8, **settings):
-        options = {
-            "group_size": group_size,
-            "slots": group_size,
-            "max_new_tokens": 200,
-            "page_size": 256,
-            "schedule": "full_group",
-        }
+        options = {"group_size": group_size, "slots": group_size, "max_new_tokens": 200, "page_size": 256}
+        options |= {"schedule": "full_group"}
         engine = make_engine(model, tokenizer, stop=set(), **(options | settings))
         engine.generate([PROMPTS[0]], seed=1)
         engine.stream([PROMPTS[0]], seed=1)

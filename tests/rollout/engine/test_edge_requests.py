@@ -7,24 +7,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.simulator import simulate
+from tests.engines import make_engine, tokens_of
 
 BARRED = ("fixed_slot", "naive", "fptas")  # every slot has its own samples
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 64,
-    "pad_token_id": 0,
-}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+SMALL |= {"vocab_size": 64, "pad_token_id": 0}
 
 
-def engine_of(model, tokenizer, *, deterministic=False, **settings):
-    return SamplingEngine(
-        model, tokenizer, RolloutConfig(**({"predictor": "none"} | settings)), deterministic=deterministic
-    )
+def engine_of(model, tokenizer, **settings):
+    return make_engine(model, tokenizer, stop=None, **({"predictor": "none", "slots": 4} | settings))
 
 
 @pytest.mark.parametrize("schedule", BARRED)
@@ -37,36 +29,17 @@ def engine_of(model, tokenizer, *, deterministic=False, **settings):
     ],
 )
 def test_slots_beyond_the_pool_are_left_out(make_model, make_tokenizer, schedule, deterministic, settings):
-    engine = engine_of(
-        make_model(),
-        make_tokenizer(),
-        deterministic=deterministic,
-        group_size=8,
-        slots=4,
-        schedule=schedule,
-        **settings,
-    )
+    model, common = make_model(), {"deterministic": deterministic, "group_size": 8}
+    engine = engine_of(model, make_tokenizer(), schedule=schedule, **common, **settings)
     roomy = engine_of(
-        make_model(),
-        make_tokenizer(),
-        deterministic=deterministic,
-        group_size=8,
-        max_new_tokens=settings["max_new_tokens"],
+        model, make_tokenizer(), max_new_tokens=settings["max_new_tokens"], schedule="token_budget", **common
     )
-    got, wanted = engine.generate([[1] * 8], 0)[0], roomy.generate([[1] * 8], 0)[0]
-    assert [each.token_ids.tolist() for each in got] == [each.token_ids.tolist() for each in wanted]
+    assert tokens_of(engine.generate([[1] * 8], 0)) == tokens_of(roomy.generate([[1] * 8], 0))
 
 
 def test_engine_and_simulator_leave_out_the_same_slots(make_model, make_tokenizer):
-    engine = engine_of(
-        make_model(),
-        make_tokenizer(),
-        group_size=6,
-        slots=4,
-        schedule="fixed_slot",
-        max_new_tokens=16,
-        kv_budget_tokens=48,
-    )
+    settings = {"group_size": 6, "schedule": "fixed_slot", "max_new_tokens": 16, "kv_budget_tokens": 48}
+    engine = engine_of(make_model(), make_tokenizer(), **settings)
     engine.generate([[1] * 8], 0)
     found = simulate(
         [16] * 6, "fixed_slot", slots=4, kv_budget_tokens=48, page_size=16, prompt_tokens=8, max_new_tokens=16
@@ -75,8 +48,7 @@ def test_engine_and_simulator_leave_out_the_same_slots(make_model, make_tokenize
 
 
 def test_part_of_an_evaluation_under_dynamic_slot(make_model, make_tokenizer):
-    with pytest.warns(UserWarning, match="dynamic_slot"):
-        engine = engine_of(make_model(), make_tokenizer(), group_size=8, schedule="dynamic_slot", max_new_tokens=4)
+    engine = engine_of(make_model(), make_tokenizer(), group_size=8, schedule="dynamic_slot", max_new_tokens=4)
     found = engine.generate([[1] * 3], 0, sample_indices=[[0, 2]], evaluation=True)
     assert [each.sample_index for each in found[0]] == [0, 2]
     with pytest.raises(ValueError, match="contiguous"):
@@ -84,32 +56,20 @@ def test_part_of_an_evaluation_under_dynamic_slot(make_model, make_tokenizer):
 
 
 def test_auto_budget_grows_with_the_longest_prompt(make_model, make_tokenizer):
-    engine = engine_of(
-        make_model(max_position_embeddings=1024),
-        make_tokenizer(),
-        group_size=4,
-        max_new_tokens=16,
-        kv_budget_bytes="auto",
-    )
+    settings = {"group_size": 4, "max_new_tokens": 16, "kv_budget_bytes": "auto"}
+    engine = engine_of(make_model(max_position_embeddings=1024), make_tokenizer(), **settings)
     short = engine.generate([[1] * 5], 0)
     pages = engine.runner.kv.num_pages
     assert len(engine.generate([[1] * 300], 0)[0]) == 4
     assert engine.runner.kv.num_pages > pages
-    again = engine.generate([[1] * 5], 0)
-    assert [each.token_ids.tolist() for each in short[0]] == [each.token_ids.tolist() for each in again[0]]
+    assert tokens_of(engine.generate([[1] * 5], 0)) == tokens_of(short)
 
 
 @pytest.mark.parametrize("schedule", BARRED)
 def test_a_prompt_that_waits_for_the_pages_of_an_idle_one_does_not_stop_all(make_model, make_tokenizer, schedule):
     """Prompt 1 has nothing for slot 1, and does not fit beside prompt 2, which starts there."""
-    settings = {
-        "group_size": 2,
-        "slots": 3,
-        "prompts_at_once": 4,
-        "page_size": 1,
-        "max_new_tokens": 1,
-        "kv_budget_tokens": 36,
-    }
+    settings = {"group_size": 2, "slots": 3, "prompts_at_once": 4, "page_size": 1, "max_new_tokens": 1}
+    settings |= {"kv_budget_tokens": 36}
     engine = engine_of(make_model(), make_tokenizer(), schedule=schedule, **settings)
     found = engine.generate([[1], [2] * 26, [3] * 25], 0, sample_indices=[[0], [0], [0, 1]])
     assert [len(group) for group in found] == [1, 1, 2]
@@ -126,13 +86,8 @@ def test_a_temperature_that_logits_cannot_be_divided_by(make_model, make_tokeniz
 
 
 def test_longrope_ends_where_its_short_factors_do(make_model, make_tokenizer):
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "factor": 8.0,
-    }
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     model = make_model("llama", rope_parameters=rope | {"original_max_position_embeddings": 32})
     engine = engine_of(model, make_tokenizer(), group_size=2, max_new_tokens=12)
     engine.generate([[1] * 20], 0)
@@ -142,12 +97,8 @@ def test_longrope_ends_where_its_short_factors_do(make_model, make_tokenizer):
 
 def test_a_context_that_a_family_calls_otherwise_bounds_requests_too(make_tokenizer):
     config = AutoConfig.for_model("gpt2", vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=64, pad_token_id=0)
-    engine = engine_of(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(),
-        make_tokenizer(),
-        group_size=2,
-        max_new_tokens=32,
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    engine = engine_of(model, make_tokenizer(), group_size=2, max_new_tokens=32)
     engine.generate([[1] * 20], 0)
     with pytest.raises(ValueError, match="context of 64"):
         engine.generate([[1] * 60], 0)

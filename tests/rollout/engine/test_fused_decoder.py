@@ -4,16 +4,17 @@ all layers and rows."""
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine import attention
 from infsample_rl.rollout.engine.fused_decoder import FusedDecoder, joined
 from infsample_rl.rollout.engine.model_runner import ModelRunner
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from tests import engines
+from tests.engines import PROMPTS, assert_logprobs_close, tokens_of
 
 VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
 
@@ -93,14 +94,16 @@ def test_neighbours_in_memory_of_other_storages_are_not_taken_for_joined():
     assert parameters[1].data_ptr() - parameters[0].data_ptr() == 16
 
 
-def make_engine(model, tokenizer, **settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 16, "prompts_at_once": 2} | settings))
-        return SamplingEngine(model, tokenizer, config, stop_token_ids={3, 17, 40})
+make_engine = partial(engines.make_engine, max_new_tokens=16, prompts_at_once=2)
 
 
-PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4]]
+def compiled_engine(model, tokenizer, **settings):
+    """An engine whose steps are those of CUDA, compiled for the CPU."""
+    engine = make_engine(model, tokenizer, **settings)
+    engine.runner.decoder = FusedDecoder(model)
+    engine.pool.graphs.is_used = engine.pool.graphs.compiles = True
+    torch._dynamo.reset()
+    return engine
 
 
 @pytest.mark.slow  # Inductor compiles C++ for some twenty seconds
@@ -108,17 +111,13 @@ PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4]]
 def test_the_compiled_step_gives_the_eager_result(make_model, make_tokenizer, settings):
     model, tokenizer = make_model(), make_tokenizer(60)
     wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=3)
-    engine = make_engine(model, tokenizer, **settings)
-    engine.runner.decoder = FusedDecoder(model)
-    engine.runner.graphs.is_used = engine.runner.graphs.compiles = True
-    torch._dynamo.reset()
+    engine = compiled_engine(model, tokenizer, **settings)
     with warnings.catch_warnings(record=True) as caught:
         found = engine.generate(PROMPTS, seed=3)
     assert [str(item.message) for item in caught if "torch.compile does not work" in str(item.message)] == []
-    for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        torch.testing.assert_close(torch.from_numpy(one.logprobs), torch.from_numpy(other.logprobs), atol=1e-5, rtol=0)
-    (graphs,) = engine.runner.graphs._kept.values()
+    assert tokens_of(found) == tokens_of(wanted)
+    assert_logprobs_close(found, wanted, 1e-5)
+    (graphs,) = engine.pool.graphs._kept.values()
     assert len([rows for rows in graphs._graphs if rows > 1]) > 2
     for function in (graphs.runner.decoder._between, graphs._draw):  # 1 row and any other number, for all layers
         entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__)
@@ -130,17 +129,11 @@ def test_without_a_compiler_one_line_says_so_and_steps_run_uncompiled(make_model
 
     model = make_model()
     wanted = make_engine(model, tokenizer).generate(PROMPTS, seed=3)
-    engine = make_engine(model, tokenizer)
-    engine.runner.decoder = FusedDecoder(model)
-    engine.runner.graphs.is_used = engine.runner.graphs.compiles = True
-    torch._dynamo.reset()
+    engine = compiled_engine(model, tokenizer)
     with (
         inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}),
         pytest.warns(UserWarning) as caught,
     ):
         found = engine.generate(PROMPTS, seed=3)
     assert len([item for item in caught if "steps run uncompiled, slower" in str(item.message)]) == 1
-    found_tokens, wanted_tokens = (
-        [sample.token_ids.tolist() for sample in sum(groups, [])] for groups in (found, wanted)
-    )
-    assert found_tokens == wanted_tokens
+    assert tokens_of(found) == tokens_of(wanted)

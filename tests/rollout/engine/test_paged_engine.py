@@ -7,30 +7,23 @@ import os
 import random
 import subprocess
 import sys
-import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
 from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.rollout.engine import parked_kv
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from tests import engines
+from tests.engines import greedy, tokens_of
 
 PROMPT = [5, 9, 7, 30, 2]
 
 
-def make_engine(model, tokenizer, *, stop=(3, 17, 40), max_prompt_tokens=None, **settings):
-    config = RolloutConfig(**({"group_size": 12, "max_new_tokens": 24, "page_size": 4} | settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return SamplingEngine(model, tokenizer, config, stop_token_ids=set(stop), max_prompt_tokens=max_prompt_tokens)
-
-
-def tokens_of(groups):
-    return [[completion.token_ids.tolist() for completion in group] for group in groups]
+make_engine = partial(engines.make_engine, group_size=12, slots=4, page_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def expected(model, tokenizer):
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_constant_preemption_changes_no_sample(
-    model, tokenizer, expected, monkeypatch, preemption, page_size, compiled
+    model, tokenizer, expected, monkeypatch, eager, preemption, page_size, compiled
 ):
     if not compiled:
         monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
@@ -58,7 +51,6 @@ def test_constant_preemption_changes_no_sample(
     if preemption == "park":
         # whatever the folder of this machine is
         monkeypatch.setattr(parked_kv, "check_disk_folder", lambda name, folder: None)
-    engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
     assert tokens_of(engine.generate([PROMPT, PROMPT[:2]], seed=4)) == tokens_of(expected)
     stats = engine.stats
     assert stats.preemptions >= 10 and stats.peak_kv_bytes <= stats.kv_pool_bytes == budget * 2 * 2 * 2 * 16 * 4
@@ -68,37 +60,44 @@ def test_constant_preemption_changes_no_sample(
         assert stats.parked_tokens == 0 < stats.recomputed_tokens
 
 
-def engine_that_parks(model, tokenizer, folder, **settings):
+@pytest.fixture
+def eager(monkeypatch):
+    """Every sample is let in that finds a page, so that rows are preempted all the time."""
+
+    def may_admit(self, running, candidate, missing, free, pages, **others):
+        return not running or missing < free
+
+    monkeypatch.setattr(TokenBudgetPolicy, "may_admit", may_admit)
+
+
+@pytest.fixture
+def parking_engine(model, tokenizer, disk_folder, eager):
     budget = smallest_budget_tokens(5, 24, 4)
-    engine = make_engine(
-        model, tokenizer, page_size=4, kv_budget_tokens=budget, preemption=str(folder), prompts_at_once=2, **settings
-    )
-    engine._new_loop = lambda *arguments: eager(SamplingEngine._new_loop(engine, *arguments))
-    return engine
+    return make_engine(model, tokenizer, kv_budget_tokens=budget, preemption=str(disk_folder), prompts_at_once=2)
 
 
-def test_the_file_holds_the_kv_of_those_alone_who_wait(model, tokenizer, disk_folder):
-    engine, largest = engine_that_parks(model, tokenizer, disk_folder), 0
+def test_the_file_holds_the_kv_of_those_alone_who_wait(parking_engine, disk_folder):
+    engine, largest = parking_engine, 0
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
         waiting = {sample for sample in engine._loop.planner.line if sample.num_parked_pages}
-        assert waiting == set(engine.parking._places) and list(disk_folder.iterdir()) == []
-        assert engine.parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
-        largest = max(largest, engine.parking.num_taken)
+        assert waiting == set(engine.pool.parking._places) and list(disk_folder.iterdir()) == []
+        assert engine.pool.parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
+        largest = max(largest, engine.pool.parking.num_taken)
     assert engine.stats.parked_tokens > 0 and largest > 0
-    size = os.fstat(engine.parking._file.fileno()).st_size
-    assert size == engine.parking._num_places * engine.runner.kv.page_bytes, (
+    size = os.fstat(engine.pool.parking._file.fileno()).st_size
+    assert size == engine.pool.parking._num_places * engine.runner.kv.page_bytes, (
         "it has grown to what was wanted at most at a time"
     )
     engine.generate([PROMPT, PROMPT[:2]], seed=4)
-    assert os.fstat(engine.parking._file.fileno()).st_size == size, "and is used again"
+    assert os.fstat(engine.pool.parking._file.fileno()).st_size == size, "and is used again"
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
         break
     engine.generate([PROMPT], seed=5)  # which ends the stream that was left
-    assert engine.parking.num_taken == 0 and not engine.parking._places
+    assert engine.pool.parking.num_taken == 0 and not engine.pool.parking._places
 
 
-def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected, disk_folder, monkeypatch):
-    engine, real = engine_that_parks(model, tokenizer, disk_folder), parked_kv.take_room
+def test_a_disk_that_is_full_costs_time_but_no_sample(parking_engine, expected, monkeypatch):
+    engine, real = parking_engine, parked_kv.take_room
 
     def take_room(file, size):
         if size > 3 * engine.runner.kv.page_bytes:
@@ -111,15 +110,15 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(model, tokenizer, expected
     ) as warned:
         found = engine.generate([PROMPT, PROMPT[:2]], seed=4)
     assert tokens_of(found) == tokens_of(expected) and len(warned) == 1
-    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.parking.most_pages <= 3
+    assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.pool.parking.most_pages <= 3
 
 
-def test_half_of_what_the_disk_has_free_is_left_to_others(model, tokenizer, disk_folder, monkeypatch):
-    engine = engine_that_parks(model, tokenizer, disk_folder)
+def test_half_of_what_the_disk_has_free_is_left_to_others(parking_engine, monkeypatch):
+    engine = parking_engine
     room = type("Usage", (), {"free": 9 * engine.runner.kv.page_bytes})
     monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: room)
     engine.generate([PROMPT, PROMPT[:2]], seed=4)
-    assert engine.parking.most_pages == 4
+    assert engine.pool.parking.most_pages == 4
 
 
 def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
@@ -138,13 +137,6 @@ def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected,
             make_engine(model, tokenizer, **asked)
 
 
-def eager(loop):
-    """Let every sample in that finds a page, so that rows are preempted all the time."""
-    policy = loop.planner.policy
-    policy.may_admit = lambda running, candidate, missing, free, pages, **others: not running or missing < free
-    return loop
-
-
 def test_random_models_and_prompts_equal_generate(make_tokenizer):
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -152,46 +144,18 @@ def test_random_models_and_prompts_equal_generate(make_tokenizer):
     for seed in range(9):
         torch.manual_seed(seed)
         heads = draw.choice([(4, 4), (4, 2), (6, 2), (4, 1)])
-        shape = {
-            "vocab_size": 50,
-            "hidden_size": 48,
-            "num_hidden_layers": draw.choice([1, 3]),
-            "num_attention_heads": heads[0],
-            "num_key_value_heads": heads[1],
-            "head_dim": draw.choice([8, 24]),
-            "intermediate_size": 40,
-            "max_position_embeddings": 64,
-            "tie_word_embeddings": draw.random() < 0.5,
-            "initializer_range": 0.2,
-            "eos_token_id": None,
-        }
-        family = [LlamaConfig, Qwen2Config, Qwen3Config][seed % 3]
-        model = AutoModelForCausalLM.from_config(family(**shape), dtype=torch.float32).eval()
+        shape = {"vocab_size": 50, "hidden_size": 48, "intermediate_size": 40, "max_position_embeddings": 64}
+        shape |= {"num_hidden_layers": draw.choice([1, 3]), "head_dim": draw.choice([8, 24]), "initializer_range": 0.2}
+        shape |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "eos_token_id": None}
+        config = [LlamaConfig, Qwen2Config, Qwen3Config][seed % 3](**shape, tie_word_embeddings=draw.random() < 0.5)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         # the last fills the context
         prompts = [[draw.randrange(50) for _ in range(size)] for size in (1, draw.randint(2, 20), 44)]
-        plain = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-        wanted = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            wanted.append(model.generate(ids, attention_mask=torch.ones_like(ids), **plain)[0, len(prompt) :].tolist())
-        settings = {
-            "group_size": 3,
-            "max_new_tokens": 20,
-            "page_size": draw.choice([1, 3, 16]),
-            "prompts_at_once": draw.randint(1, 3),
-        }
-        engine = make_engine(
-            model, make_tokenizer(50), stop=(), kv_budget_tokens=draw.choice([80, 100, 300]), **settings
-        )
-        assert tokens_of(engine.generate(prompts, seed=0, temperature=0)) == [[tokens] * 3 for tokens in wanted]
-
-
-def test_four_workers_give_what_one_gives(model, tokenizer, expected):
-    parts = [
-        make_engine(model, tokenizer).generate([PROMPT], seed=4, sample_indices=[list(range(start, start + 3))])
-        for start in (0, 3, 6, 9)
-    ]
-    assert sum((tokens_of(part)[0] for part in parts), []) == tokens_of(expected)[0]
+        settings = {"group_size": 3, "max_new_tokens": 20, "page_size": draw.choice([1, 3, 16])}
+        settings |= {"prompts_at_once": draw.randint(1, 3), "kv_budget_tokens": draw.choice([80, 100, 300])}
+        engine = make_engine(model, make_tokenizer(50), stop=(), **settings)
+        found = tokens_of(engine.generate(prompts, seed=0, temperature=0))
+        assert found == [[greedy(model, prompt, 20)] * 3 for prompt in prompts]
 
 
 @pytest.mark.parametrize("schedule", ["token_budget", "arrival", "infinite"])
@@ -268,19 +232,12 @@ def test_bad_ids_are_never_sampled(model, tokenizer):
     assert sampled <= set(range(64)) - set(bad) and len(sampled) > 1
 
 
-def test_models_with_windows_or_caps_are_refused(make_model, tokenizer):
-    with pytest.raises(ValueError, match="sliding"):
-        make_engine(make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0), tokenizer)
-
-
 MEASURE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, Qwen3Config, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 from infsample_rl.config import RolloutConfig
-from infsample_rl.model.disk import IN_MEMORY, file_system
-from infsample_rl.rollout.engine import parked_kv
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.engine import SamplingEngine
 torch.set_num_threads(1)
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

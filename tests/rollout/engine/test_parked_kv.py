@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
 from infsample_rl.model.disk import check_disk_folder
-from infsample_rl.rollout.engine import sampling_engine as engine_module
+from infsample_rl.model.shapes import KVShape
+from infsample_rl.rollout.engine import engine_pool
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.parked_kv import ParkedInFile, ParkedInMemory
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from tests.engines import make_engine, tokens_of
 
 PAGES = 9
 
@@ -17,8 +17,8 @@ PAGES = 9
 def make_kv(kind):
     """A pool full of random numbers, which no page shares with another."""
     dtype = stored_dtype(kind, torch.bfloat16 if kind == "auto" else torch.float32)
-    shape = (2, PAGES, 4, 2, 8, dtype, torch.device("cpu"))
-    kv = PagedKV(*shape) if kind == "auto" else QuantisedKV(*shape, compute_dtype=torch.float32)
+    sizes = (KVShape(num_layers=2, num_kv_heads=2, head_dim=8), PAGES, 4, dtype, torch.device("cpu"))
+    kv = PagedKV(*sizes) if kind == "auto" else QuantisedKV(*sizes, compute_dtype=torch.float32)
     torch.manual_seed(0)
     for part in kv.parts:
         part.copy_((100 * torch.randn(part.shape)).to(part.dtype))
@@ -73,11 +73,11 @@ def test_samples_parked_in_memory_are_those_of_an_engine_that_parks_nothing(make
     prompts, model = [[5, 9, 7, 30, 2], [8, 1]], make_model()
 
     def sample(**given):
-        engine = SamplingEngine(model, tokenizer, RolloutConfig(**settings, **given), stop_token_ids={3, 17, 40})
-        return [[each.token_ids.tolist() for each in group] for group in engine.generate(prompts, seed=4)], engine.stats
+        engine = make_engine(model, tokenizer, **settings, **given)
+        return tokens_of(engine.generate(prompts, seed=4)), engine.stats
 
     expected, _ = sample(schedule="full_group")
-    monkeypatch.setattr(engine_module, "open_parking", lambda config, kv: ParkedInMemory(kv))
+    monkeypatch.setattr(engine_pool, "open_parking", lambda config, kv: ParkedInMemory(kv))
     found, stats = sample(kv_budget_tokens=budget + 16)
     # prompts that had to give way
     assert found == expected and stats.parked_tokens > 0 and stats.recomputed_tokens <= 2 * 7

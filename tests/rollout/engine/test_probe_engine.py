@@ -2,58 +2,37 @@
 its states."""
 
 import math
-import warnings
+from functools import partial
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine import sampling_engine as engine_module
+from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-from infsample_rl.rollout.length_prediction import watch as watch_module
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import ProbeFit, PublishedProbe
+from tests import engines
+from tests.engines import tokens_of
 
 # after it, any other token; after token t comes t - 1, and 0 ends: a response has 1 to 63 tokens, all equally likely
 START = 63
 PROMPTS = [[5, 9, START], [7, 4, 4, 2, START]]
-BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256}
-SLOTS = {
-    "group_size": 24,
-    "max_new_tokens": 64,
-    "page_size": 4,
-    "slots": 4,
-    "prefix_tokens": 2,
-    "prompts_at_once": 1,
-    "kv_budget_tokens": 400,
-}
+BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256, "predict_every": 4}
+SLOTS = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 400}
+SLOTS |= {"slots": 4, "prefix_tokens": 2, "prompts_at_once": 1}
 # weights that take few tokens left for many
 REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] * 66)
 
 
-@pytest.fixture(autouse=True)
-def predict_often(monkeypatch):
-    """These samples are short."""
-    monkeypatch.setattr(watch_module, "PREDICT_EVERY", 4)
+make_engine = partial(engines.make_engine, stop={0})
 
 
 @pytest.fixture(scope="module")
 def countdown():
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **sizes, intermediate_size=32, max_position_embeddings=256, tie_word_embeddings=False, eos_token_id=None
-        )
-    )
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, eos_token_id=None))
     with torch.no_grad():
         layer = model.model.layers[0]
         layer.self_attn.o_proj.weight.zero_()
@@ -66,18 +45,11 @@ def countdown():
     return model.eval()
 
 
-def make_engine(model, tokenizer, **settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return SamplingEngine(model, tokenizer, RolloutConfig(**settings), stop_token_ids={0})
-
-
 def sample(engine, calls):
     """Completions of several calls, and the running steps of each."""
     groups, steps = [], []
     for call in range(calls):
-        found = engine.generate(PROMPTS, seed=3, step=call)
-        groups.append([[completion.token_ids.tolist() for completion in group] for group in found])
+        groups.append(tokens_of(engine.generate(PROMPTS, seed=3, step=call)))
         steps.append(engine.stats.running_steps)
     return groups, steps
 
@@ -91,18 +63,18 @@ def test_predictions_change_no_sample(countdown, tokenizer, settings):
     plain = make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0}))
     probed = make_engine(countdown, tokenizer, **settings)
     assert sample(probed, 3)[0] == sample(plain, 3)[0]
-    assert probed.watch.num_predicted > 0 and plain.watch is None
+    assert probed.lengths.watch.num_predicted > 0 and plain.lengths.watch is None
 
 
 def test_it_learns_from_its_own_samples_and_is_right(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **BUDGET)
     sample(engine, 1)
-    assert engine.watch.probe.fitted is None and not engine.watch.is_used
+    assert engine.lengths.watch.probe.fitted is None and not engine.lengths.watch.is_used
     sample(engine, 2)
-    fit = engine.watch.probe.fitted
+    fit = engine.lengths.watch.probe.fitted
     assert fit.explained > 0.8
     hidden = torch.eye(64)[[41, 21]] * 8
-    predicted = engine.watch.probe.predict(engine.watch.probe.features(hidden, torch.tensor([5, 5])))
+    predicted = engine.lengths.watch.probe.predict(engine.lengths.watch.probe.features(hidden, torch.tensor([5, 5])))
     assert predicted.tolist() == [pytest.approx(41, rel=0.3), pytest.approx(21, rel=0.3)]  # token t: t are left
 
 
@@ -112,13 +84,13 @@ ONE_PROMPT = BUDGET | {"group_size": 32, "kv_budget_tokens": 512, "prompts_at_on
 @pytest.mark.parametrize(("settings", "saved"), [(SLOTS | {"schedule": "lpt"}, 15), (ONE_PROMPT, 2)], ids=str)
 def test_steps_fall_once_lengths_are_known_and_replays_say_by_how_many(countdown, tokenizer, settings, saved):
     engine = make_engine(countdown, tokenizer, **settings)
-    reports, report = [], engine.watch.report
-    engine.watch.report = lambda: reports.append(report()) or reports[-1]
+    reports, report = [], engine.lengths.watch.report
+    engine.lengths.watch.report = lambda: reports.append(report()) or reports[-1]
     _, steps = sample(engine, 6)
     engine.learn()
     _, without = sample(make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0})), 6)
     assert steps[:2] == without[:2]  # nothing known, then nothing tried
-    assert engine.watch.is_used and sum(steps[2:]) <= sum(without[2:]) - saved
+    assert engine.lengths.watch.is_used and sum(steps[2:]) <= sum(without[2:]) - saved
     replayed = reports[2:]  # of the second call and those after it
     assert [each.steps_without for each in replayed] == without[1:]
     assert [each.steps_with for each in replayed[1:]] == steps[2:]
@@ -130,13 +102,13 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     plain = make_engine(countdown, tokenizer, **settings)
     wanted, _ = sample(plain, 3)
     monkeypatch.setattr(
-        engine_module, "DecodeLoop", lambda *args, **options: DecodeLoop(*args, **(options | {"run_ahead": True}))
+        sampling_engine, "DecodeLoop", lambda *args, **options: DecodeLoop(*args, **(options | {"run_ahead": True}))
     )
     static = make_engine(countdown, tokenizer, **settings)
-    static.runner.graphs.is_used = True
+    static.pool.graphs.is_used = True
     found, _ = sample(static, 3)
     assert found == wanted
-    assert static.watch.num_predicted > 0
+    assert static.lengths.watch.num_predicted > 0
     ours, theirs = static.learn().statistics, plain.learn().statistics
     assert ours.counts.sum() == pytest.approx(theirs.counts.sum(), rel=0.2)  # rows come and go a step later
     states, logs = ours.xx[:, -1, :64].sum(0) / 8, [0.0] + [math.log(token) for token in range(1, 64)]
@@ -148,9 +120,9 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
 def test_rows_are_predicted_together_every_so_many_steps(countdown, tokenizer, monkeypatch):
     engine = make_engine(countdown, tokenizer, **BUDGET)
     moments = []
-    launch = engine.watch.launch
+    launch = engine.lengths.watch.launch
     monkeypatch.setattr(
-        engine.watch, "launch", lambda hidden, rows: moments.append(launch(hidden, rows)) or moments[-1]
+        engine.lengths.watch, "launch", lambda hidden, rows: moments.append(launch(hidden, rows)) or moments[-1]
     )
     sample(engine, 1)
     taken = [number for number, moment in enumerate(moments) if moment is not None]
@@ -177,7 +149,7 @@ def test_every_observation_is_of_what_its_state_had_seen(countdown, tokenizer):
 def test_samples_cut_at_the_limit_are_censored(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **(BUDGET | {"max_new_tokens": 20, "kv_budget_tokens": 128}))
     seen = []
-    engine.watch.probe.observe = lambda features, left, cut, fold: seen.extend(cut.tolist())
+    engine.lengths.watch.probe.observe = lambda features, left, cut, fold: seen.extend(cut.tolist())
     sample(engine, 2)
     engine.learn()
     share = sum(seen) / len(seen)
@@ -193,20 +165,18 @@ def test_wrong_predictions_change_no_sample_and_end(countdown, tokenizer, kind, 
         "tiny": torch.full((130,), -1e6),
     }[kind]
     plain = make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0}))
-    wanted = [[completion.token_ids.tolist() for completion in group] for group in plain.generate(PROMPTS, seed=3)]
     engine = make_engine(countdown, tokenizer, **settings)
-    engine.watch._own = None
-    engine.watch.load(PublishedProbe(fit=ProbeFit(weights.double().numpy(), 0.1, 0.0, 1.0), is_used=True))
-    found = [[completion.token_ids.tolist() for completion in group] for group in engine.generate(PROMPTS, seed=3)]
-    assert found == wanted
+    engine.lengths.watch._own = None
+    engine.lengths.watch.load(PublishedProbe(fit=ProbeFit(weights.double().numpy(), 0.1, 0.0, 1.0), is_used=True))
+    assert tokens_of(engine.generate(PROMPTS, seed=3)) == tokens_of(plain.generate(PROMPTS, seed=3))
 
 
 def test_predictions_that_cost_steps_are_not_used(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **(SLOTS | {"schedule": "lpt"}))
-    engine.watch._own.enter = lambda reports: gate.append(reports[0])
+    engine.lengths.watch._own.enter = lambda reports: gate.append(reports[0])
     gate = []
     wrong = PublishedProbe(fit=ProbeFit(REVERSED.double().numpy(), 0.1, 0.0, 1.0), is_used=True)
-    engine.watch._own.published = lambda: wrong
+    engine.lengths.watch._own.published = lambda: wrong
     engine.generate(PROMPTS, seed=3)
     report = engine.learn()
     assert report.steps_with == engine.stats.running_steps > report.steps_without > 0
@@ -225,7 +195,7 @@ def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer)
 
 def test_a_runs_prompt_is_of_one_fold_in_a_step_whoever_decodes_its_samples(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **BUDGET)
-    engine.watch._own = None  # as in a run
+    engine.lengths.watch._own = None  # as in a run
     for step in (1, 2):
         for samples in ([0, 1, 2], [3]):
             engine.generate(PROMPTS[:1], seed=3, step=step, sample_indices=[samples])
@@ -235,26 +205,25 @@ def test_a_runs_prompt_is_of_one_fold_in_a_step_whoever_decodes_its_samples(coun
 
 def test_what_a_step_that_was_given_up_has_shown_is_forgotten_when_it_is_done_again(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **BUDGET)
-    engine.watch._own = None
+    engine.lengths.watch._own = None
     engine.generate(PROMPTS, seed=3)
-    engine.watch.load(PublishedProbe(fit=None, is_used=False))
+    engine.lengths.watch.load(PublishedProbe(fit=None, is_used=False))
     report = engine.learn()
     assert report.statistics.counts.tolist() == [0, 0] and report.steps_without == 0
 
 
 @pytest.mark.parametrize(
-    "settings", [{"schedule": "arrival"}, {"schedule": "dynamic_slot"}, {"schedule": "full_group"}], ids=str
+    "settings",
+    [
+        *({"schedule": name} for name in ("arrival", "dynamic_slot", "full_group")),
+        {"schedule": "lpt", "deterministic": True},
+    ],
+    ids=str,
 )
-def test_a_schedule_that_reads_no_prediction_has_no_probe(countdown, tokenizer, settings):
+def test_bitwise_runs_and_schedules_that_read_no_prediction_have_no_probe(countdown, tokenizer, settings):
     engine = make_engine(countdown, tokenizer, group_size=8, slots=4, max_new_tokens=64, **settings)
-    assert engine.watch is None and engine.config.predictor == "probe"
-
-
-def test_bitwise_runs_have_no_probe(countdown, tokenizer):
-    config = RolloutConfig(group_size=4, slots=2, schedule="lpt", max_new_tokens=64)
-    engine = SamplingEngine(countdown, tokenizer, config, stop_token_ids={0}, deterministic=True)
     engine.generate(PROMPTS[:1], seed=0)
-    assert engine.watch is None
+    assert engine.lengths.watch is None and engine.config.predictor == "probe"
 
 
 def test_a_stream_closed_early_teaches_what_had_ended(countdown, tokenizer):
@@ -268,14 +237,8 @@ def test_a_stream_closed_early_teaches_what_had_ended(countdown, tokenizer):
 
 
 def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_takes(tokenizer):
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "word_embed_proj_dim": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "ffn_dim": 32,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "ffn_dim": 32}
+    sizes |= {"num_attention_heads": 4}
     torch.manual_seed(0)
     # as OPT-350M
     model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()
@@ -283,4 +246,4 @@ def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_ta
     prompts = [[5, 9, 7], [7, 4, 4]]
     for step in range(3):
         engine.generate(prompts, seed=3, step=step)
-    assert engine.watch.probe.hidden_size == 32 and engine.watch.probe.fitted is not None
+    assert engine.lengths.watch.probe.hidden_size == 32 and engine.lengths.watch.probe.fitted is not None

@@ -73,13 +73,8 @@ def test_positions_of_one_sample_draw_independently():
 
 def test_the_key_depends_on_every_word():
     base = sample_key(1, 0, 2, 3, 4)
-    others = {
-        sample_key(2, 0, 2, 3, 4),
-        sample_key(1, 1, 2, 3, 4),
-        sample_key(1, 0, 3, 3, 4),
-        sample_key(1, 0, 2, 4, 4),
-        sample_key(1, 0, 2, 3, 5),
-    }
+    words = [(2, 0, 2, 3, 4), (1, 1, 2, 3, 4), (1, 0, 3, 3, 4), (1, 0, 2, 4, 4), (1, 0, 2, 3, 5)]
+    others = {sample_key(*each) for each in words}
     assert len(others | {base}) == 6
     assert all(-(2**63) <= key < 2**63 for key in others)
     assert sample_key(0, 0, 0, 0, 0) == 8695987549771912286  # kept: another value would change every run's samples
@@ -294,12 +289,6 @@ def test_a_cuda_graph_of_draw_gives_the_tokens_of_the_cpu(settings):
         assert not equal or left == pytest.approx(right, abs=1e-4)
 
 
-def test_top_p_reaches_beyond_the_first_candidates_of_a_flat_distribution():
-    sampler = make_sampler(3000, top_p=0.9)
-    cutoff = sampler._cutoff(torch.linspace(1.0, 1.5, 3000)[None].div(3750))
-    assert int((torch.linspace(1.0, 1.5, 3000)[None].div(3750) >= cutoff).sum()) in range(2610, 2650)
-
-
 def test_padded_vocabulary_is_never_sampled_and_has_no_mass():
     logits = torch.zeros(10)
     logits[6:] = 50.0
@@ -317,12 +306,9 @@ def test_the_vocabulary_is_cut_into_blocks_near_its_square_root(vocab_size, spli
     assert split_vocabulary(vocab_size) == split
 
 
-def test_top_k_above_the_first_candidates_keeps_exactly_that_many():
-    probs = torch.linspace(2.0, 1.0, 3000)[None].div(4500)
-    assert int((probs >= make_sampler(3000, top_k=1500)._cutoff(probs)).sum()) == 1500
-
-
-def test_a_flat_rows_cutoff_does_not_depend_on_a_sharp_neighbour():
+def test_cuts_reach_beyond_the_first_candidates_and_do_not_depend_on_a_neighbour():
     flat, sharp = torch.linspace(1.5, 1.0, 3000).div(3750), torch.eye(3000)[0]
-    sampler = make_sampler(3000, top_p=0.9)
-    assert sampler._cutoff(torch.stack([flat, sharp]))[0] == sampler._cutoff(flat[None])[0]
+    top_k, top_p = make_sampler(3000, top_k=1500), make_sampler(3000, top_p=0.9)
+    assert int((flat >= top_k._cutoff(flat[None])).sum()) == 1500
+    assert int((flat >= top_p._cutoff(flat[None])).sum()) in range(2610, 2650)
+    assert top_p._cutoff(torch.stack([flat, sharp]))[0] == top_p._cutoff(flat[None])[0]

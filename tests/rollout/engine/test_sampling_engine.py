@@ -1,32 +1,19 @@
 """The engine on tiny random models: exactness, schedules, memory, streaming."""
 
-import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine import decode_loop
+from infsample_rl.rollout.engine import SamplingEngine, decode_loop
 from infsample_rl.rollout.engine.attention import attention_with_lse, plain_attention_with_lse
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
-
-PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
-STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
-
+from tests import engines
+from tests.engines import PROMPTS, STOP, assert_logprobs_close, ends_of, full_logprobs, greedy, tokens_of
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, float32
-
-
-def make_engine(model, tokenizer, *, stop=STOP, deterministic=False, **settings):
-    config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24, "schedule": "arrival"} | settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return SamplingEngine(model, tokenizer, config, stop_token_ids=stop, deterministic=deterministic)
-
-
-def tokens_of(groups):
-    return [[completion.token_ids.tolist() for completion in group] for group in groups]
+make_engine = partial(engines.make_engine, schedule="arrival")
 
 
 @pytest.fixture(scope="module")
@@ -40,36 +27,15 @@ def expected(model, tokenizer):
     return make_engine(model, tokenizer).generate(PROMPTS, seed=4, step=2)
 
 
-def full_logprobs(model, prompt, response, temperature=1.0):
-    """Log-probabilities of a response by one plain causal forward pass."""
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits.float() / temperature, -1)[torch.arange(len(response)), torch.tensor(response)]
+OTHERS = ["mistral", "olmo2", "phi3", "gemma", "gpt_neox", "opt", "qwen3_moe", "glm4"]  # through their own modules
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
-def test_greedy_tokens_equal_generate(make_model, tokenizer, family):
-    model = make_model(family)
-    wanted = [
-        model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)[
-            0, len(prompt) :
-        ].tolist()
-        for prompt in PROMPTS
-    ]
-    engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
-    assert tokens_of(engine.generate(PROMPTS, seed=0, temperature=0)) == [[tokens] * 6 for tokens in wanted]
-
-
-@pytest.mark.parametrize("family", ["mistral", "olmo2", "phi3", "gemma", "gpt_neox", "opt", "qwen3_moe", "glm4"])
-def test_other_architectures_run_through_their_own_modules_and_the_model_stays_usable(make_model, tokenizer, family):
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", *OTHERS])
+def test_greedy_tokens_equal_generate_and_the_model_stays_usable(make_model, tokenizer, family):
     model = make_model(family)
     engine = make_engine(model, tokenizer, stop=set(), prompts_at_once=2)
-    groups = engine.generate(PROMPTS[:2], seed=0, temperature=0)
-    for prompt, group in zip(PROMPTS, groups, strict=False):
-        out = model.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0
-        )
-        assert tokens_of([group]) == [[out[0, len(prompt) :].tolist()] * 6]
+    found = tokens_of(engine.generate(PROMPTS, seed=0, temperature=0))
+    assert found == [[greedy(model, prompt, 24)] * 6 for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("settings", [{}, {"prompts_at_once": 3, "slots": 8}, {"temperature": 0.7}])
@@ -109,16 +75,8 @@ def test_log_probabilities_equal_a_full_forward(make_model, tokenizer, settings)
 )
 def test_scheduling_cannot_change_the_sample(model, tokenizer, expected, settings):
     groups = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
-    assert tokens_of(groups) == tokens_of(expected)
-    for found, wanted in zip(sum(groups, []), sum(expected, []), strict=True):
-        assert (found.prompt_index, found.sample_index, found.finish_reason) == (
-            wanted.prompt_index,
-            wanted.sample_index,
-            wanted.finish_reason,
-        )
-        torch.testing.assert_close(
-            torch.from_numpy(found.logprobs), torch.from_numpy(wanted.logprobs), atol=1e-5, rtol=0
-        )
+    assert ends_of(groups) == ends_of(expected)
+    assert_logprobs_close(groups, expected, 1e-5)
 
 
 def test_samples_split_over_two_engines_are_the_same(model, tokenizer, expected):
@@ -147,14 +105,8 @@ def test_deterministic_samples_are_bitwise_equal_whatever_else_runs(
     if not compiled:
         monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
     model = make_model(**heads)
-    settings = {
-        "deterministic": True,
-        "schedule": schedule,
-        "slots": slots,
-        "group_size": 12,
-        "prompts_at_once": 2,
-        "max_new_tokens": 16,
-    }
+    settings = {"deterministic": True, "schedule": schedule, "slots": slots, "group_size": 12, "max_new_tokens": 16}
+    settings |= {"prompts_at_once": 2}
     together = make_engine(model, tokenizer, **settings).generate(PROMPTS[:2], seed=4)
     alone = make_engine(model, tokenizer, **settings)
     for index, prompt in enumerate(PROMPTS[:2]):
@@ -191,7 +143,7 @@ def test_running_steps_follow_from_the_lengths(model, tokenizer, expected):
     for schedule, steps in wanted.items():
         engine = make_engine(model, tokenizer, schedule=schedule)
         engine.generate(PROMPTS[:1], seed=4, step=2)
-        assert engine.stats.running_steps == steps == engine.heartbeat
+        assert engine.stats.running_steps == steps == engine.totals.running_steps
         assert engine.stats.row_utilisation == pytest.approx(sum(lengths) / (steps * engine.config.num_slots))
 
 
@@ -200,15 +152,8 @@ def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(mo
     lengths = [len(completion.token_ids) for completion in expected[0]]
     waiting = sum(length > 5 for length in lengths)
     assert waiting > 1
-    settings = {
-        "schedule": "lpt",
-        "predictor": "bert",
-        "prefix_tokens": 5,
-        "slots": 1,
-        "page_size": 1,
-        "kv_budget_tokens": budget,
-    }
-    engine = make_engine(model, tokenizer, **settings)
+    settings = {"schedule": "lpt", "predictor": "bert", "prefix_tokens": 5, "slots": 1, "page_size": 1}
+    engine = make_engine(model, tokenizer, **settings, kv_budget_tokens=budget)
     assert tokens_of(engine.generate(PROMPTS[:1], seed=4, step=2)) == tokens_of(expected)[:1]
     rebuilt = engine.stats.recomputed_tokens // 4  # the fifth token goes through the next decode step anyway
     assert engine.stats.running_steps == sum(lengths) + rebuilt  # one slot: nothing overlaps
@@ -259,12 +204,11 @@ def test_a_stream_closed_early_frees_everything_and_the_next_works(model, tokeni
     engine = make_engine(model, tokenizer, prompts_at_once=2)
     stream = engine.stream(PROMPTS, seed=4, step=2)
     next(stream)
-    loop = engine._loop
+    assert engine.statistics()["kv_pages_used"] > 0 and engine.rows_now() != []
     stream.close()
-    planner = loop.planner
-    assert planner.running == [] and planner.resident == [] and planner.pool.num_free == planner.pool.num_pages
+    assert engine.statistics()["kv_pages_used"] == 0 and engine.rows_now() == []
     assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
-    assert engine._loop.planner.pool.num_free == planner.pool.num_pages
+    assert engine.statistics()["kv_pages_used"] == 0
 
 
 def test_a_later_call_ends_an_unfinished_stream(model, tokenizer):
@@ -295,9 +239,7 @@ def test_dynamic_slot_keeps_the_first_to_finish_and_warns_that_it_favours_short_
 def test_stop_ids_come_from_generation_config_tokenizer_and_settings(make_model, make_tokenizer):
     model = make_model()
     model.generation_config.eos_token_id = [40, 41]
-    engine = SamplingEngine(
-        model, make_tokenizer(eos_token="w17"), RolloutConfig(stop_token_ids=[3], max_new_tokens=24)
-    )
+    engine = make_engine(model, make_tokenizer(eos_token="w17"), stop=None, stop_token_ids=[3])
     assert engine.stop_token_ids == {40, 41, 17, 3}
     for completion in engine.generate(PROMPTS[:1], seed=0)[0]:
         ids = completion.token_ids.tolist()
@@ -306,17 +248,19 @@ def test_stop_ids_come_from_generation_config_tokenizer_and_settings(make_model,
         assert completion.finish_reason == "stop" or len(ids) == 24
 
 
-@pytest.mark.parametrize("schedule", ["arrival", "naive", "fixed_slot", "full_group", "infinite", "dynamic_slot"])
-def test_every_sample_may_stop_at_its_first_token(model, tokenizer, schedule):
-    engine = make_engine(model, tokenizer, stop=set(range(64)), schedule=schedule)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"schedule": name} for name in ("arrival", "naive", "fixed_slot", "full_group", "infinite", "dynamic_slot")),
+        {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4},
+    ],
+    ids=str,
+)
+def test_every_sample_may_stop_at_its_first_token(model, tokenizer, settings):
+    engine = make_engine(model, tokenizer, stop=set(range(64)), **settings)
     groups = engine.generate(PROMPTS, seed=0)
     assert [[len(completion.token_ids) for completion in group] for group in groups] == [[1] * 6] * 3
-    assert engine.stats.running_steps == (3 if schedule == "full_group" else 6)
-
-
-def test_samples_that_end_within_their_prefix_are_finished(model, tokenizer):
-    engine = make_engine(model, tokenizer, stop=set(range(64)), schedule="infinite", predictor="bert", prefix_tokens=4)
-    assert [len(group) for group in engine.generate(PROMPTS, seed=0)] == [6, 6, 6]
+    assert engine.stats.running_steps == (3 if settings["schedule"] == "full_group" else 6)
     assert engine.stats.recomputed_tokens == 0
 
 
@@ -339,7 +283,6 @@ def test_padded_vocabulary_is_never_sampled_and_left_out_of_log_probabilities(ma
         model.lm_head.weight[64:] *= 20  # would win often
     engine = make_engine(model, make_tokenizer(64), stop=set())
     group = engine.generate(PROMPTS[:1], seed=0)[0]
-    assert engine.valid_vocab == 64
     assert max(completion.token_ids.max() for completion in group) < 64
     with torch.no_grad():
         model.lm_head.weight[64:] = -1e4 * model.lm_head.weight[64:].sign()  # now without weight in the plain forward
@@ -403,19 +346,12 @@ def test_both_attention_paths_give_output_and_log_sum_exp(dtype):
     mask = torch.zeros(2, 1, 1, 9, dtype=dtype)
     mask[0, ..., 5:] = -torch.inf
     scores = query.float() @ keys.float().transpose(2, 3) * 0.25 + mask.float()
+    wanted, tolerance = torch.softmax(scores, -1) @ values.float(), 2e-2 if dtype == torch.bfloat16 else 1e-5
     # bmm's out_dtype is CUDA's alone
-    paths = [attention_with_lse] + [plain_attention_with_lse] * (dtype == torch.float32)
-    for path in paths:
+    for path in [attention_with_lse] + [plain_attention_with_lse] * (dtype == torch.float32):
         out, lse = path(query, keys, values, 0.25, mask=mask)
-        torch.testing.assert_close(
-            lse, torch.logsumexp(scores, -1), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=0
-        )
-        torch.testing.assert_close(
-            out.float(),
-            torch.softmax(scores, -1) @ values.float(),
-            atol=2e-2 if dtype == torch.bfloat16 else 1e-5,
-            rtol=0,
-        )
+        torch.testing.assert_close(lse, torch.logsumexp(scores, -1), atol=tolerance, rtol=0)
+        torch.testing.assert_close(out.float(), wanted, atol=tolerance, rtol=0)
 
 
 def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it_was(model, tokenizer, expected):
@@ -424,7 +360,7 @@ def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it
     with ThreadPoolExecutor(1) as other_thread:
         for micro_group in engine.stream(PROMPTS, seed=4, step=2):
             if not found:
-                asked = other_thread.submit(engine.give_back)
+                asked = other_thread.submit(engine.withdrawals.ask)
             for completion in micro_group:
                 found[completion.prompt_index, completion.sample_index] = completion.token_ids.tolist()
         given = asked.result(timeout=10)
@@ -432,7 +368,7 @@ def test_samples_that_have_not_started_can_be_given_back_and_the_rest_is_what_it
     everything = {(i, c.sample_index): c.token_ids.tolist() for i, group in enumerate(expected) for c in group}
     assert len(left_out) >= 2 and found.keys() == everything.keys() - left_out
     assert all(everything[pair] == tokens for pair, tokens in found.items())
-    assert engine.give_back() == {}  # no stream runs
+    assert engine.withdrawals.ask() == {}  # no stream runs
 
 
 def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, tokenizer, expected):
@@ -455,4 +391,4 @@ def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_together(model, token
 
 def test_logits_of_prompts_that_have_ended_are_not_kept(model, tokenizer):
     engine = make_engine(model, tokenizer, prompts_at_once=1, micro_group_size=1, slots=2, group_size=3)
-    assert max(len(engine._loop._prompt_logits) for _ in engine.stream(PROMPTS * 3, seed=0)) <= 2
+    assert max(len(engine._loop.decode.prompt_logits) for _ in engine.stream(PROMPTS * 3, seed=0)) <= 2

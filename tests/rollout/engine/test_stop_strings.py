@@ -159,15 +159,6 @@ def test_only_a_bounded_tail_is_decoded_and_only_for_tokens_that_can_end_a_strin
     assert decoded == [3] + [9] * 1 + [15] + [17] * 197  # ">" only; 9 bytes and 8 tokens of slack
 
 
-def test_the_text_is_cut_before_the_first_string(bytes_only):
-    stop = StopStrings(bytes_only, ["\n\n", "</a>", "/a>x"])
-    assert stop.cut("3</a>\n\nmore") == "3"
-    assert stop.cut("3\n\n4</a>") == "3"
-    assert stop.cut("3 </b") == "3 </b"
-    assert stop.cut("</a>x") == ""
-    assert StopStrings(bytes_only, []).cut("3</a>") == "3</a>"
-
-
 def test_special_tokens_are_refused_since_texts_leave_them_out(bytes_only):
     with pytest.raises(
         ValueError,

@@ -54,7 +54,7 @@ def make_batch(runner, own_tokens):
 
 def run_step(model, own_tokens, kv_dtype, in_triton):
     """Hidden states of a step, and the KV pool after it without the scratch page."""
-    from infsample_rl.rollout.kernels.attention_triton import Workspace
+    from infsample_rl.rollout.kernels.paged_attention import Workspace
 
     runner = ModelRunner(model, kv_dtype=kv_dtype)
     runner.allocate(1 + 2 * len(own_tokens), 8)
@@ -176,7 +176,7 @@ def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name,
     import triton
     import triton.language as tl
 
-    from infsample_rl.rollout.kernels import triton_layers as layers
+    from infsample_rl.rollout.engine import triton_layers as layers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, layers.SETTINGS[num_rows > 16][name]

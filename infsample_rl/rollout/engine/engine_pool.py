@@ -1,0 +1,76 @@
+"""The KV pool of an engine: how large it is, and what is made anew with it: captured steps and parked KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infsample_rl.config.rollout import RolloutConfig
+from infsample_rl.rollout.engine.cuda_decode import GraphCache
+from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
+from infsample_rl.rollout.engine.model_runner import ModelRunner
+from infsample_rl.rollout.engine.parked_kv import ParkedKV, check_parking, open_parking
+from infsample_rl.rollout.schedule.kv_budget import check_pages, num_pool_pages
+
+
+class EnginePool:
+    """Allocates the runner's pool within the budget of the settings."""
+
+    def __init__(
+        self, config: RolloutConfig, runner: ModelRunner, *, max_prompt_tokens: int | None, reserved_bytes: int
+    ) -> None:
+        """As SamplingEngine's. ValueError for a budget that is too small, and where KV cannot be parked as asked."""
+        check_parking(config, runner.device)
+        self._config, self._runner = config, runner
+        self._max_prompt_tokens, self._reserved_bytes = max_prompt_tokens, reserved_bytes
+        self.graphs = GraphCache(runner)
+        # where preempted samples' KV waits, once a schedule that preempts has run; else computed again
+        self.parking: ParkedKV | None = None
+        self._parked_beside: PagedKV | None = None  # the pool beside which that is
+        # of a size that no prompt changes; else it grows with the longest so far
+        self.is_fixed = config.has_budget and (config.kv_budget_bytes != "auto" or max_prompt_tokens is not None)
+        if max_prompt_tokens is not None or self.is_fixed:
+            self.allocate([max_prompt_tokens or 1] * config.prompts_at_once)
+
+    def allocate(self, prompts: Sequence[int]) -> None:
+        """Allocate the pool for prompts of so many tokens, if the one there is does not do; that one is freed first."""
+        config, runner = self._config, self._runner
+        if runner.kv is not None and self.is_fixed:
+            return
+        page_bytes, free = runner.page_bytes(config.page_size), None
+        held = 0 if runner.kv is None else runner.kv.num_pages
+        if config.kv_budget_bytes == "auto":
+            free = max(0, free_bytes(runner.device) + held * page_bytes - self._reserved_bytes)
+        pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
+        if pages > held:
+            self.graphs.clear()
+            self.parking = self._parked_beside = None  # which hold on to the old one
+            runner.allocate(pages, config.page_size)
+            self.graphs.check_device()
+
+    def check(self, prompt_index: int, num_tokens: int) -> None:
+        """ValueError for a prompt that does not fit beside a full response, where the pool is not made for it."""
+        if self.is_fixed:
+            pages, page_bytes = self._runner.kv.num_pages, self._runner.page_bytes(self._config.page_size)
+            check_pages(pages, self._config, num_tokens, f"prompt {prompt_index}", page_bytes=page_bytes)
+
+    def longest(self, prompts: Sequence[int]) -> int:
+        """Tokens that a step's tensors must hold of a prompt; deterministic: of the longest to come, whatever is
+        asked for."""
+        to_come = [self._max_prompt_tokens or 1] if self._runner.deterministic else []
+        return max([*to_come, *prompts], default=1)
+
+    def most_rows(self, config: RolloutConfig, longest: int) -> int:
+        """Rows that may decode at a time, prompts having up to `longest` tokens."""
+        pages, page_size = self._runner.kv.num_pages, config.page_size
+        most_rows = min(config.most_rows, pages)  # a row has a page from its second token on
+        if self._runner.deterministic:  # a full response of every row fits: none is preempted
+            for_responses, full_response = pages - -(-longest // page_size), -(-config.max_new_tokens // page_size)
+            most_rows = max(1, min(most_rows, for_responses // full_response))
+        return most_rows
+
+    def open_parking(self) -> ParkedKV | None:
+        """Where preempted samples' KV waits, made when a schedule that preempts first finds this pool."""
+        kv = self._runner.kv
+        if self._parked_beside is not kv:
+            self.parking, self._parked_beside = open_parking(self._config, kv), kv
+        return self.parking

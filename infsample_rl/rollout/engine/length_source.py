@@ -1,0 +1,60 @@
+"""Where an engine's predictions of lengths come from: its length probe, a BERT, or nowhere."""
+
+from __future__ import annotations
+
+import warnings
+
+from transformers import PreTrainedTokenizerBase
+
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
+from infsample_rl.model.loading import last_hidden_size
+from infsample_rl.rollout.engine.model_runner import ModelRunner
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.watch import ProbeWatch
+from infsample_rl.rollout.schedule.prompt_group import Predict
+
+
+class LengthSource:
+    """Predictors of one engine. `predict`: from a prompt and prefixes of its samples; None: none does."""
+
+    def __init__(
+        self, config: RolloutConfig, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase, *, shared: bool
+    ) -> None:
+        """`shared`: the probe belongs to a run. One warning says what a schedule that wants predictions lacks."""
+        self._bert: BertLengthPredictor | None = None
+        self.predict = self._load(config, runner, tokenizer)
+        self.watch: ProbeWatch | None = None
+        if config.probes and not runner.deterministic:
+            self.watch = ProbeWatch(last_hidden_size(runner.model.config), config, shared=shared)
+
+    @property
+    def seconds_spent(self) -> float:
+        """Spent on predicting so far, and on learning to."""
+        of_watch = 0.0 if self.watch is None else self.watch.seconds_spent
+        return of_watch if self._bert is None else of_watch + self._bert.seconds_spent
+
+    def waits_for_probe(self, config: RolloutConfig) -> bool:
+        """Whether samples decode a prefix and wait for the probe. Not before it has learnt, nor while it is of no
+        use."""
+        return config.probes and config.num_prefix_tokens > 0 and self.watch is not None and self.watch.is_used
+
+    def _load(self, config: RolloutConfig, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase) -> Predict | None:
+        if config.schedule not in PREDICTED_SCHEDULES or config.predictor == "probe":
+            return None
+        if config.predictor == "none":
+            warnings.warn(
+                f"rollout.schedule={config.schedule} without a predictor takes all lengths as equal; set "
+                "rollout.predictor=probe",
+                stacklevel=4,
+            )
+            return None
+        if config.predictor_path is None:
+            warnings.warn(
+                "rollout.predictor=bert without rollout.predictor_path predicts all lengths equal; give the folder of "
+                "a trained sequence classifier",
+                stacklevel=4,
+            )
+            return lambda prompt_ids, prefixes: [1.0] * len(prefixes)
+        bert, decode = BertLengthPredictor(config.predictor_path, runner.device), tokenizer.decode
+        self._bert = bert
+        return lambda prompt_ids, prefixes: bert.predict(decode(prompt_ids), [decode(prefix) for prefix in prefixes])

@@ -1,0 +1,135 @@
+"""Two-part attention over paged KV on CUDA: the workspace of its kernels and their two launches, fit for a CUDA graph.
+
+The grids depend on shapes alone. Letters: R rows, P prompt places, H kv heads, N query heads per kv head, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_kernel
+
+# queries (rows x N) of one block: a prompt with more is read again; and keys of one inner iteration, over several pages
+MAX_BLOCK = 64
+BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
+MAX_SPLITS = 16  # of one table's tokens
+STORED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+LOG2_E = 1.4426950408889634
+
+
+class Workspace:
+    """Parts of one call at a time, allocated once: float32 outputs [parts, R, H N, D] and log-sum-exps, flat, for any R
+    up to `max_rows`."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        num_query_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_own_tokens: int,
+        max_prompt_tokens: int,
+        device: torch.device | str,
+        num_programs: int | None = None,
+    ) -> None:
+        """`num_programs`: what a launch should have at least to fill the device (default: two per multiprocessor; 16
+        without CUDA)."""
+        device = torch.device(device)
+        if num_programs is None:
+            num_programs = (
+                2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+            )
+        self.num_query_heads, self.num_kv_heads, self.num_programs = num_query_heads, num_kv_heads, num_programs
+        self.most_own_splits = min(MAX_SPLITS, triton.cdiv(max_own_tokens, MAX_BLOCK))
+        self.most_prompt_splits = min(MAX_SPLITS, triton.cdiv(max_prompt_tokens, MAX_BLOCK))
+        size = max(num_rows * sum(self.splits(num_rows)) for num_rows in range(1, max_rows + 1)) * num_query_heads
+        self.outputs = torch.empty(size * head_dim, dtype=torch.float32, device=device)
+        self.lses = torch.empty(size, dtype=torch.float32, device=device)
+
+    def splits(self, num_rows: int) -> tuple[int, int]:
+        """Into how many parts a prompt's tokens and a row's own go, at most, with `num_rows` rows: functions of the
+        shapes alone."""
+        num_blocks = triton.cdiv(num_rows * self.num_query_heads // self.num_kv_heads, MAX_BLOCK)
+        prompt_splits = triton.cdiv(self.num_programs, num_blocks * self.num_kv_heads)
+        own_splits = triton.cdiv(self.num_programs, num_rows * self.num_kv_heads)
+        return min(self.most_prompt_splits, prompt_splits), min(self.most_own_splits, own_splits)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    row_tables: Tensor,
+    row_lengths: Tensor,
+    prompt_tables: Tensor,
+    prompt_lengths: Tensor,
+    prompt_row_starts: Tensor,
+    scaling: float,
+    *,
+    workspace: Workspace,
+    row_order: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """Attention of one query per row over its prompt's tokens and its own: query [R, H N, D] -> [R, H N, D], softmax in
+    float32.
+
+    keys, values [pages, page size, H, D]: as query, or int8 / float8_e4m3fn with float32 scales [pages, H]; a page size
+    is a power of two >= 8. Tables int32 of page numbers [R or more, any], [P, any]; lengths int32 [R or more], [P] in
+    tokens, 0 for an unused place. The rows of prompt p are row_order[starts[p]:starts[p + 1]] (int32, every row once;
+    None: they lie in that order); those behind starts[P] have no prompt. Lengths beyond what the workspace was made for
+    are right, only slower. `early`: with programmatic dependent launch (sm_90). All tensors are contiguous, but for the
+    rows of tables; nothing is checked, since the tensors of every step are the same.
+    """
+    num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
+    both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
+    both |= {"ORDERED": row_order is not None, "EARLY": early}
+    num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
+    launch = {"launch_pdl": True} if early else {}
+    out = torch.empty_like(query)
+    _parts_kernel[(num_programs,)](
+        query, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths,
+        prompt_row_starts, row_order,
+        workspace.outputs, workspace.lses, num_rows, num_prompts, num_blocks, row_tables.stride(0),
+        prompt_tables.stride(0), scaling * LOG2_E,
+        QUANTISED=key_scales is not None, **parts, **both, num_warps=4, num_stages=3, **launch,
+    )  # fmt: skip
+    _merge_kernel[(num_rows, num_heads)](
+        workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, row_order, out, num_rows,
+        num_prompts,
+        NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(both["PROMPT_SPLITS"] + both["OWN_SPLITS"]), **both,
+        num_warps=4, **launch,
+    )  # fmt: skip
+    return out
+
+
+def _sizes(
+    query: Tensor, keys: Tensor, num_prompts: int, workspace: Workspace
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Compile-time sizes of both kernels, those of the parts alone, and the most blocks of queries that prompts sharing
+    the rows can have."""
+    num_rows, num_heads, head_dim = query.shape
+    page_size, num_kv_heads = keys.shape[1:3]
+    group = num_heads // num_kv_heads
+    prompt_splits, own_splits = workspace.splits(num_rows)
+    width = max(16, triton.next_power_of_2(head_dim))  # matrix products take 16 or more of everything
+    block = min(MAX_BLOCK, max(16, BLOCK_BYTES // (width * query.element_size())))
+    queries = min(block, max(16, triton.next_power_of_2(num_rows * group)))
+    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": block, "PROMPT_SPLITS": prompt_splits, "OWN_SPLITS": own_splits}
+    both["P_PAD"] = triton.next_power_of_2(num_prompts + 15)  # few different ones, so few compilations
+    parts = {
+        "H": num_kv_heads,
+        "N": group,
+        "PAGE": page_size,
+        "PROMPT_M": queries,
+        "OWN_M": max(16, triton.next_power_of_2(group)),
+    }
+    # the interpreter cannot multiply bfloat16
+    parts["PRODUCT"] = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[query.dtype]
+    return both, parts, min(num_prompts, num_rows) - 1 + triton.cdiv(num_rows * group, queries)
