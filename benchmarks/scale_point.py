@@ -59,7 +59,7 @@ class MeasuredDriver(Driver):
         return super().train_step()
 
     def _moment(self) -> Moment:
-        counts = self.cluster.counts()
+        counts = self.cluster.monitor.counts()
         return Moment(
             time.monotonic(),
             counts.waited_s,

@@ -116,7 +116,7 @@ class RolloutCalls(Observed):
         """Take what learner rank 0 sends at the same time."""
         return self.rollout.receive_weights(version, probe)
 
-    def learn(self) -> ProbeReport:
+    def report_lengths(self) -> ProbeReport:
         """What the length probe has seen since the last time."""
         return self.rollout.learn()
 

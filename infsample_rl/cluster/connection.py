@@ -102,7 +102,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables of every worker. Dashboards show them: no secret may be among them (secret_env.py)."""
+    """Environment variables of every worker. Dashboards show them: no secret may be among them (worker_secrets.py)."""
     threads = str(config.cluster.threads_per_worker)
     package = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
@@ -133,14 +133,10 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
     """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home
     folder."""
-    cluster = config.cluster
-    dashboard = {"include_dashboard": cluster.dashboard} | (
-        {"dashboard_host": cluster.dashboard_host} if cluster.dashboard else {}
-    )
     with without_secrets():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
-                context = ray.init(address="local", num_cpus=local_cpus(config), **dashboard, **arguments)
+                ray.init(address="local", num_cpus=local_cpus(config), include_dashboard=False, **arguments)
                 break
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):
@@ -150,8 +146,6 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
                     "started again"
                 )
                 ray.shutdown()
-    if cluster.dashboard:
-        note(f"Ray's dashboard: http://{context.dashboard_url}")
     if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
         note(
             "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"

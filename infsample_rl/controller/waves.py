@@ -33,7 +33,7 @@ class Waves:
         self._groups: list[Group] = []
         self._planner = self._new_planner()
         self._rows: list[Row] = []
-        self._rank_tokens = [0] * cluster.num_learner_ranks
+        self._rank_tokens = [0] * config.cluster.learner_ranks
         self._micro_group_of: dict[tuple[int, int], int] = {}
 
     def _new_planner(self) -> RowPlanner:
@@ -118,4 +118,6 @@ class Waves:
             prompt_ids = {spec.prompt_index: self._prompts[spec.prompt_index].token_ids for spec in specs}
             keys = sorted({self._micro_group_of[spec.prompt_index, spec.sample_index] for spec in specs})
             row_id = row_ids[row[0].prompt_index, row[0].sample_index] if row and row_ids is not None else None
-            self._cluster.learn(rank, RowWork(row=row, prompt_ids=prompt_ids, totals=totals, row_id=row_id), keys)
+            self._cluster.traffic.learn(
+                rank, RowWork(row=row, prompt_ids=prompt_ids, totals=totals, row_id=row_id), keys
+            )
