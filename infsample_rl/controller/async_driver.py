@@ -40,7 +40,7 @@ class AsyncDriver(Driver):
         following = self._new_groups() if self.step + 1 < self.total_steps else None
         if following is not None:
             self._start_rollout(following.prompts, self.config.rollout.group_size, batch=self.step + 1)
-        waves = Waves(self.config, self.cluster)
+        waves = Waves(self.config, self.cluster.traffic)
         for group in groups.trained():
             waves.add(group)
         update = self._update(groups, waves, following)

@@ -223,7 +223,7 @@ class Driver:
         """One GRPO step: sample every group, score it, learn from complete groups while others decode, update,
         publish."""
         started = time.time()
-        groups, waves = self._new_groups(), Waves(self.config, self.cluster)
+        groups, waves = self._new_groups(), Waves(self.config, self.cluster.traffic)
         rounds = self._sample(groups, waves)
         return self._end_step(groups, rounds, self._update(groups, waves), started=started)
 
