@@ -1,74 +1,154 @@
-"""What several test files need, written once: `from tests.fakes import X`."""
+"""What stands for Ray, its workers and what they send, written once: `from tests.fakes import Method, Handle, ...`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
-import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+import ray
 
-from infsample_rl.types import Completion, TrainingSample
+from infsample_rl.cluster.failures import Restarts
+from infsample_rl.cluster.workers import Workers
+from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, StreamEnd, WorkerPhases, WorkerStatus
 
-# Learner
+DIED = ray.exceptions.RayActorError()  # what a call on a dead worker gives
+NODE_GONE = ray.exceptions.ObjectLostError("ab", None, "")  # what a reference gives whose node is gone
 
-# Of a model that is made in milliseconds.
-TINY_SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+STATUS = WorkerStatus(pid=7, node="here", phase="decode", phase_s=1.0, last_line="", stack="")
 
 
-def save_words(folder: Path, count: int = 60) -> PreTrainedTokenizerFast:
-    """A tokenizer of the words w0, w1, ..., of which w1 ends a sample."""
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(count)}, unk_token="w0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
-    tokenizer.save_pretrained(folder)
-    return tokenizer
+def raised(error: Exception) -> Exception:
+    """What a call gives in which a worker raised this."""
+    return ray.exceptions.RayTaskError("call", "", error)
 
 
-def finished(prompt_index: int, sample_index: int, ids: list[int], logprobs: object = None) -> Completion:
-    """A finished sample of these tokens; without `logprobs` each has minus its id."""
-    token_ids = np.array(ids, np.int32)
+class Ref:
+    """A reference: what it holds, an exception is raised where it is opened, and whether that is there yet."""
+
+    def __init__(self, value: Any = None, *, is_there: bool = True):
+        self.value, self.is_there = value, is_there
+
+
+class Items:
+    """A stream of references, as a streaming generator of Ray."""
+
+    def __init__(self, values: list[Any], *, is_there: bool = True):
+        self._refs, self.is_there = [Ref(value) for value in values], is_there
+
+    def __next__(self) -> Ref:
+        if not self._refs:
+            raise StopIteration
+        return self._refs.pop(0)
+
+
+class Method:
+    """A method of an actor: takes down its arguments, and gives `answers`, the last of them for all calls that follow.
+
+    An answer is a value, an exception, a Ref, a stream's Items, or a function of the arguments that returns such.
+    """
+
+    def __init__(self, *answers: Any):
+        self.calls, self._answers, self._num_returns = list[tuple](), list(answers), 1
+
+    def options(self, num_returns: int | str = 1, **_: Any) -> Method:
+        self._num_returns = num_returns
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        self.calls.append(arguments)
+        value = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if callable(value):
+            value = value(*arguments)
+        if isinstance(value, (Ref, Items)):
+            return value
+        if self._num_returns == "streaming":
+            return Items(value)
+        return Ref(value) if self._num_returns == 1 else [Ref(item) for item in value]
+
+
+class Handle(SimpleNamespace):
+    """A worker's handle with these methods; it has started and answers, unless told otherwise."""
+
+    def __init__(self, **methods: Any):
+        living = {"status": Method(STATUS), "progress": Method(0), "started": Ref()}
+        super().__init__(**living | methods)
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class FakeRay:
+    """Takes the place of ray.get, ray.wait and ray.kill."""
+
+    def __init__(self, monkeypatch: Any):
+        self.killed: list[Handle] = []
+        for name, function in (("get", self._get), ("wait", self._wait), ("kill", self.killed.append)):
+            monkeypatch.setattr(ray, name, function)
+
+    def _get(self, refs: Any, timeout: float | None = None) -> Any:
+        if isinstance(refs, list):
+            return [self._get(ref) for ref in refs]
+        if not refs.is_there:
+            raise ray.exceptions.GetTimeoutError
+        if isinstance(refs.value, Exception):
+            raise refs.value
+        return refs.value
+
+    def _wait(self, refs: list[Any], num_returns: int = 1, timeout: float = 0.0, **_: Any) -> tuple[list, list]:
+        ready = [ref for ref in refs if ref.is_there][:num_returns]
+        if not ready:
+            time.sleep(min(timeout, 0.01))
+        return ready, [ref for ref in refs if ref not in ready]
+
+
+def make_workers(note: Any = print, spares: Any = (), **roles: list[Handle]) -> Workers:
+    """Workers of these handles by role; those that are started later are the `spares`, in their order."""
+    handles = {(role, index): handle for role, found in roles.items() for index, handle in enumerate(found)}
+    later = iter(spares)
+
+    def begin(role: str, index: int) -> tuple[Handle, Ref]:
+        handle = handles.pop((role, index), None) or next(later)
+        return handle, handle.started
+
+    workers = Workers(begin, Restarts(8, note, lambda seconds: None))
+    for role, found in roles.items():
+        workers.start(role, len(found))
+    return workers
+
+
+def work(prompt_index: int, samples: list[int]) -> RolloutWork:
+    """Samples of a prompt of one token."""
+    return RolloutWork(prompt_index=prompt_index, prompt_ids=np.zeros(1, np.int32), sample_indices=samples)
+
+
+def completion(prompt_index: int, sample_index: int, tokens: int = 3) -> Completion:
+    """A sample of so many tokens, all of its index."""
     return Completion(
         prompt_index=prompt_index,
         sample_index=sample_index,
-        token_ids=token_ids,
-        logprobs=np.broadcast_to(np.float32(-token_ids if logprobs is None else logprobs), token_ids.shape),
+        token_ids=np.full(tokens, sample_index, np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
         sampling_logprobs=None,
         finish_reason="stop",
         policy_version=0,
     )
 
 
-def training_sample(
-    prompt_index: int, prompt_ids: list[int], ids: list[int], *, advantage: float = 0.5, reference: bool = False
-) -> TrainingSample:
-    """A sample whose log-probabilities are minus its ids, and twice as much of the reference."""
-    token_ids = np.array(ids, np.int32)
-    return TrainingSample(
+def header(prompt_index: int, samples: list[int], num_waiting: int = 0) -> MicroGroupHeader:
+    """Of a micro-group of such completions."""
+    return MicroGroupHeader(
         prompt_index=prompt_index,
-        sample_index=0,
-        prompt_ids=np.array(prompt_ids, np.int32),
-        response_ids=token_ids,
-        advantage=advantage,
-        engine_logprobs=-token_ids.astype(np.float32),
-        reference_logprobs=-2 * token_ids.astype(np.float32) if reference else None,
+        sample_indices=samples,
+        lengths=[3] * len(samples),
+        finish_reasons=["stop"] * len(samples),
+        policy_version=0,
+        finished_at=1.0,
+        num_waiting=num_waiting,
     )
 
 
-def assert_tensors_close(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, rtol: float, atol: float
-) -> None:
-    """The same names, and tensors within the tolerance; the name is told of one that is not."""
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+def stream_end(worker: int = 0) -> StreamEnd:
+    """The last item of a rollout worker's stream."""
+    return StreamEnd(worker=worker, stats={}, phases=WorkerPhases("rollout", worker, "here", [], 2.0))

@@ -1,8 +1,4 @@
-"""Every worker as a Ray actor: opens the references it is handed, exports what the worker returns. Started by
-cluster.py.
-
-Workers are plain classes that know nothing of Ray; they are imported where they run, so the driver loads none of them.
-"""
+"""Every worker as a Ray actor. Workers are plain classes that know nothing of Ray, and are imported where they run."""
 
 from __future__ import annotations
 
@@ -23,16 +19,12 @@ from infsample_rl.types import (
     LossTotals,
     MicroGroupHeader,
     ProbeReport,
-    Prompt,
     PublishedProbe,
     ReferenceResult,
-    RewardResult,
     RolloutNow,
-    RolloutWork,
     RowWork,
     StreamEnd,
     StreamOrder,
-    TrainingSample,
     WeightManifest,
     WeightSyncReport,
     WorkerPhases,
@@ -41,14 +33,13 @@ from infsample_rl.types import (
 
 DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
 
-StreamItem = bytes | MicroGroupHeader | list[Completion] | StreamEnd
+Items = Iterator[MicroGroupHeader | list[Completion]]
 # weights as references to flat buckets, and their checksums
 Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]
 
 
 class Observed:
-    """What every actor tells of itself: metrics by way of Ray, progress, phases and status when it is asked, also while
-    its own calls run."""
+    """What every actor tells of itself, also while its own calls run."""
 
     _done = 0  # micro-groups or rows
 
@@ -84,26 +75,21 @@ class RolloutCalls(Observed):
         self.rollout = RolloutWorker(config, index)
         self.observe(config, "rollout", index, self.rollout.statistics)
 
-    def stream(self, order: bytes) -> Iterator[StreamItem]:
-        """Of a sealed StreamOrder: micro-groups with their headers, as seal_micro_groups() sends them, until all is
-        done or halt(number), and the stream's end."""
+    def stream(self, order: bytes) -> Iterator[bytes | MicroGroupHeader | list[Completion] | StreamEnd]:
+        """Of a sealed StreamOrder: micro-groups as seal_micro_groups() sends them, until halt(number), and the end."""
         asked: StreamOrder = unseal(order)
-        yield from seal_micro_groups(self._counted(self._items(*asked)))
+        yield from seal_micro_groups(self._counted(self._items(asked)))
         yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
 
-    def _counted(
-        self, items: Iterator[MicroGroupHeader | list[Completion]]
-    ) -> Iterator[MicroGroupHeader | list[Completion]]:
+    def _counted(self, items: Items) -> Items:
         for item in items:
             if isinstance(item, list):
                 self.metrics.count("micro_groups_yielded")
                 self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
             yield item
 
-    def _items(
-        self, work: list[RolloutWork], step: int, evaluation: bool, number: int
-    ) -> Iterator[MicroGroupHeader | list[Completion]]:
-        return self.rollout.stream(work, step=step, evaluation=evaluation, number=number)
+    def _items(self, asked: StreamOrder) -> Items:
+        return self.rollout.stream(asked.work, step=asked.step, evaluation=asked.evaluation, number=asked.number)
 
     def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
@@ -118,7 +104,7 @@ class RolloutCalls(Observed):
         """Take what learner rank 0 sends at the same time."""
         return self.rollout.receive_weights(version, probe)
 
-    def learn(self) -> ProbeReport:
+    def report_lengths(self) -> ProbeReport:
         """What the length probe has seen since the last time."""
         return self.rollout.learn()
 
@@ -160,10 +146,8 @@ class RewardCalls(Observed):
 
     def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
         """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
-        found: list[RewardResult] = []
-        for prompt, payload in zip(prompts, payloads, strict=True):
-            found.append(self.worker.score(unseal(prompt), open_micro_group(payload)))
-        return seal(found)
+        asked = zip(prompts, payloads, strict=True)
+        return seal([self.worker.score(unseal(prompt), open_micro_group(payload)) for prompt, payload in asked])
 
 
 class ReferenceCalls(Observed):
@@ -177,19 +161,13 @@ class ReferenceCalls(Observed):
         self.observe(config, "reference", index, dict)
 
     def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
-        """Of micro-groups, one of each sealed Prompt: a sealed list[ReferenceReport], then of each the ReferenceResult,
-        which the driver leaves closed."""
-        found = [
-            self._logprobs(unseal(prompt), open_micro_group(payload))
-            for prompt, payload in zip(prompts, payloads, strict=True)
-        ]
+        """Of a micro-group of each sealed Prompt: a sealed list[ReferenceReport], then every ReferenceResult."""
+        found: list[ReferenceResult] = []
+        for prompt, payload in zip(prompts, payloads, strict=True):
+            found.append(self.worker.logprobs(unseal(prompt), open_micro_group(payload)))
+            self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in found[-1].logprobs))
+            self._done += 1
         return [seal([result.report for result in found]), *found]
-
-    def _logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
-        result = self.worker.logprobs(prompt, completions)
-        self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in result.logprobs))
-        self._done += 1
-        return result
 
 
 class LearnerCalls(Observed):
@@ -211,16 +189,19 @@ class LearnerCalls(Observed):
         return self.learner.setup(host, port, checkpoint)
 
     def learn_rows(self, rows: bytes, *payloads: Any) -> list[dict[str, float]]:
-        """Of a sealed list[RowWork], rows of as many waves, one after the other: forward and backward, or
-        log-probabilities before the step's first update."""
+        """Forward and backward of a sealed list[RowWork], or log-probabilities before the step's first update."""
         asked: list[RowWork] = unseal(rows)
-        opened = [
-            payload if isinstance(payload, ReferenceResult) else open_micro_group(payload) for payload in payloads
-        ]
-        return [self._learn_row(row, opened) for row in asked]
+        references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
+        opened = [open_micro_group(payload) for payload in payloads if not isinstance(payload, ReferenceResult)]
+        return [self._learn_row(row, opened, references) for row in asked]
 
-    def _learn_row(self, work: RowWork, payloads: list[Any]) -> dict[str, float]:
-        started, samples, report = time.time(), _samples(work, payloads), {}
+    def _learn_row(
+        self, work: RowWork, micro_groups: list[list[Completion]], references: list[ReferenceResult]
+    ) -> dict[str, float]:
+        from infsample_rl.learner.row_plan import assemble
+
+        started, report = time.time(), {}
+        samples = None if work.row is None else assemble(work.row, work.prompt_ids, micro_groups, references)
         if work.totals is None:
             self.learner.remember(samples, work.row_id)
         else:
@@ -234,8 +215,7 @@ class LearnerCalls(Observed):
 
     @phase("sync")
     def publish(self, version: int) -> Published:
-        """Weights as references to flat buckets, put one at a time, and their checksums, from rank 0; every rank must
-        be asked."""
+        """Weights from rank 0, put into the object store a bucket at a time; every rank must be asked."""
         manifest, buckets, sums = self.learner.publisher.export(version)
         refs = [ray.put(bucket) for bucket in buckets]
         self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
@@ -259,26 +239,22 @@ class LearnerCalls(Observed):
 
 
 class ColocatedCalls(RolloutCalls, LearnerCalls):
-    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, so many running
-    steps."""
+    """A rollout worker and a learner rank that take turns: so many running steps, a learner row, and so on."""
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
         take_secrets(secrets)
         from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
 
         self.both = ColocatedWorker(config, rank, world_size, total_steps)
-        self.learner = self.both.learner
-        self.turn = TurnLock()
+        self.learner, self.turn = self.both.learner, TurnLock()
         self._config, self._rank = config, rank
-        self.pause_every = DECODE_STEPS_PER_TURN
 
     def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
         """Join the process group, load and shard the policy, build the engine."""
         found = self.both.setup(host, port, checkpoint)
         self.rollout = self.both.rollout
-        self.observe(
-            self._config, "colocated", self._rank, lambda: self.rollout.statistics() | self.learner.statistics()
-        )
+        statistics = lambda: self.rollout.statistics() | self.learner.statistics()  # noqa: E731
+        self.observe(self._config, "colocated", self._rank, statistics)
         return found
 
     @ray.method(concurrency_group="control")
@@ -286,11 +262,15 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         """Running steps and rows since the start."""
         return self.rollout.progress() + self._done
 
-    def _items(
-        self, work: list[RolloutWork], step: int, evaluation: bool, number: int
-    ) -> Iterator[MicroGroupHeader | list[Completion]]:
+    def _items(self, asked: StreamOrder) -> Items:
         """Learner rows run in the pauses."""
-        items = self.rollout.stream(work, step=step, evaluation=evaluation, number=number, pause_every=self.pause_every)
+        items = self.rollout.stream(
+            asked.work,
+            step=asked.step,
+            evaluation=asked.evaluation,
+            number=asked.number,
+            pause_every=DECODE_STEPS_PER_TURN,
+        )
         while True:
             with self.turn:
                 item = next(items, None)
@@ -307,14 +287,6 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
     def publish_here(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights. Every rank must be asked."""
         return self.both.publish(version, probe)
-
-
-def _samples(work: RowWork, payloads: list[Any]) -> list[TrainingSample] | None:
-    from infsample_rl.learner.row_plan import assemble
-
-    micro_groups = [payload for payload in payloads if isinstance(payload, list)]
-    references = [payload for payload in payloads if isinstance(payload, ReferenceResult)]
-    return None if work.row is None else assemble(work.row, work.prompt_ids, micro_groups, references)
 
 
 # two: give_back() waits for a running step, progress() must not

@@ -1,10 +1,16 @@
-"""What comes back to the driver while a step runs, as cluster.py hands it over."""
+"""What is in flight while a step runs, and what comes back of it to the driver."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from infsample_rl.types import MicroGroupHeader, ReferenceReport, RewardResult
+import ray
+
+from infsample_rl.cluster.workers import Handle
+from infsample_rl.types import MicroGroupHeader, ReferenceReport, RewardResult, RolloutWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +47,48 @@ class RowArrival:
 
 @dataclass(frozen=True, slots=True)
 class MicroGroupLost:
-    """A micro-group that had arrived is gone, with the node that held it; its samples are drawn again and arrive under
-    other keys."""
+    """A micro-group that had arrived is gone with its node; its samples are drawn again and arrive under other keys."""
 
     key: int
 
 
 Arrival = MicroGroupArrival | MicroGroupLost | RewardArrival | ReferenceArrival | RowArrival
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """What one rollout worker decodes: work that has not arrived is owed."""
+
+    role: ClassVar[str] = "rollout"
+    index: int
+    handle: Handle
+    number: int  # of all streams of the run
+    owed: dict[int, RolloutWork]  # by prompt_index
+    item: ray.ObjectRef | None = None  # taken and not looked at yet; None: there is no further one
+    header: MicroGroupHeader | None = None  # whose micro-group is still to come
+    is_lost: bool = False
+    has_nothing_to_give: bool = False  # all its samples but one have started
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """A call on a reward, reference or learner worker about some micro-groups, and how to send it once more."""
+
+    role: str
+    index: int
+    handle: Handle
+    keys: list[int]
+    again: Callable[[], None]
+    since: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class Return:
+    """A rollout worker in place of a lost one, on its way to the weights, which the references keep."""
+
+    role: ClassVar[str] = "rollout"
+    index: int
+    handle: Handle
+    published: list[ray.ObjectRef]
+    since: float = field(default_factory=time.monotonic)

@@ -1,4 +1,5 @@
-"""What a reference of a worker's call holds, and which failure it is when it holds none."""
+"""Calls on workers: asked with a deadline, waited for in words; what an answer holds, and which failure it is when it
+holds none."""
 
 from __future__ import annotations
 
@@ -10,24 +11,136 @@ from typing import Any
 import ray
 
 from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
+from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
+from infsample_rl.cluster.workers import Handle, Workers
 from infsample_rl.types import WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
-SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to stop
+ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
+SHOWN = 8  # workers named in a line
 # What gloo and NCCL say on a rank that waits in a collective to which another does not come.
 COLLECTIVE_TIMED_OUT = re.compile(r"Timed out waiting \d+ ?ms|collective operation timeout")
 NOT_STARTED = "it could not be started"  # in the reason of a worker whose constructor raised
-ANSWER_S = 10.0  # a process that has not answered status() for so long is taken as gone
 
 
 class PayloadLost(RuntimeError):
     """What a call needed, or gave, was in the object store of a node that is gone."""
 
 
+class Waiting:
+    """ray.wait, timed: how long the driver has waited for something to arrive."""
+
+    seconds = 0.0
+
+    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """As ray.wait."""
+        started = time.monotonic()
+        try:
+            return ray.wait(refs, **options)
+        finally:
+            self.seconds += time.monotonic() - started
+
+
+class Patience:
+    """How long a wait has lasted; it is said every POLL_S what is waited for."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note, self._since, self._said = note, time.monotonic(), time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._since
+
+    def say(self, what: str) -> None:
+        """Note what is waited for, if it is time."""
+        if time.monotonic() - self._said >= POLL_S:
+            self._said = time.monotonic()
+            self._note(f"still waiting for {what} ({self.idle_s:.0f} s)")
+
+
+class Calls:
+    """Calls of which all answers are needed; `waiting` sums what the driver waits, here and in traffic.py."""
+
+    def __init__(self, workers: Workers, note: Callable[[str], None], interruption: Interruption) -> None:
+        self.workers, self.note, self.interruption, self.waiting = workers, note, interruption, Waiting()
+
+    def ask(
+        self,
+        role: str,
+        what: str,
+        call: Callable[[Handle], ray.ObjectRef],
+        timeout_s: float,
+        *,
+        only: list[int] | None = None,
+    ) -> list[Any]:
+        """Answers of all workers of a role, or of those in `only`, in their order. Raises as gather()."""
+        handles = self.workers.all(role)
+        return self.gather({call(handles[index]): (role, index) for index in only or sorted(handles)}, what, timeout_s)
+
+    def gather(self, calls: dict[ray.ObjectRef, tuple[str, int]], what: str, timeout_s: float) -> list[Any]:
+        """All answers, in order, of calls by role and index of the worker; says what is waited for.
+
+        WorkerLost, for the learner StepLost, when a worker is gone or has not answered after `timeout_s`; Terminated
+        after SIGTERM; what a worker raised, as ValueError or RuntimeError.
+        """
+        patience, pending, answers = Patience(self.note), list(calls), dict[ray.ObjectRef, Any]()
+        while pending:
+            self.interruption.check()
+            ready, pending = self.waiting.wait(pending, num_returns=len(pending), timeout=SLICE_S)
+            opened = open_at_once(ready)
+            for ref in ready:
+                answers[ref] = self._value(ref, *calls[ref], opened)
+            if pending and patience.idle_s > timeout_s:
+                self._give_up(what, [calls[ref] for ref in pending], timeout_s)
+            if pending:
+                patience.say(f"{what}: {', '.join(worker_name(*calls[ref]) for ref in pending[:SHOWN])}")
+        return [answers[ref] for ref in calls]
+
+    def _give_up(self, what: str, silent: list[tuple[str, int]], timeout_s: float) -> None:
+        for role, index in silent:
+            where = standing(status_of(self.workers.all(role)[index]))
+            self.note(f"{what}: {worker_name(role, index)} has not answered within {timeout_s:g} s; {where}")
+        lost = WorkerLost(*silent[0], f"{what}: no answer within {timeout_s:g} s")
+        raise StepLost(str(lost)) if lost.role == "learner" else lost
+
+    def _value(self, ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any]) -> Any:
+        try:
+            return value_of(ref, role, index, opened)
+        except RuntimeError as error:
+            if role == "learner":
+                raise self.learner_failure(error) from error
+            if isinstance(error, WorkerLost):
+                raise
+            if gone := self.first_gone("learner"):  # which gives them what they load
+                raise StepLost(f"{gone}, and so {error}") from error
+            if isinstance(error, PayloadLost):
+                raise
+            raise self.first_gone(role) or error from error  # a link that one member has left fails on all
+
+    def first_gone(self, role: str) -> WorkerLost | None:
+        """The first worker of a role that has started and does not answer."""
+        for index, handle in self.workers.all(role).items():
+            if self.workers.has_started(role, index) and status_of(handle) is None:
+                return WorkerLost(role, index, "its process died")
+        return None
+
+    def learner_failure(self, error: Exception) -> Exception:
+        """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their
+        collectives) or hangs, else the error."""
+        if isinstance(error, WorkerLost):
+            return StepLost(str(error))
+        ranks = self.workers.all("learner").items()
+        if gone := [worker_name("learner", index) for index, handle in ranks if status_of(handle) is None]:
+            return StepLost(f"{', '.join(gone)}: gone, and so {error}")
+        if COLLECTIVE_TIMED_OUT.search(str(error)):
+            return StepLost(f"a learner rank hangs, and so within half of cluster.progress_timeout_s {error}")
+        return error
+
+
 def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
-    """Values of calls that have ended, fetched in one request. Empty when one of them failed: value_of then tells
-    which, and why."""
+    """Values of calls that have ended, fetched in one request. Empty when one failed: value_of then tells which."""
     try:
         return dict(zip(refs, ray.get(refs), strict=True)) if refs else {}
     except ray.exceptions.RayError:
@@ -49,12 +162,11 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
         cause = error.cause if isinstance(error.cause, Exception) else error
         # RayActorError: the process that was to send an argument died before it had, in a stream between a header and
         # its payload
-        if isinstance(
-            cause, (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)
-        ):
+        lost = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError, ray.exceptions.RayActorError)
+        if isinstance(cause, lost):
             raise PayloadLost(f"{who}: {cause}") from error
         kind = ValueError if isinstance(cause, ValueError) else RuntimeError
-        raise kind(f"{who}: {_said(cause)}") from error
+        raise kind(f"{who}: {what_was_raised(cause)}") from error
     except ray.exceptions.RayActorError as error:  # died, or cannot be reached: to the run it is the same
         refused = re.findall(r"^ValueError: (.+)$", str(error), re.MULTILINE)  # raised where the worker was constructed
         if refused:
@@ -63,14 +175,13 @@ def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectR
     except ray.exceptions.ObjectLostError as error:
         raise PayloadLost(f"{who}: {error}") from error
     except ray.exceptions.OutOfMemoryError as error:
-        raise WorkerLost(
-            role, index, "its process died (Ray's memory monitor ended it: the node ran low on memory)"
-        ) from error
+        reason = "its process died (Ray's memory monitor ended it: the node ran low on memory)"
+        raise WorkerLost(role, index, reason) from error
     except ray.exceptions.RayError as error:
         raise RuntimeError(f"{who}: {type(error).__name__}: {error}") from error
 
 
-def _said(cause: Exception) -> str:
+def what_was_raised(cause: Exception) -> str:
     """What a worker raised; of memory that was not there also in which phase (phases.py notes it)."""
     text = str(cause) or type(cause).__name__  # a MemoryError of Python's own has no text
     notes = cause.__dict__.get("__notes__", [])
@@ -88,73 +199,19 @@ def _in_short(error: Exception) -> str:
     return f"its process died ({known[0] if known else text[:160]})"
 
 
-def status_of(handle: Any, seconds: float = ANSWER_S) -> WorkerStatus | None:
-    """What a worker says of itself; None when it is gone or does not answer in time."""
+def status_of(handle: Handle) -> WorkerStatus | None:
+    """What a worker says of itself; None when it is gone or does not answer within ANSWER_S."""
     try:
-        return ray.get(handle.status.remote(), timeout=seconds)
+        return ray.get(handle.status.remote(), timeout=ANSWER_S)
     except ray.exceptions.RayError:
         return None
-
-
-class Waiting:
-    """ray.wait, timed: how long the driver has waited for something to arrive."""
-
-    seconds = 0.0
-
-    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """As ray.wait."""
-        started = time.monotonic()
-        try:
-            return ray.wait(refs, **options)
-        finally:
-            self.seconds += time.monotonic() - started
-
-
-class Patience:
-    """How long a wait may last without progress, and that it is said what is waited for."""
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
-        self.moved()
-
-    def moved(self) -> None:
-        """Something has happened."""
-        self._since = self._said = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since anything happened."""
-        return time.monotonic() - self._since
-
-    def say(self, what: str) -> bool:
-        """Note what is waited for, every POLL_S. Whether it was said now."""
-        if time.monotonic() - self._said < POLL_S:
-            return False
-        self._said = time.monotonic()
-        self._note(f"still waiting for {what} ({self.idle_s:.0f} s)")
-        return True
-
-
-def learner_failure(ranks: dict[int, Any], error: Exception) -> Exception:
-    """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their collectives)
-    or hangs, else the error."""
-    gone = [worker_name("learner", index) for index, handle in ranks.items() if status_of(handle) is None]
-    if isinstance(error, WorkerLost):
-        return StepLost(str(error))
-    if gone:
-        return StepLost(f"{', '.join(gone)}: gone, and so {error}")
-    hangs = COLLECTIVE_TIMED_OUT.search(str(error)) is not None
-    return (
-        StepLost(f"a learner rank hangs, and so within half of cluster.progress_timeout_s {error}") if hangs else error
-    )
 
 
 def standing(status: WorkerStatus | None) -> str:
     """Where a worker stands, in words, for a log; None: it has not answered."""
     if status is None:
         return "its process does not answer"
-    where = f"in phase {status.phase} for {status.phase_s:.0f} s, process {status.pid} on {status.node}"
     return (
-        f"{where}; last log line: {status.last_line or 'none'}; its "
-        f"threads:\n{status.stack or 'none is in this package'}"
+        f"in phase {status.phase} for {status.phase_s:.0f} s, process {status.pid} on {status.node}; last log line: "
+        f"{status.last_line or 'none'}; its threads:\n{status.stack or 'none is in this package'}"
     )

@@ -34,18 +34,13 @@ CONTROL_SERVICE_GONE_S = 20.0
 TENSOR_ROLES = ("rollout", "reference", "learner")
 HOW_TO_AUTHENTICATE = (
     "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and "
-    "RAY_AUTH_MODE=token with "
-    "RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
+    "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
 )
 
 
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
     """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody
-    in.
-
-    The handler of SIGTERM stays the caller's: Ray puts its own in its place, which exits. Terminated after SIGTERM,
-    whichever took it.
-    """
+    in; Terminated after SIGTERM, whose handler stays the caller's: Ray puts its own in its place, which exits."""
     handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     arguments: dict[str, Any] = {
         "runtime_env": {"env_vars": worker_environment(config)},
@@ -65,12 +60,8 @@ def connect(config: Config, note: Callable[[str], None], interruption: Interrupt
 
 
 class RayProcesses:
-    """The two processes of Ray without which a run cannot go on: the raylet of the driver's node, and the cluster's
-    control service.
-
-    Without its raylet a driver waits for ever for workers to start; without the control service Ray ends it after a
-    minute, nothing saved.
-    """
+    """The two processes of Ray without which a run cannot go on. Without the raylet of its node a driver waits for ever
+    for workers to start; without the cluster's control service Ray ends it after a minute, nothing saved."""
 
     def __init__(self) -> None:
         """Of the cluster this process is connected to."""
@@ -102,7 +93,7 @@ def _listens(host: str, port: int) -> bool:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables of every worker. Dashboards show them: no secret may be among them (secret_env.py)."""
+    """Environment variables of every worker. Dashboards show them: no secret may be among them (worker_secrets.py)."""
     threads = str(config.cluster.threads_per_worker)
     package = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
@@ -118,11 +109,10 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
     """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where
     another library is preloaded.
 
-    glibc keeps much of what a learner row frees, so that its peak grows from step to step; jemalloc gives it back in
-    the same time. Without `oversize_threshold:0` it would return every tensor of 8 MB and more at once, and each would
-    be faulted in again (docs/plan.md). MKL keeps the buffers of its products, 10 to 45 MB a thread, unless it is told
-    not to, which costs no time beside jemalloc. Who runs rows keeps few compiled products; not who `samples`, whose row
-    counts come back.
+    glibc keeps much of what a learner row frees, so that its peak grows from step to step. Without
+    `oversize_threshold:0` jemalloc would return every tensor of 8 MB and more at once (docs/plan.md). MKL keeps the
+    buffers of its products, 10 to 45 MB a thread, unless it is told not to. Who runs rows keeps few compiled products;
+    not who `samples`, whose row counts come back.
     """
     if role not in TENSOR_ROLES or gpus > 0 or JEMALLOC_SO is None or "LD_PRELOAD" in os.environ:
         return {}
@@ -153,28 +143,26 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
 
 
 def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None], interruption: Interruption) -> None:
-    address = _find(config, note, interruption)
+    address, setting = _find(config, note, interruption), f"cluster.address={config.cluster.address}"
     if _uses_tls():
         pass  # a client certificate takes the token's place
     elif _probe(address) is None:
         if not config.cluster.allow_unauthenticated:
             raise ValueError(
-                f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for no token, so whoever "
-                "reaches its ports can run "
-                f"code on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
+                f"{setting}: the Ray cluster at {address} asks for no token, so whoever reaches its ports can run code "
+                f"on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
             )
         note(f"warning: the Ray cluster at {address} asks for no token (cluster.allow_unauthenticated=true)")
     elif not _has_token(config):
         raise ValueError(
-            f"cluster.address={config.cluster.address}: the Ray cluster at {address} asks for a token, and this "
-            "process has none; set "
+            f"{setting}: the Ray cluster at {address} asks for a token, and this process has none; set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
         )
     # Ray itself would try for 20 s, and then say less
     elif _probe(address, with_token=True) == grpc.StatusCode.UNAUTHENTICATED:
         raise ValueError(
-            f"cluster.address={config.cluster.address}: the Ray cluster at {address} refuses this process's token; "
-            "RAY_AUTH_TOKEN_PATH must name the file of the cluster's own"
+            f"{setting}: the Ray cluster at {address} refuses this process's token; RAY_AUTH_TOKEN_PATH must name the "
+            "file of the cluster's own"
         )
     ray.init(address=address, **arguments)
 

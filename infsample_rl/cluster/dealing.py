@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from infsample_rl.types import Prompt, RolloutWork
@@ -85,11 +86,26 @@ def split(
             share = (before + cost * (place + 1)) * num_parts / total  # where the sample ends, in parts
             of_part.setdefault(min(num_parts - 1, int(share - 1e-9)), []).append(sample)
         for part, samples in of_part.items():
-            parts[part].append(
-                RolloutWork(prompt_index=item.prompt_index, prompt_ids=item.prompt_ids, sample_indices=samples)
-            )
+            parts[part].append(replace(item, sample_indices=samples))
         before += cost * len(item.sample_indices)
     return parts
+
+
+def by_prompt(work: list[RolloutWork]) -> dict[int, RolloutWork]:
+    """One piece of work for every prompt, samples in order."""
+    merged: dict[int, RolloutWork] = {}
+    for item in sorted(work, key=lambda item: item.prompt_index):
+        before = merged[item.prompt_index].sample_indices if item.prompt_index in merged else []
+        merged[item.prompt_index] = replace(item, sample_indices=sorted([*before, *item.sample_indices]))
+    return merged
+
+
+def settle(owed: dict[int, RolloutWork], prompt_index: int, samples: list[int]) -> RolloutWork:
+    """Take samples of a prompt out of what is owed; they as work."""
+    work = owed.pop(prompt_index)
+    if left := sorted(set(work.sample_indices) - set(samples)):
+        owed[prompt_index] = replace(work, sample_indices=left)
+    return replace(work, sample_indices=list(samples))
 
 
 def _work(prompt: Prompt, samples: range) -> RolloutWork:

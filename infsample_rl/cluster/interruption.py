@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to end
 LOOK_S = 2.0  # how often it is looked whether something that cannot be brought back is gone
 
 
@@ -74,7 +75,7 @@ class Interruption:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.check()
-            time.sleep(min(left, 0.5))
+            time.sleep(min(left, SLICE_S))
 
     @contextlib.contextmanager
     def held(self, for_s: float) -> Iterator[None]:

@@ -31,23 +31,6 @@ def unseal(sealed: bytes) -> Any:
     return pickle.loads(sealed)
 
 
-class SealedOnce:
-    """seal() for records that are sent again and again."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, bytes]] = {}  # by id(), which is one record's for as long as it is kept here
-
-    def __call__(self, record: Any) -> bytes:
-        found = self._found.get(id(record))
-        if found is None:
-            found = self._found[id(record)] = record, seal(record)
-        return found[1]
-
-    def clear(self) -> None:
-        """Keep none of them."""
-        self._found.clear()
-
-
 def seal_micro_groups(
     items: Iterable[MicroGroupHeader | list[Completion]],
 ) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:

@@ -185,12 +185,15 @@ class KernelKills:
         self._vmstat = vmstat
         self._before = self._count()
 
-    def new(self) -> int:
-        """Since the last call, or the start. 0 also where the kernel does not tell."""
+    def add_to(self, said: str) -> str:
+        """What is said of a lost worker, and that the kernel has ended a process since the last call, or the start."""
         before, self._before = self._before, self._count()
-        return self._before - before
+        if self._before == before:
+            return said
+        return said + "; out of memory: the kernel's OOM killer has ended a process on the driver's machine"
 
     def _count(self) -> int:
+        """0 also where the kernel does not tell."""
         try:
             found = re.search(r"^oom_kill (\d+)$", self._vmstat.read_text(), re.MULTILINE)
         except OSError:

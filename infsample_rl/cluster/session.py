@@ -17,9 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infsample_rl.cluster import shared_files
-from infsample_rl.cluster.calls import SLICE_S
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
-from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.config import Config
 from infsample_rl.plan.placement import (
     Node,
@@ -41,7 +40,7 @@ ADD_S = 2.0  # how long one more worker's place is waited for when it is first a
 Bundle = tuple[PlacementGroup, int]
 
 
-class RaySession:
+class Session:
     """Joins or starts Ray, reserves a place for every worker, and says where that is.
 
     The workers of a role are reserved together (placement.reservations); each that is added later has a reservation of
@@ -127,10 +126,6 @@ class RaySession:
             if node["Alive"] and node["NodeID"] in used
         ]
         return int(min(sizes, default=0))
-
-    def close(self) -> None:
-        """Leave Ray: it ends what is left of the run's actors and gives its reservations back."""
-        ray.shutdown()
 
     def _reserve(self) -> None:
         """Ask for all reservations; wait, telling what is missing, as long as nodes may still come; ValueError if it

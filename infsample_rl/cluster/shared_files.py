@@ -1,5 +1,5 @@
 """The proof, at start, that every node sees the same run folder, model and data as the driver. Standard library only;
-ray_session.py carries it out.
+session.py carries it out.
 
 driver                                          every node
 token into run.dir/.cluster_check/driver   ->   reads it there; compares the size of every file

@@ -3,83 +3,61 @@ lost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import ray
 
-from infsample_rl.cluster.calls import PayloadLost, learner_failure, value_of
-from infsample_rl.cluster.dealing import split
+from infsample_rl.cluster.arrivals import Return, Stream
+from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
+from infsample_rl.cluster.dealing import by_prompt, settle, split
 from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
-from infsample_rl.cluster.in_flight import Return, Stream, by_prompt, drain, settle
 from infsample_rl.cluster.messages import seal, unseal
-from infsample_rl.cluster.workers import Crew, Handle
+from infsample_rl.cluster.micro_groups import Finished
+from infsample_rl.cluster.weight_delivery import WeightDelivery
+from infsample_rl.cluster.workers import Handle
 from infsample_rl.config import Config
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder, WorkerPhases
 
-MAX_UNDELIVERED = 8  # micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB
-
-BringBack = Callable[[int], tuple[list[ray.ObjectRef], ray.ObjectRef] | None]
-
-
-class Finished(NamedTuple):
-    """A micro-group that has arrived: what the driver reads of it, where it is, and the work it settles."""
-
-    header: MicroGroupHeader
-    payload: ray.ObjectRef  # sealed.open_micro_group opens what it holds
-    work: RolloutWork
+# micro-groups that wait in a worker before it pauses; twice as many of less than 64 KiB
+MAX_UNDELIVERED = 8
+DRAIN_S = 30.0  # how long a halted stream may take to end
 
 
 class RolloutStreams:
-    """The rollout workers' streams of micro-groups.
+    """The rollout workers' streams of micro-groups, of those that hold the weights (`weights.holders`)."""
 
-    `bring_back(index)`: references of the weights, and of the call that loads them into a new rollout worker; None
-    where they cannot be had before the next version.
-    """
-
-    def __init__(self, config: Config, crew: Crew, note: Callable[[str], None], bring_back: BringBack) -> None:
-        self._config, self._crew, self._note, self._bring_back = config, crew, note, bring_back
+    def __init__(self, config: Config, calls: Calls, weights: WeightDelivery) -> None:
+        self._config, self._calls, self._weights = config, calls, weights
         self.num_moved = 0  # samples since the start that a worker gave back, not having started them, for an idle one
-        self.ready: set[int] = set()  # rollout workers that hold the version that samples
-        self.decoding: set[int] = set()  # of them, those dealt work since start()
+        self.decoding: set[int] = set()  # rollout workers dealt work since start()
+        self.ends: list[StreamEnd] = []  # of streams since start(); a worker that was dealt more later has several
         self._batch: tuple[int, bool] = (0, False)  # step and evaluation of what is sampled
         self._backlog: list[RolloutWork] = []  # dealt to nobody
         self._streams: dict[Any, Stream] = {}  # by generator
-        self._returns: dict[ray.ObjectRef, Return] = {}
         self._asked_back: dict[ray.ObjectRef, Stream] = {}
-        self.ends: list[StreamEnd] = []  # of the streams that have ended since start()
-        self._phases: list[WorkerPhases] = []  # that they have told of, not taken yet
-        self._turn = self._num_streams = 0
+        self._phases: list[WorkerPhases] = []  # that ended streams have told of, not taken yet
+        self._numbers = count()  # of streams
 
-    def begin_version(self, holders: set[int]) -> None:
-        """These rollout workers hold the version that samples from now on; others that are on their way come with the
-        next."""
-        self.ready = holders
-        self._returns.clear()
-
-    def start(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool) -> None:
-        """Let the ready rollout workers decode a part each."""
+    def start(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
+        """Let every worker that holds the weights decode its part; micro-groups then come out of traffic.arrivals()."""
         self._batch, self.decoding, self.ends = (step, evaluation), set(), []
-        for index, work in zip(sorted(self.ready), dealt, strict=True):
+        for index, work in zip(sorted(self._weights.holders), dealt, strict=True):
             self._start_stream(index, work)
 
     def _start_stream(self, index: int, work: list[RolloutWork]) -> None:
         if not work:
             return
-        handle = self._crew.all("rollout")[index]
+        handle, rollout = self._calls.workers.all("rollout")[index], self._config.rollout
         options: dict[str, Any] = {"num_returns": "streaming"}
-        micro_group = self._config.rollout.micro_group
-        micro_groups = sum(-(-len(item.sample_indices) // micro_group) for item in work)
+        micro_groups = sum(-(-len(item.sample_indices) // rollout.micro_group) for item in work)
         # else it cannot be reached, and telling the worker of each item taken is most of what it costs
         if micro_groups > MAX_UNDELIVERED:
             # a header and a payload each, where they are apart
             options["_generator_backpressure_num_objects"] = 2 * MAX_UNDELIVERED
-        number, self._num_streams = self._num_streams, self._num_streams + 1
-        order = StreamOrder(work, *self._batch, number)
-        self._streams[handle.stream.options(**options).remote(seal(order))] = Stream(
-            index, handle, number, by_prompt(work)
-        )
+        number = next(self._numbers)
+        generator = handle.stream.options(**options).remote(seal(StreamOrder(work, *self._batch, number)))
+        self._streams[generator] = Stream(index, handle, number, by_prompt(work))
         self.decoding.add(index)
 
     # what is in flight
@@ -96,11 +74,6 @@ class RolloutStreams:
         return sum(len(work.sample_indices) for work in owed)
 
     @property
-    def returns(self) -> list[Return]:
-        """Rollout workers on their way to the weights."""
-        return list(self._returns.values())
-
-    @property
     def waited_for(self) -> list[Stream]:
         """Streams of the workers that owe an answer: those that have not ended, and those that were asked for work
         before they did."""
@@ -108,7 +81,7 @@ class RolloutStreams:
 
     def in_flight(self, ref: Any) -> Stream | Return | None:
         """What a reference is of; None if it has been dropped."""
-        return self._streams.get(ref) or self._returns.get(ref) or self._asked_back.get(ref)
+        return self._streams.get(ref) or self._weights.returns.get(ref) or self._asked_back.get(ref)
 
     @property
     def is_done(self) -> bool:
@@ -117,16 +90,15 @@ class RolloutStreams:
 
     def waited(self) -> list[Any]:
         """What may become ready."""
-        streams, self._turn = list(self._streams), self._turn + 1
-        first = self._turn % len(streams) if streams else 0  # ray.wait favours the first of the list: take turns
-        return [*streams[first:], *streams[:first], *self._returns, *self._asked_back]
+        return [*self._streams, *self._weights.returns, *self._asked_back]
 
     def advance(self, ready: list[Any]) -> list[ray.ObjectRef]:
         """Take the next item of each stream that is ready; references of those whose values take() needs."""
         wanted = []
         for generator in ready:
-            stream = self._streams.get(generator)
+            stream = self._streams.pop(generator, None)
             if stream is not None:
+                self._streams[generator] = stream  # ray.wait favours the first: they take turns
                 stream.item = next(generator, None)
                 wanted += [stream.item] if stream.item is not None and stream.header is None else []
         return wanted
@@ -139,8 +111,8 @@ class RolloutStreams:
                 return self._take_item(ref, self._streams[ref], opened)
             except WorkerLost as lost:
                 self._lose_stream(ref, lost)
-        elif ref in self._returns:
-            self._welcome(ref, self._returns.pop(ref))
+        elif ref in self._weights.returns:
+            self._welcome(ref, self._weights.returns.pop(ref))
         elif ref in self._asked_back:
             self._take_back(ref, self._asked_back.pop(ref))
         return None  # something else that was ready has dropped it
@@ -168,7 +140,7 @@ class RolloutStreams:
 
     def _finish(self, stream: Stream, header: MicroGroupHeader, item: ray.ObjectRef) -> Finished:
         stream.has_nothing_to_give = header.num_waiting < 2  # of one there is no half
-        return Finished(header, item, settle(stream.owed, header))
+        return Finished(header, item, settle(stream.owed, header.prompt_index, header.sample_indices))
 
     def take_phases(self) -> list[WorkerPhases]:
         """What workers did until their streams ended, since the last call."""
@@ -212,24 +184,19 @@ class RolloutStreams:
     def replace(self, lost: WorkerLost, handle: Handle) -> Handle | None:
         """Start a rollout worker in place of one that is gone, which has no weights before the next version; None if
         that has been done."""
-        if not self._crew.is_current("rollout", lost.index, handle):
+        if not self._calls.workers.is_current("rollout", lost.index, handle):
             return None
-        self.ready.discard(lost.index)
+        self._weights.holders.discard(lost.index)
         self.decoding.discard(lost.index)
         if self._config.cluster.colocate:
             raise StepLost(f"{lost}, and with it a learner rank")
-        return self._crew.replace(lost)
+        return self._calls.workers.replace(lost)
 
     def lose(self, lost: WorkerLost, handle: Handle) -> None:
         """Replace a rollout worker, and let it return as soon as it has the weights."""
         replacement = self.replace(lost, handle)
-        if replacement is None:
-            return
-        found = self._bring_back(lost.index)
-        if found is not None:
-            published, loaded = found
-            self._returns[loaded] = Return(lost.index, replacement, published)
-        elif not self.ready:
+        is_on_its_way = replacement is not None and self._weights.bring_back(lost.index, replacement)
+        if replacement is not None and not is_on_its_way and not self._weights.holders:
             raise StepLost(f"{lost}; no rollout worker is left, and the learner has gone on to the next version")
 
     def _welcome(self, ref: ray.ObjectRef, returned: Return) -> None:
@@ -237,19 +204,19 @@ class RolloutStreams:
             value_of(ref, "rollout", returned.index)
         except (WorkerLost, PayloadLost) as error:
             # the weights come from the learner: it may be that which is gone
-            failure = learner_failure(self._crew.all("learner"), RuntimeError(str(error)))
+            failure = self._calls.learner_failure(RuntimeError(str(error)))
             if isinstance(failure, StepLost):
                 raise failure from error
             self.lose(WorkerLost("rollout", returned.index, str(error)), returned.handle)
             return
-        self.ready.add(returned.index)
-        self._note(f"{worker_name('rollout', returned.index)} is back")
+        self._weights.holders.add(returned.index)
+        self._calls.note(f"{worker_name('rollout', returned.index)} is back")
 
     def give_up(self, lost: WorkerLost) -> None:
         """A worker that decodes, gives work back or returns does not move: take it as lost."""
-        for ref, back in list(self._returns.items()):
+        for ref, back in list(self._weights.returns.items()):
             if back.index == lost.index:
-                del self._returns[ref]
+                del self._weights.returns[ref]
                 self.lose(lost, back.handle)
         for generator, stream in list(self._streams.items()):
             if stream.index == lost.index:
@@ -267,8 +234,8 @@ class RolloutStreams:
         for stream in self._streams.values():
             stream.handle.halt.remote(stream.number)
         for generator in self._streams if drained else ():
-            drain(generator)
-        for book in (self._streams, self._returns, self._asked_back, self._backlog):
+            _drain(generator)
+        for book in (self._streams, self._weights.returns, self._asked_back, self._backlog):
             book.clear()
 
     # work for the idle
@@ -276,7 +243,7 @@ class RolloutStreams:
     def _idle(self) -> list[int]:
         # Who is asked to give work back means the stream of then: a new one would take the question for its own.
         busy = {stream.index for stream in (*self._streams.values(), *self._asked_back.values())}
-        return sorted(self.ready - busy)
+        return sorted(self._weights.holders - busy)
 
     def deal_backlog(self) -> None:
         """Give what nobody decodes to workers that have nothing to do."""
@@ -304,13 +271,21 @@ class RolloutStreams:
             return  # all it owed has been dealt again
         stream.has_nothing_to_give = not given
         for prompt_index, indices in given.items():
-            owed = stream.owed.pop(prompt_index)
-            self._backlog.append(replace(owed, sample_indices=indices))
+            self._backlog.append(settle(stream.owed, prompt_index, indices))
             self.num_moved += len(indices)
-            left = [index for index in owed.sample_indices if index not in set(indices)]
-            if left:
-                stream.owed[prompt_index] = replace(owed, sample_indices=left)
         if stream not in self._streams.values():
             self._draw_what_is_owed(stream)
         if not given:
             self._ask_for_work()
+
+
+def _drain(generator: Any) -> None:
+    """Take what a halted stream still yields, so that its worker gets to its end."""
+    while True:
+        ready, _ = ray.wait([generator], timeout=DRAIN_S)
+        if not ready:
+            return  # its worker is silent: found out when it is called next
+        try:
+            next(generator)
+        except (StopIteration, ray.exceptions.RayError):
+            return

@@ -7,19 +7,14 @@ docs/observability.md lists every metric.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.util import metrics
 
-from infsample_rl.cluster.calls import open_at_once
 from infsample_rl.observe.phases import phase_seconds
-from infsample_rl.types import RolloutNow
 
-WORKERS_SHOWN = 8  # rollout workers that a screen has room for
-ANSWER_KEPT_S = 10.0  # a worker that says nothing for so long is not shown
 EXPORT_S = 5.0  # Ray's agents forget a gauge that was not set within their own interval, 10 s
 PREFIX = "infsample_rl_"  # Ray puts its own, ray_, before it
 SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0]  # bounds of histograms
@@ -150,45 +145,3 @@ def metrics_addresses() -> list[str]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-
-
-class Requests:
-    """Asks workers something without waiting for them. `question`: of a worker, the reference of its answer."""
-
-    def __init__(self, question: Callable[[Any], ray.ObjectRef]) -> None:
-        self._question = question
-        self._asked: dict[ray.ObjectRef, Any] = {}  # answer to come -> worker
-
-    def ask(self, workers: list[Any]) -> None:
-        """Ask every worker that has answered the question before."""
-        waiting = set(self._asked.values())
-        self._asked |= {self._question(worker): worker for worker in workers if worker not in waiting}
-
-    def take(self, wait_s: float = 0.0) -> list[Any]:
-        """Answers that are there within `wait_s` seconds; a worker that died has none."""
-        if not self._asked:
-            return []
-        ready, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s)
-        opened, answers = open_at_once(ready), []
-        for ref in ready:
-            del self._asked[ref]
-            try:
-                answers.append(opened[ref] if opened else ray.get(ref))
-            except ray.exceptions.RayError:
-                continue  # said where its other results are opened
-        return answers
-
-
-class RowsShown:
-    """What rollout workers decode, as they said when they were last asked; for a screen, which shows a few of them."""
-
-    def __init__(self) -> None:
-        self._requests = Requests(lambda worker: worker.now.remote())
-        self._answers: dict[int, tuple[float, RolloutNow]] = {}  # by worker: time.monotonic() and what it said
-
-    def ask(self, workers: list[Any]) -> list[RolloutNow]:
-        """What there is, at most ANSWER_KEPT_S old; the first WORKERS_SHOWN are asked again."""
-        now = time.monotonic()
-        self._answers |= {answer.worker: (now, answer) for answer in self._requests.take()}
-        self._requests.ask(workers[:WORKERS_SHOWN])
-        return [answer for _, (at, answer) in sorted(self._answers.items()) if now - at < ANSWER_KEPT_S]

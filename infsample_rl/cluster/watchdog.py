@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import ray
 
-from infsample_rl.cluster.calls import POLL_S, standing
+from infsample_rl.cluster.arrivals import PendingCall, Return, Stream
+from infsample_rl.cluster.calls import POLL_S, SHOWN, Calls, standing
 from infsample_rl.cluster.failures import worker_name
-from infsample_rl.cluster.in_flight import Call, Return, Stream
 from infsample_rl.config import Config
 from infsample_rl.types import WorkerStatus
 
-SHOWN = 8  # workers named in a line
 Worker = tuple[str, int]  # role and index of a process
 
 
@@ -29,10 +27,10 @@ class Waited(NamedTuple):
 
 class Watchdog:
     """Of one wait. Each worker has a time of its own: that it moves is shown by its answers and by its progress(),
-    which grows within a call. `has_started(role, index)`: one that has not has `cluster.start_timeout_s`."""
+    which grows within a call. One that has not started has `cluster.start_timeout_s`."""
 
-    def __init__(self, config: Config, note: Callable[[str], None], has_started: Callable[[str, int], bool]) -> None:
-        self._config, self._note, self._has_started = config, note, has_started
+    def __init__(self, config: Config, calls: Calls) -> None:
+        self._config, self._note, self._has_started = config, calls.note, calls.workers.has_started
         self._began = self._looked = self._last_move = time.monotonic()
         self._moved: dict[Worker, float] = {}  # when
         self._starting: set[Worker] = set()  # at the last look
@@ -50,7 +48,7 @@ class Watchdog:
         """A process that samples and learns by turns is one."""
         return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
 
-    def silent(self, streams: list[Stream], calls: Iterable[Call], returns: list[Return]) -> dict[Worker, str]:
+    def silent(self, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, str]:
         """Workers that have to be given up, and why; before, it is said who has not moved. Waits for nobody."""
         now = time.monotonic()
         if now - self._looked < self._every_s:
@@ -59,18 +57,15 @@ class Watchdog:
             self._began = now  # this process itself was stopped, or busy: it has not seen who moved
         self._looked = now
         self._hear()
-        waited = self._waited(now, streams, calls, returns)
+        waited = self._waited(now, in_flight)
         self._say(waited)
         self._ask({worker: item.handle for worker, item in waited.items() if item.idle_s >= self._every_s})
         return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
-    def _waited(
-        self, now: float, streams: list[Stream], calls: Iterable[Call], returns: list[Return]
-    ) -> dict[Worker, Waited]:
-        config, since, limits, handles = self._config, dict[Worker, float](), dict[Worker, float](), dict[Worker, Any]()
-        for item in (*streams, *calls, *returns):
-            worker, cluster = self._process(item.role, item.index), config.cluster
-            limit_s = cluster.progress_timeout_s
+    def _waited(self, now: float, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, Waited]:
+        cluster, found = self._config.cluster, dict[Worker, Waited]()
+        for item in in_flight:
+            worker, limit_s = self._process(item.role, item.index), cluster.progress_timeout_s
             if not self._has_started(item.role, item.index):  # it waits for its place, or loads what it needs
                 limit_s = max(limit_s, cluster.start_timeout_s)
                 self._starting.add(worker)
@@ -78,14 +73,14 @@ class Watchdog:
                 self._starting.remove(worker)
                 self.moved(item.role, item.index)
             if item.role == "reward":
-                limit_s += config.reward.timeout_s  # a function call may take it all
+                limit_s += self._config.reward.timeout_s  # a function call may take it all
             # One on its way to the weights waits for its place, or for a learner that has rows to do: while anything
             # moves, so may it.
             asked = max(item.since, self._last_move) if isinstance(item, Return) else item.since
-            since[worker] = min(since.get(worker, now), asked)
-            limits[worker], handles[worker] = max(limits.get(worker, 0.0), limit_s), item.handle
-        moved = {worker: max(first, self._began, self._moved.get(worker, 0.0)) for worker, first in since.items()}
-        return {worker: Waited(handles[worker], now - moved[worker], limits[worker]) for worker in since}
+            idle_s = now - max(asked, self._began, self._moved.get(worker, 0.0))
+            before = found.get(worker, Waited(item.handle, idle_s, limit_s))
+            found[worker] = Waited(item.handle, max(idle_s, before.idle_s), max(limit_s, before.limit_s))
+        return found
 
     def _say(self, waited: dict[Worker, Waited]) -> None:
         """Name who has used up half of its time; everybody, when nothing moves at all."""
@@ -96,11 +91,8 @@ class Watchdog:
             if nothing_moves or item.idle_s > item.limit_s / 2
         ]
         if quiet:
-            self._note(
-                "waiting: "
-                + ", ".join(quiet[:SHOWN])
-                + (f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else "")
-            )
+            more = f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""
+            self._note(f"waiting: {', '.join(quiet[:SHOWN])}{more}")
 
     def _ask(self, workers: dict[Worker, Any]) -> None:
         asked = {id(handle) for _, handle in self._asked.values()}

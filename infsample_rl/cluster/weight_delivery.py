@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import ray
 
-from infsample_rl.cluster.asking import Asking
-from infsample_rl.cluster.calls import SLICE_S, Patience
+from infsample_rl.cluster.arrivals import Return
+from infsample_rl.cluster.calls import Calls, Patience
 from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
-from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.workers import Crew, Handle
+from infsample_rl.cluster.interruption import SLICE_S
+from infsample_rl.cluster.workers import Handle
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase
@@ -21,63 +21,52 @@ from infsample_rl.types import PublishedProbe, WeightSyncReport
 
 
 class WeightDelivery:
-    """Which version the rollout workers hold, and how the next one gets to them."""
+    """Which rollout workers hold the version that samples, and how the next one gets to them.
 
-    def __init__(
-        self,
-        config: Config,
-        crew: Crew,
-        asking: Asking,
-        note: Callable[[str], None],
-        interruption: Interruption,
-        has_place: Callable[[str, int], bool],
-    ) -> None:
-        """`has_place(role, index)`: whether a worker that has not started has been given one."""
-        self._has_place = has_place
-        self._config, self._crew, self._asking, self._note, self._interruption = (
-            config,
-            crew,
-            asking,
-            note,
-            interruption,
-        )
-        self._transport = choose_transport(config.cluster)
+    `has_place(role, index)`: whether a worker that has not started has been given a place.
+    """
+
+    def __init__(self, config: Config, calls: Calls, has_place: Callable[[str, int], bool]) -> None:
+        self._config, self._calls, self._has_place = config, calls, has_place
+        self.holders: set[int] = set()  # rollout workers that can be dealt work now
+        self.returns: dict[ray.ObjectRef, Return] = {}  # by the call in which one loads the weights
+        self.learner_has_moved = False  # since the last version was delivered
         self._version = 0
         self._probe: PublishedProbe | None = None
         self._linked: tuple[Handle, ...] = ()  # members of the weight link
-        self.learner_has_moved = False  # since the last version was delivered
 
     def forget_learner(self) -> None:
         """The learner's processes are new: links to the old ones are gone."""
         self.learner_has_moved, self._linked = True, ()
 
     @phase("publish")
-    def deliver(self, version: int, probe: PublishedProbe | None) -> tuple[WeightSyncReport, set[int]]:
-        """Bring every engine to the learner's weights, and to the run's length probe; a report, and the workers that
-        hold them.
+    def publish(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+        """Bring every engine to the learner's weights, and to the run's length probe.
 
         Rollout workers that are lost are replaced; those that are still starting are left out, unless too few have
-        started.
+        started, and come with the next version.
         """
-        started = time.monotonic()
-        self._version, self._probe = version, probe
+        started, self._version, self._probe = time.monotonic(), version, probe
         while True:
             try:
-                rollout = self._crew.all("rollout") if self._config.cluster.colocate else self._those_that_started()
+                colocate = self._config.cluster.colocate
+                rollout = self._calls.workers.all("rollout") if colocate else self._those_that_started()
                 report = self._send(rollout)
                 break
             except WorkerLost as lost:
                 self._linked = ()
-                self._crew.replace(lost)
-        self.learner_has_moved = False
-        return dataclasses.replace(report, seconds=time.monotonic() - started), set(rollout)
+                self._calls.workers.replace(lost)
+        self.learner_has_moved, self.holders = False, set(rollout)
+        self.returns.clear()
+        return dataclasses.replace(report, seconds=time.monotonic() - started)
 
     def _send(self, rollout: dict[int, Handle]) -> WeightSyncReport:
         version, probe, limit = self._version, self._probe, self._config.cluster.progress_timeout_s
-        what, gather = f"weights version {version} to reach the engines", self._asking.gather
-        if self._transport == "local":
-            reports = self._asking.ask("learner", what, lambda rank: rank.publish_here.remote(version, probe), limit)
-        elif self._transport == "object_store":
+        what, gather = f"weights version {version} to reach the engines", self._calls.gather
+        transport = choose_transport(self._config.cluster)
+        if transport == "local":
+            reports = self._calls.ask("learner", what, lambda rank: rank.publish_here.remote(version, probe), limit)
+        elif transport == "object_store":
             published = self._publish()
             gather({ref: ("learner", rank) for rank, ref in enumerate(published)}, "publishing weights", limit)
             reports = gather(
@@ -96,14 +85,14 @@ class WeightDelivery:
             }
             calls |= {
                 rank.send_weights.remote(version): ("learner", index)
-                for index, rank in self._crew.all("learner").items()
+                for index, rank in self._calls.workers.all("learner").items()
             }
             try:
                 reports = gather(calls, what, limit)
             except (WorkerLost, StepLost):
                 raise
             except RuntimeError as error:  # of the learner, which has waited for one that hangs
-                raise self._asking.first_gone("rollout") or error from error
+                raise self._calls.first_gone("rollout") or error from error
         wrong = [report.version for report in reports if report is not None and report.version != version]
         if wrong:
             raise RuntimeError(f"rollout workers hold weights version {wrong[0]}, version {version} was published")
@@ -111,7 +100,7 @@ class WeightDelivery:
 
     def _publish(self) -> list[ray.ObjectRef]:
         """What every rank says of the version; rank 0's holds the weights."""
-        return [rank.publish.remote(self._version) for rank in self._crew.all("learner").values()]
+        return [rank.publish.remote(self._version) for rank in self._calls.workers.all("learner").values()]
 
     def _link(self, rollout: dict[int, Handle]) -> None:
         """Connect learner rank 0 and these rollout workers, if they are not."""
@@ -119,26 +108,26 @@ class WeightDelivery:
         if self._linked == members:
             return
         limit, count = self._config.cluster.start_timeout_s, len(members) + 1
-        host, port = self._asking.ask(
+        host, port = self._calls.ask(
             "learner", "learner rank 0", lambda rank: rank.host_weight_link.remote(), limit, only=[0]
         )[0]
-        calls = {self._crew.all("learner")[0].join_weight_link.remote(count): ("learner", 0)}
+        calls = {self._calls.workers.all("learner")[0].join_weight_link.remote(count): ("learner", 0)}
         for member, (index, handle) in enumerate(rollout.items(), 1):
             calls[handle.join_weight_link.remote(host, port, member, count)] = ("rollout", index)
-        self._asking.gather(calls, "learner and rollout workers to connect", limit)
+        self._calls.gather(calls, "learner and rollout workers to connect", limit)
         self._linked = members
 
     def _those_that_started(self) -> dict[int, Handle]:
         """Rollout workers that can take weights: not those that still wait for a place or load the model, unless too
         few are left."""
-        cluster, patience = self._config.cluster, Patience(self._note)
+        cluster, patience = self._config.cluster, Patience(self._calls.note)
         while True:
-            handles = self._crew.all("rollout")
-            started = [index for index in sorted(handles) if self._crew.has_started("rollout", index)]
+            handles = self._calls.workers.all("rollout")
+            started = [index for index in sorted(handles) if self._calls.workers.has_started("rollout", index)]
             self._check_those_that_start(set(handles) - set(started))
             if started:
                 return {index: handles[index] for index in started}
-            self._interruption.check()
+            self._calls.interruption.check()
             if patience.idle_s > cluster.start_timeout_s:
                 raise RuntimeError(
                     f"no rollout worker has started within {cluster.start_timeout_s:g} s (cluster.progress_timeout_s)"
@@ -151,23 +140,20 @@ class WeightDelivery:
         """WorkerLost for one that hangs: it has had a place for as long as a start may take."""
         limit = self._config.cluster.start_timeout_s
         for index in sorted(indices):
-            if self._crew.starting_s("rollout", index) <= limit:
+            if self._calls.workers.starting_s("rollout", index) <= limit:
                 continue
             if self._has_place("rollout", index):
                 raise WorkerLost(
                     "rollout", index, f"it has not started within {limit:g} s (cluster.progress_timeout_s)"
                 )
-            self._crew.still_has_no_place("rollout", index)
+            self._calls.workers.still_has_no_place("rollout", index)
 
-    def bring_back(self, index: int) -> tuple[list[ray.ObjectRef], ray.ObjectRef] | None:
+    def bring_back(self, index: int, handle: Handle) -> bool:
         """Let a new rollout worker load the version that samples, through the object store, behind whatever the learner
-        has to do.
-
-        References that keep the weights, and of the call. None when the learner cannot give them now: it has gone on,
-        or its ranks are not in step.
-        """
+        has to do. False when the learner cannot give it now: it has gone on, or its ranks are not in step."""
         in_step = self._config.learner.grad_sync == "every_row" or self._config.cluster.learner_ranks == 1
         if self.learner_has_moved or not in_step:
-            return None
+            return False
         published = self._publish()
-        return published, self._crew.all("rollout")[index].load_weights.remote(published[0], self._probe)
+        self.returns[handle.load_weights.remote(published[0], self._probe)] = Return(index, handle, published)
+        return True

@@ -10,33 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 
 from infsample_rl.config import Config
+from infsample_rl.config.secrets import is_secret_name
 from infsample_rl.plan.placement import worker_groups
 
-SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|PASSWORD|APIKEY", re.IGNORECASE)
 HUB_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-DRIVER_ONLY = re.compile(r"WANDB_")  # the driver alone reports to W&B
+DRIVER_ONLY = "WANDB_"  # prefix: the driver alone reports to W&B
 
 Secrets = dict[str, str | None]  # name -> value; None: the worker keeps what its node was started with, if anything
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a variable of this name is taken for a key. Ray's own are not: its processes need them to reach each
-    other.
-
-    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM,
-    RAY_AUTH_TOKEN_PATH are not.
-    """
-    return bool(SECRET_NAME.search(name)) and not name.startswith("RAY_")
 
 
 def check_reward_environment(config: Config) -> None:
     """ValueError for a name in reward.environment that is not set here, or that reward functions must not have."""
     for name in config.reward.environment:
-        if DRIVER_ONLY.match(name):
+        if name.startswith(DRIVER_ONLY):
             raise ValueError(
                 f"reward.environment must not hold {name}: only the driver reports to W&B, reward functions must not "
                 "see its key"
@@ -65,10 +54,15 @@ def is_hub_name(path: str | None) -> bool:
     return bool(path) and not os.path.isabs(path)
 
 
+def _held_secrets() -> list[str]:
+    """Names of the keys in this process's environment. Ray's own stay: its processes need them to reach each other."""
+    return [name for name in os.environ if is_secret_name(name) and not name.startswith("RAY_")]
+
+
 def take_secrets(secrets: Secrets) -> None:
     """Make this worker's environment hold the given keys and no others. The first thing a worker does; nothing of it is
     logged."""
-    for name in [name for name in os.environ if is_secret_name(name) and name not in secrets]:
+    for name in set(_held_secrets()) - secrets.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in secrets.items() if value is not None})
 
@@ -77,7 +71,7 @@ def take_secrets(secrets: Secrets) -> None:
 def without_secrets() -> Iterator[None]:
     """Keys are out of this process's environment inside the block: what it starts there, Ray's local processes, does
     not inherit them."""
-    kept = {name: os.environ.pop(name) for name in list(os.environ) if is_secret_name(name)}
+    kept = {name: os.environ.pop(name) for name in _held_secrets()}
     try:
         yield
     finally:

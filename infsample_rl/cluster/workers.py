@@ -1,5 +1,4 @@
-"""The workers of a run as handles, by role and index; a lost one is replaced under its index. Knows nothing of what
-they do."""
+"""The workers of a run as handles, by role and index; a lost one is replaced under its index."""
 
 from __future__ import annotations
 
@@ -7,26 +6,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ray
+
 from infsample_rl.cluster.failures import Restarts, WorkerLost, worker_name
 
 Handle = Any  # of a Ray actor
-Answer = Any  # reference of its answer to a first question, there when it has started, or has failed to
 
 
-class Crew:
-    """`spawn(role, index)` starts a worker and does not wait for it; `end(handle)` kills one, dead or alive;
-    `is_there(answer)` does not wait."""
+class Workers:
+    """All of them. `begin(role, index)` starts one without waiting for it: its handle, and a reference that is there
+    once it has started or has failed to."""
 
-    def __init__(
-        self,
-        spawn: Callable[[str, int], tuple[Handle, Answer]],
-        end: Callable[[Handle], None],
-        is_there: Callable[[Answer], bool],
-        restarts: Restarts,
-    ) -> None:
-        self._spawn, self._end, self._is_there, self.restarts = spawn, end, is_there, restarts
+    def __init__(self, begin: Callable[[str, int], tuple[Handle, ray.ObjectRef]], restarts: Restarts) -> None:
+        self._begin, self.restarts = begin, restarts
         self._handles: dict[str, dict[int, Handle]] = {}
-        self._answers: dict[tuple[str, int], Answer | None] = {}  # None: it was there
+        self._answers: dict[tuple[str, int], ray.ObjectRef | None] = {}  # None: it was there
         self._added: dict[tuple[str, int], float] = {}  # when, time.monotonic()
         self._shared: dict[str, str] = {}  # role -> the one whose workers do its calls
 
@@ -39,7 +33,7 @@ class Crew:
     def add(self, role: str, index: int) -> Handle:
         """Start one worker."""
         self._added[role, index] = time.monotonic()
-        self._handles[role][index], self._answers[role, index] = self._spawn(role, index)
+        self._handles[role][index], self._answers[role, index] = self._begin(role, index)
         return self._handles[role][index]
 
     def share(self, role: str, other: str) -> None:
@@ -51,10 +45,10 @@ class Crew:
         return self._handles.get(role, {})
 
     def has_started(self, role: str, index: int) -> bool:
-        """Whether a worker answers, or has failed to start: it no longer waits for its place, nor loads what it
-        needs."""
+        """Whether a worker answers, or has failed to start: it no longer waits for a place or loads what it needs."""
         key = self._shared.get(role, role), index
-        if self._answers[key] is not None and self._is_there(self._answers[key]):
+        answer = self._answers[key]
+        if answer is not None and ray.wait([answer], timeout=0)[0]:
             self._answers[key] = None  # looked at once: every version of the weights asks for every worker
         return self._answers[key] is None
 
@@ -73,14 +67,13 @@ class Crew:
     def replace(self, lost: WorkerLost) -> Handle:
         """Another worker in place of one that is gone, once it is its turn. RuntimeError when there were too many."""
         self.restarts.begin(worker_name(lost.role, lost.index), lost.reason)
-        self._end(self._handles[lost.role][lost.index])
+        ray.kill(self._handles[lost.role][lost.index])
         return self.add(lost.role, lost.index)
 
     def replace_all(self, role: str, reason: str) -> None:
         """Kill every worker of a role, and start as many."""
         self.restarts.begin("the learner" if role == "learner" else f"all {role} workers", reason)
-        handles = self._handles[role]
-        for handle in handles.values():
-            self._end(handle)
-        for index in handles:
+        for handle in self._handles[role].values():
+            ray.kill(handle)
+        for index in self._handles[role]:
             self.add(role, index)

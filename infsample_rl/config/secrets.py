@@ -17,20 +17,19 @@ _LIKE_A_KEY = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w.~+=-]{16,}")
 _KEY_PREFIX = re.compile(
     r"^(Bearer\s+\S{8,}|sk-[\w-]{12,}|hf_\w{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|AKIA[0-9A-Z]{12,}|xox[abp]-[\w-]{8,})$"
 )
-_SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSPHRASE|CREDENTIALS?)$")  # what it holds is no path
-SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|PASSWORD|APIKEY", re.I)
+_SECRET_VARIABLE = re.compile(
+    r"(^|_)(KEY|TOKEN|SECRET|PASSPHRASE|PASSWD|CREDENTIALS?)(_|$)|PASSWORD|APIKEY", re.IGNORECASE
+)
 _LOGIN_IN_URL = re.compile(r":/{1,2}[^/@:\s]*:[^/@\s]+@")  # one slash where a path was made of it
 SHORTEST = 8  # a shorter value of a variable could stand anywhere by chance
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an environment variable of this name is taken for a key. Ray's own are not: its processes need them to
-    reach each other.
+    """Whether an environment variable of this name is taken for a key.
 
-    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM,
-    RAY_AUTH_TOKEN_PATH are not.
+    Examples: WANDB_API_KEY, HF_TOKEN, AWS_SECRET_ACCESS_KEY, PGPASSWORD are; PATH, TOKENIZERS_PARALLELISM are not.
     """
-    return bool(SECRET_NAME.search(name)) and not name.startswith("RAY_")
+    return _SECRET_VARIABLE.search(name) is not None
 
 
 def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
@@ -39,9 +38,7 @@ def check_no_secrets(config: Any, environment: Mapping[str, str]) -> None:
 
     The message names the setting, never its value.
     """
-    secrets = {
-        value: name for name, value in environment.items() if _SECRET_VARIABLE.search(name) and len(value) >= SHORTEST
-    }
+    secrets = {value: name for name, value in environment.items() if is_secret_name(name) and len(value) >= SHORTEST}
     for name, value in _leaves("", dataclasses.asdict(config)):
         key = name.rpartition(".")[2].replace("-", "_")
         if not isinstance(value, str) or not value:

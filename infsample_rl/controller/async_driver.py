@@ -40,17 +40,17 @@ class AsyncDriver(Driver):
         following = self._new_groups() if self.step + 1 < self.total_steps else None
         if following is not None:
             self._start_rollout(following.prompts, self.config.rollout.group_size, batch=self.step + 1)
-        waves = Waves(self.config, self.cluster)
+        waves = Waves(self.config, self.cluster.traffic)
         for group in groups.trained():
             waves.add(group)
         update = self._update(groups, waves, following)
         try:
             self._ready = None if following is None else self._finish_sampling(following)
         except Terminated:  # the update is whole: only what was being drawn for the next is lost
-            self.cluster.abandon_step()
+            self.cluster.traffic.abandon()
             self._ready = following = None
         if self.probe is not None:
-            self.cluster.start_learning_lengths()
+            self.cluster.lengths.ask()
         metrics, completions = self._end_step(groups, rounds, update, started=started, following=following)
         return metrics | {"rollout/staleness": float(self.step - 1 - groups.step)}, completions
 
@@ -62,10 +62,10 @@ class AsyncDriver(Driver):
 
     @phase("sample")
     def _finish_sampling(self, groups: StepGroups) -> Sampled:
-        for arrival in self.cluster.arrivals():
+        for arrival in self.cluster.traffic.arrivals():
             self._enter(arrival, groups)
         groups.take_complete()
-        return Sampled(groups, [self.cluster.rollout_ends()])
+        return Sampled(groups, [self.cluster.rollout.ends])
 
     def _state(self) -> dict[str, Any]:
         return super()._state() | ({"data": self._data_state} if self._data_state else {})

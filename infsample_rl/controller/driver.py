@@ -116,13 +116,13 @@ class Driver:
             # each time
             gc.freeze()
             gc.set_threshold(20_000)  # a step makes tens of thousands of records and no cycle
-            self.log.start_progress(self.cluster.now)
+            self.log.start_progress(self.cluster.monitor.now)
             while not self._is_finished():
                 try:
                     self._go_on()
                 except StepLost as lost:
                     self._return_to_checkpoint(str(lost))
-            self.cluster.ask_phases(rollout=True)
+            self.cluster.monitor.ask_phases(rollout=True)
             add_phases(self.cluster, self.timeline, wait_s=LAST_PHASES_S)
             failed = False
         except Terminated:
@@ -162,7 +162,7 @@ class Driver:
             self.log.add_to_step(self.step, self.evaluate())
         while self.step < self.total_steps:
             self.cluster.resize()
-            before = self.cluster.counts()
+            before = self.cluster.monitor.counts()
             metrics, completions = self.train_step()
             metrics |= observe_step(self.cluster, self.timeline, self.step, before)
             self._finished_state, self._unsavable = self._state(), ""
@@ -178,7 +178,7 @@ class Driver:
                 self.save()
 
     def _publish(self) -> WeightSyncReport:
-        return self.cluster.publish_weights(self.step, self.probe and self.probe.published())
+        return self.cluster.weights.publish(self.step, self.probe and self.probe.published())
 
     def _return_to_checkpoint(self, reason: str) -> None:
         """Do the steps since the last checkpoint again, from the state it has. Again and again, as long as restarts are
@@ -224,15 +224,14 @@ class Driver:
         """One GRPO step: sample every group, score it, learn from complete groups while others decode, update,
         publish."""
         started = time.time()
-        groups, waves = self._new_groups(), Waves(self.config, self.cluster)
+        groups, waves = self._new_groups(), Waves(self.config, self.cluster.traffic)
         rounds = self._sample(groups, waves)
         return self._end_step(groups, rounds, self._update(groups, waves), started=started)
 
     def _new_groups(self) -> StepGroups:
         prompts, size = self.prompts.next_batch(), self.config.rollout.group_size
-        return StepGroups(
-            prompts, self.config, group_size=size, step=self.step, with_reference=self.cluster.has_reference
-        )
+        with_reference = self.config.objective.needs_reference and self.config.reference.placement == "workers"
+        return StepGroups(prompts, self.config, group_size=size, step=self.step, with_reference=with_reference)
 
     @phase("sample")
     def _sample(self, groups: StepGroups, waves: Waves) -> list[RolloutStats]:
@@ -248,14 +247,14 @@ class Driver:
         while prompts:
             self._start_rollout(prompts, self.config.rollout.group_size, batch=self.step)
             is_last = not objective.dynamic_sampling or len(rounds) + 1 == objective.dynamic_sampling_rounds
-            for arrival in self.cluster.arrivals():
+            for arrival in self.cluster.traffic.arrivals():
                 self._enter(arrival, groups)
                 for group in groups.take_complete():
                     if groups.trains(group):
                         waves.add(group)
                 if groups.all_complete() and (is_last or len(groups.trained()) == wanted):
                     waves.finish()
-            rounds.append(self.cluster.rollout_ends())
+            rounds.append(self.cluster.rollout.ends)
             missing = 0 if is_last else wanted - len(groups.trained())
             prompts = self.prompts.next_batch(missing, len(groups.groups))
             groups.extend(prompts)
@@ -278,14 +277,14 @@ class Driver:
         # after the first optimizer step the others are waited for, as long as a save would still have time
         with ExitStack() as begun:
             for totals, is_last in waves.updates():
-                for arrival in self.cluster.arrivals(until_learner_is_idle=True):
+                for arrival in self.cluster.traffic.arrivals(until_learner_is_idle=True):
                     self._enter(arrival, following or groups, rows_of=groups)
                 backward_done = time.time()
                 if self.probe is not None and not report and following is None:
-                    self.cluster.start_learning_lengths()
+                    self.cluster.lengths.ask()
                 self._unsavable = "the learner has begun the next update"
                 with self.interruption.held(self.config.run.grace_s):
-                    report.append(self.cluster.optimizer_step(totals, is_last=is_last))
+                    report.append(self.cluster.learner.step(totals, is_last=is_last))
                 if len(report) == 1:
                     begun.enter_context(self.interruption.held(self.config.run.grace_s - self._save_seconds))
         return UpdateReport(report, backward_done, time.time())
@@ -306,7 +305,7 @@ class Driver:
         with self.interruption.held(self.config.run.grace_s - self._save_seconds):
             predictor = self._learn_lengths()
             synced = self._publish()
-        self.cluster.metrics.observe("weight_sync_seconds", synced.seconds)
+        self.cluster.monitor.metrics.observe("weight_sync_seconds", synced.seconds)
         self._count_failures(groups)
         metrics = (
             sample_metrics(groups)
@@ -319,9 +318,9 @@ class Driver:
             groups, following or groups, started=started, backward_done=update.backward_done, updated=update.ended
         )
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
-        completions = self.recorder.keep(groups, self.cluster.completions, metrics, step=self.step)
+        completions = self.recorder.keep(groups, self.cluster.micro_groups.completions, metrics, step=self.step)
         self._expected.observe(groups.lengths_by_row())
-        self.cluster.forget(groups.micro_groups)
+        self.cluster.micro_groups.forget(groups.micro_groups)
         return metrics, completions
 
     @phase("evaluate")
@@ -330,10 +329,10 @@ class Driver:
         started, samples = time.time(), self.config.run.eval_samples
         groups = StepGroups(self.eval_prompts, self.config, group_size=samples, step=self.step, with_reference=False)
         self._start_rollout(self.eval_prompts, samples, batch=self.step, evaluation=True)
-        for arrival in self.cluster.arrivals():
+        for arrival in self.cluster.traffic.arrivals():
             self._enter(arrival, groups)
         self._count_failures(groups)
-        self.cluster.forget(groups.micro_groups)
+        self.cluster.micro_groups.forget(groups.micro_groups)
         return evaluation_metrics(groups, samples) | {"timing/eval": time.time() - started}
 
     @phase("save")
@@ -346,7 +345,7 @@ class Driver:
         started = time.time()
 
         def save_parts(folder: str) -> None:
-            self.cluster.save(folder)
+            self.cluster.learner.save(folder)
             if self.probe is not None:
                 self.probe.save(Path(folder))
 
@@ -389,7 +388,7 @@ class Driver:
             why = "it could not be saved"
             try:
                 with self.interruption.held(self.config.run.grace_s):
-                    self.cluster.abandon_step(for_good=True)
+                    self.cluster.traffic.abandon(for_good=True)
                     self.step = finished
                     self.save()
             except (StepLost, OSError, RuntimeError) as error:
@@ -414,7 +413,7 @@ class Driver:
         if self.probe is None:
             return {}
         metrics = {"predictor/used": float(self.probe.published().is_used)}
-        reports, started = self.cluster.probe_reports(), time.time()
+        reports, started = self.cluster.lengths.take(), time.time()
         switched = self.probe.enter(reports)
         if switched:
             self.log.note(f"after step {self.step}: {switched}")
@@ -427,8 +426,9 @@ class Driver:
         """`batch`: number of the step that these samples will train, which their noise is made from."""
         whole_prompts = self.config.rollout.schedule == "dynamic_slot" and not evaluation
         expected = [self._expected(prompt) for prompt in prompts]
-        dealt = deal(prompts, samples, self.cluster.num_rollout_workers, whole_prompts=whole_prompts, expected=expected)
-        self.cluster.start_rollout(dealt, step=batch, evaluation=evaluation)
+        workers = len(self.cluster.weights.holders)
+        dealt = deal(prompts, samples, workers, whole_prompts=whole_prompts, expected=expected)
+        self.cluster.rollout.start(dealt, step=batch, evaluation=evaluation)
 
     def _enter(self, arrival: Arrival, groups: StepGroups, rows_of: StepGroups | None = None) -> None:
         """Put what has arrived into the step's book (learner rows into that of `rows_of`); a micro-group goes on to
@@ -443,9 +443,9 @@ class Driver:
                         f"{groups.step}"
                     )
                 prompt = groups.add_micro_group(key, header).prompt
-                self.cluster.score(key, prompt)
+                self.cluster.traffic.score(key, prompt)
                 if groups.with_reference:
-                    self.cluster.reference_logprobs(key, prompt)
+                    self.cluster.traffic.reference_logprobs(key, prompt)
             case MicroGroupLost(key):
                 groups.forget(key)
             case RewardArrival(key, result):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from infsample_rl.cluster.cluster import Cluster
+from infsample_rl.cluster.traffic import Traffic
 from infsample_rl.config import Config
 from infsample_rl.controller.groups import Group, loss_totals, mini_batches, provisional_totals, trainable_specs
 from infsample_rl.learner.row_plan import RowPlanner, balanced_waves, row_tokens
@@ -23,8 +23,8 @@ class Waves:
     had the fewest tokens.
     """
 
-    def __init__(self, config: Config, cluster: Cluster):
-        self._config, self._cluster = config, cluster
+    def __init__(self, config: Config, traffic: Traffic):
+        self._config, self._traffic = config, traffic
         self._streams = config.learner.overlap and config.objective.updates_per_step == 1
         self._lockstep = config.learner.grad_sync == "every_row"
         self._totals = provisional_totals(config)
@@ -33,7 +33,7 @@ class Waves:
         self._groups: list[Group] = []
         self._planner = self._new_planner()
         self._rows: list[Row] = []
-        self._rank_tokens = [0] * cluster.num_learner_ranks
+        self._rank_tokens = [0] * config.cluster.learner_ranks
         self._micro_group_of: dict[tuple[int, int], int] = {}
 
     def _new_planner(self) -> RowPlanner:
@@ -118,4 +118,4 @@ class Waves:
             prompt_ids = {spec.prompt_index: self._prompts[spec.prompt_index].token_ids for spec in specs}
             keys = sorted({self._micro_group_of[spec.prompt_index, spec.sample_index] for spec in specs})
             row_id = row_ids[row[0].prompt_index, row[0].sample_index] if row and row_ids is not None else None
-            self._cluster.learn(rank, RowWork(row=row, prompt_ids=prompt_ids, totals=totals, row_id=row_id), keys)
+            self._traffic.learn(rank, RowWork(row=row, prompt_ids=prompt_ids, totals=totals, row_id=row_id), keys)

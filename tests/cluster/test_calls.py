@@ -1,4 +1,4 @@
-"""What a reference that holds no value is taken for."""
+"""What an answer is taken for that holds no value, and who is lost when the learner fails."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import time
 import pytest
 import ray
 
-from infsample_rl.cluster import asking
-from infsample_rl.cluster import calls as ray_calls
-from infsample_rl.cluster import workers as crew_module
-from infsample_rl.cluster.asking import Asking
-from infsample_rl.cluster.calls import PayloadLost, Waiting, learner_failure, value_of
+from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
 from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.weight_delivery import WeightDelivery
-from infsample_rl.cluster.workers import Crew
-from infsample_rl.config.loading import load_config
+from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +61,19 @@ def test_a_refused_setting_stays_a_value_error(here):
         value_of(Reward.remote().refuse.remote(), "reward", 0)
 
 
+def make_calls(**roles):
+    return Calls(make_workers(**roles), print, Interruption())
+
+
+def test_answers_come_in_the_workers_order_and_the_first_that_is_silent_is_lost(fake_ray):
+    silent, notes = Handle(score=Method(lambda *_: Ref(is_there=False)), status=Method(DIED)), []
+    calls = Calls(make_workers(reward=[Handle(score=Method(1)), silent]), notes.append, Interruption())
+    assert calls.ask("reward", "to score", lambda worker: worker.score.remote(), 1.0, only=[0]) == [1]
+    with pytest.raises(WorkerLost, match="reward worker 1: to score: no answer within 0.05 s"):
+        calls.ask("reward", "to score", lambda worker: worker.score.remote(), 0.05)
+    assert notes == ["to score: reward worker 1 has not answered within 0.05 s; its process does not answer"]
+
+
 HANGS = [
     "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 300000ms for recv operation to complete",
     "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 300012 milliseconds "
@@ -74,61 +81,16 @@ HANGS = [
 ]
 
 
-@pytest.mark.parametrize("said", HANGS)
-def test_a_collective_to_which_a_rank_does_not_come_loses_the_step(monkeypatch, said):
-    monkeypatch.setattr(ray_calls, "status_of", lambda handle: "it answers")
-    found = learner_failure({0: "a", 1: "b"}, RuntimeError(f"learner rank 0: {said}"))
-    assert isinstance(found, StepLost) and "half of cluster.progress_timeout_s" in str(found) and said in str(found)
-    raised = RuntimeError("learner rank 0: loss is nan")
-    assert learner_failure({0: "a", 1: "b"}, raised) is raised
+@pytest.mark.parametrize("said", [*HANGS, "loss is nan"])
+def test_a_collective_to_which_a_rank_does_not_come_loses_the_step_and_what_a_rank_raises_ends_the_run(fake_ray, said):
+    ranks = [Handle(step=Method(raised(RuntimeError(said)))), Handle(step=Method(raised(RuntimeError(said))))]
+    with pytest.raises(RuntimeError) as found:
+        make_calls(learner=ranks).ask("learner", "optimizer step", lambda rank: rank.step.remote(), 1.0)
+    assert isinstance(found.value, StepLost) == (said in HANGS) and said in str(found.value)
+    assert ("half of cluster.progress_timeout_s" in str(found.value)) == (said in HANGS)
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(monkeypatch, hangs):
-    """The learner, which has waited for it, says so; only the worker itself shows by its silence that it is meant."""
-    crew = Crew(lambda role, index: (f"{role} {index}", True), lambda handle: None, bool, None)
-    crew.start("rollout", 2)
-    monkeypatch.setattr(asking, "status_of", lambda handle: None if hangs and handle == "rollout 1" else "it answers")
-    asks = Asking(crew, print, Interruption(), Waiting())
-    delivery = WeightDelivery(
-        load_config(["cluster.weight_sync=broadcast"]), crew, asks, print, Interruption(), lambda role, index: True
-    )
-
-    def gather(*arguments):
-        raise RuntimeError(
-            "learner rank 0: weights version 3: rollout worker 1 died or hangs (it did not send 'loaded' within 300 s)"
-        )
-
-    monkeypatch.setattr(delivery, "_link", lambda rollout: None)
-    monkeypatch.setattr(asks, "gather", gather)
-    with pytest.raises(WorkerLost if hangs else RuntimeError, match="rollout worker 1") as raised:
-        delivery._send({})
-    assert isinstance(raised.value, WorkerLost) == hangs
-
-
-@pytest.mark.parametrize("has_place", [True, False])
-def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_place_for_its_time(
-    monkeypatch, has_place
-):
-    """Also while enough others have started; one that still waits for a place is waited for."""
-    now = [0.0]
-    monkeypatch.setattr(crew_module.time, "monotonic", lambda: now[0])
-    crew = Crew(lambda role, index: (f"{role} {index}", index != 1), lambda handle: None, bool, None)
-    crew.start("rollout", 3)
-    config = load_config(["cluster.progress_timeout_s=400"])
-    delivery = WeightDelivery(
-        config,
-        crew,
-        Asking(crew, print, Interruption(), Waiting()),
-        print,
-        Interruption(),
-        lambda role, index: has_place,
-    )
-    now[0] = 400.0
-    assert sorted(delivery._those_that_started()) == [0, 2]
-    now[0] = 401.0
-    if has_place:
-        with pytest.raises(WorkerLost, match="rollout worker 1: it has not started within 400 s"):
-            delivery._those_that_started()
-    else:
-        assert sorted(delivery._those_that_started()) == [0, 2] and crew.starting_s("rollout", 1) == 0.0
+def test_a_rank_that_is_gone_loses_the_step_whatever_the_others_raise(fake_ray):
+    ranks = [Handle(step=Method(raised(RuntimeError("Connection reset by peer")))), Handle(status=Method(DIED))]
+    with pytest.raises(StepLost, match="learner rank 1: gone, and so learner rank 0: Connection reset by peer"):
+        make_calls(learner=ranks).ask("learner", "optimizer step", lambda rank: rank.step.remote(), 1.0, only=[0])

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infsample_rl.cluster import dealing
-from infsample_rl.cluster.dealing import ExpectedLengths, deal, split
-from infsample_rl.types import Prompt, RolloutWork
+from infsample_rl.cluster.dealing import ExpectedLengths, by_prompt, deal, settle, split
+from infsample_rl.types import Prompt
+from tests.fakes import work
 
 
 def prompts(count):
@@ -19,17 +20,13 @@ def prompts(count):
 
 
 def samples(part):
-    return [(work.prompt_index, index) for work in part for index in work.sample_indices]
+    return [(item.prompt_index, index) for item in part for index in item.sample_indices]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(1, 1000)), min_size=1, max_size=8), st.integers(1, 9))
 def test_every_sample_is_dealt_once_in_order_and_no_part_is_a_sample_above_its_share(items, num_parts):
-    work = [
-        RolloutWork(prompt_index=i, prompt_ids=np.zeros(1, np.int32), sample_indices=list(range(n)))
-        for i, (n, _) in enumerate(items)
-    ]
     expected = {i: length for i, (_, length) in enumerate(items)}
-    parts = split(work, num_parts, expected)
+    parts = split([work(i, list(range(n))) for i, (n, _) in enumerate(items)], num_parts, expected)
     assert [pair for part in parts for pair in samples(part)] == [
         (i, s) for i, (n, _) in enumerate(items) for s in range(n)
     ]
@@ -66,3 +63,20 @@ def test_a_row_without_samples_keeps_its_mean():
     expected.observe({1: [10]})
     expected.observe({1: []})
     assert expected.state()["rows"] == [[1, 10.0]]
+
+
+def test_pieces_of_a_prompt_become_one():
+    merged = by_prompt([work(1, [3]), work(0, [5, 4]), work(1, [0, 2])])
+    assert [(index, item.sample_indices) for index, item in merged.items()] == [(0, [4, 5]), (1, [0, 2, 3])]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=30, unique=True), st.randoms())
+def test_what_is_owed_and_what_has_arrived_are_always_all_that_was_dealt(dealt, dice):
+    owed = by_prompt([work(prompt, [index]) for prompt, index in dealt])
+    order, arrived = list(dealt), set()
+    dice.shuffle(order)
+    for prompt, index in order:
+        arrived |= set(samples([settle(owed, prompt, [index])]))
+        left = set(samples(owed.values()))
+        assert not arrived & left and arrived | left == set(dealt)
+    assert owed == {}

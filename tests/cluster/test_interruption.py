@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from infsample_rl.cluster import connection as ray_connection
+from infsample_rl.cluster import connection
 from infsample_rl.cluster import interruption as interruption_module
 from infsample_rl.cluster.connection import RayProcesses
 from infsample_rl.cluster.interruption import LOOK_S, Interruption, Terminated
@@ -74,7 +74,7 @@ def test_a_process_of_ray_is_gone_once_it_takes_no_connection_for_its_time(monke
     ]
     now = [0.0]
     monkeypatch.setattr(
-        ray_connection, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": time.sleep})
+        connection, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0]), "sleep": time.sleep})
     )
     assert processes.failure() is None
     host, port = control.getsockname()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from ray import cloudpickle
 
-from infsample_rl.cluster.calls import _said
+from infsample_rl.cluster.calls import what_was_raised
 from infsample_rl.cluster.failures import Restarts
 from infsample_rl.cluster.out_of_memory import KernelKills, explain, is_out_of_memory
 from infsample_rl.config import (
@@ -94,7 +94,7 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
             worker.accumulate([sample], LossTotals(num_sequences=1, num_tokens=RESPONSE_TOKENS, length_normalizer=1))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    text = f"learner rank 0: {_said(travelled(raised.value))}"
+    text = f"learner rank 0: {what_was_raised(travelled(raised.value))}"
     line = explain(text, settings)
     assert re.match(
         r"learner rank 0 ran out of memory( in phase \w+)?; it asked for [\d.]+ [KMG]B; the plan said 8.1 GB for it, ",
@@ -110,14 +110,14 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
 def test_the_innermost_phase_travels_with_an_exception():
     with pytest.raises(RuntimeError) as raised, phase("outer"), phase("inner"):
         torch.empty(2**58)
-    assert _said(travelled(raised.value)).endswith("; in phase inner")
+    assert what_was_raised(travelled(raised.value)).endswith("; in phase inner")
 
 
 def test_a_pool_that_does_not_fit_names_the_rollout_worker_and_a_smaller_one(tiny_qwen3, tmp_path):
     settings = config(tiny_qwen3, tmp_path, kv_budget_bytes="900000GB")
     with pytest.raises(RuntimeError) as raised:
         RolloutWorker(settings, 3)
-    line = explain(f"rollout worker 3: {_said(travelled(raised.value))}", settings)
+    line = explain(f"rollout worker 3: {what_was_raised(travelled(raised.value))}", settings)
     assert line.startswith("rollout worker 3 ran out of memory; it asked for 900 TB; set")
     assert "; set rollout.kv_budget_bytes=450000000000000, or rollout.max_rows=8, or rollout.kv_dtype=int8" in line
 
@@ -131,10 +131,10 @@ def test_words_of_cuda_numpy_python_and_ray_are_understood(tmp_path):
     )
     with pytest.raises(MemoryError) as raised:
         np.empty(2**58)
-    assert explain(f"reward worker 0: {_said(travelled(raised.value))}", settings).startswith(
+    assert explain(f"reward worker 0: {what_was_raised(travelled(raised.value))}", settings).startswith(
         "reward worker 0 ran out of memory; it asked for 2"
     )
-    assert explain(f"reference worker 0: {_said(MemoryError())}", settings).startswith(
+    assert explain(f"reference worker 0: {what_was_raised(MemoryError())}", settings).startswith(
         "reference worker 0 ran out of memory; set reference."
     )
     assert is_out_of_memory("its process died (Ray's memory monitor ended it: the node ran low on memory)")
@@ -171,18 +171,17 @@ def test_advice_is_settings_that_the_run_does_not_have_and_that_are_allowed(tmp_
 def test_a_worker_that_the_kernel_ended_is_told_apart_from_one_that_died(tmp_path):
     vmstat = tmp_path / "vmstat"
     vmstat.write_text("pgfault 7\noom_kill 3\n")
-    kills = KernelKills(vmstat)
-    assert kills.new() == 0
+    kills, died = KernelKills(vmstat), "rollout worker 0: its process died"
+    assert kills.add_to(died) == died
     vmstat.write_text("pgfault 7\noom_kill 4\n")
-    assert (kills.new(), kills.new()) == (1, 0)
-    assert KernelKills(tmp_path / "none").new() == 0
     notes: list[str] = []
-    restarts = Restarts(1, notes.append, lambda seconds: None, lambda said: said + "; out of memory")
+    restarts = Restarts(1, notes.append, lambda seconds: None, kills.add_to)
     restarts.begin("rollout worker 0", "its process died")
     assert notes == [
-        "rollout worker 0: its process died; out of memory; started again (restart 1 of at most 1 before a step is "
-        "finished)"
+        "rollout worker 0: its process died; out of memory: the kernel's OOM killer has ended a process on the "
+        "driver's machine; started again (restart 1 of at most 1 before a step is finished)"
     ]
+    assert kills.add_to(died) == died and KernelKills(tmp_path / "none").add_to(died) == died
 
 
 @pytest.mark.slow

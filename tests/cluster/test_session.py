@@ -17,10 +17,10 @@ import ray
 from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 
-from infsample_rl.cluster import session as ray_session
+from infsample_rl.cluster import session as session_module
 from infsample_rl.cluster.connection import allocator_environment
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.session import RaySession
+from infsample_rl.cluster.session import Session
 from infsample_rl.config.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +35,10 @@ class Notes(list):
         return "\n".join(self)
 
 
-def session(address: str | None, run_dir: Path, *overrides: str) -> tuple[RaySession, Notes]:
+def make_session(address: str | None, run_dir: Path, *overrides: str) -> tuple[Session, Notes]:
     joined = [f"cluster.address={address}", "cluster.allow_unauthenticated=true"] if address else []
     notes = Notes()
-    return RaySession(
+    return Session(
         load_config([f"run.dir={run_dir}", "objective=no_kl", *joined, *overrides]), notes.append, Interruption()
     ), notes
 
@@ -102,7 +102,7 @@ def everything_written(folder: Path) -> str:
 def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "planted-judge-key")
     monkeypatch.setenv("WANDB_API_KEY", "planted-wandb-key")
-    mine, notes = session(None, tmp_path, "reward.environment=[JUDGE_API_KEY]")
+    mine, notes = make_session(None, tmp_path, "reward.environment=[JUDGE_API_KEY]")
     signal.signal(signal.SIGTERM, handler := lambda *_: None)
     try:
         mine.open()
@@ -121,7 +121,7 @@ def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_pat
         assert "planted" not in everything_written(logs)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        mine.close()
+        ray.shutdown()
 
 
 def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_library_is_preloaded(monkeypatch):
@@ -146,7 +146,7 @@ def test_what_holds_tensors_in_host_memory_gets_rays_jemalloc_unless_another_lib
 
 @pytest.mark.slow
 def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_found_again(two_nodes, tmp_path):
-    mine, notes = session(two_nodes.address, tmp_path)
+    mine, notes = make_session(two_nodes.address, tmp_path)
     mine.open()
     assert mine.node_of("learner", 0) == mine.node_of("learner", 1)
     assert mine.node_of("rollout", 0) != mine.node_of("rollout", 1)
@@ -173,7 +173,7 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
 
 
 def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_path, monkeypatch):
-    mine, _ = session("10.0.0.1:6379", tmp_path)
+    mine, _ = make_session("10.0.0.1:6379", tmp_path)
     places = {("learner", 0): "old", ("learner", 1): "old", ("reward", 0): None, ("rollout", 0): "new"}
     mine._bundles, mine._sees_files, asked = dict.fromkeys(places), {"old": True}, []
     monkeypatch.setattr(mine, "node_of", lambda *worker: places[worker])
@@ -191,13 +191,13 @@ def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_pat
     assert not mine.check_new_nodes(), "one has no place yet: it is asked for again"
     places["reward", 0] = "old"
     assert mine.check_new_nodes() and len(asked) == 1
-    alone, _ = session(None, tmp_path)
+    alone, _ = make_session(None, tmp_path)
     assert alone.check_new_nodes()
 
 
 def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_again(tmp_path, monkeypatch):
     """Two runs that start in the same moment would otherwise each hold what the other waits for."""
-    mine, notes = session("10.0.0.1:6379", tmp_path, "cluster.wait_for_nodes_s=60")
+    mine, notes = make_session("10.0.0.1:6379", tmp_path, "cluster.wait_for_nodes_s=60")
     asked, removed = [], []
 
     def table(group: int) -> dict:
@@ -208,10 +208,10 @@ def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_agai
             "bundles_to_node_id": dict.fromkeys(range(9), "n"),
         }
 
-    monkeypatch.setattr(ray_session, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
-    monkeypatch.setattr(ray_session, "placement_group_table", table)
-    monkeypatch.setattr(ray_session, "remove_placement_group", removed.append)
-    monkeypatch.setattr(ray_session, "HOLD_S", 0.2)
+    monkeypatch.setattr(session_module, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
+    monkeypatch.setattr(session_module, "placement_group_table", table)
+    monkeypatch.setattr(session_module, "remove_placement_group", removed.append)
+    monkeypatch.setattr(session_module, "HOLD_S", 0.2)
     monkeypatch.setattr(mine, "_why", lambda *_: "another run is there")
     mine._reserve()
     half = len(asked) // 2
@@ -220,43 +220,43 @@ def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_agai
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_nodes, tmp_path):
-    large, _ = session(two_nodes.address, tmp_path, "cluster.rollout_workers=9")
+    large, _ = make_session(two_nodes.address, tmp_path, "cluster.rollout_workers=9")
     with pytest.raises(ValueError, match="no place for .* rollout workers") as refused:
         large.open()
     assert "8 CPUs free" in str(refused.value) and "cluster.wait_for_nodes_s=600" in str(refused.value)
-    large.close()
-    gpus, _ = session(two_nodes.address, tmp_path, "cluster.learner_gpus=1")
+    ray.shutdown()
+    gpus, _ = make_session(two_nodes.address, tmp_path, "cluster.learner_gpus=1")
     with pytest.raises(ValueError, match="without a GPU: cluster.learner_gpus=0"):
         gpus.open()
-    gpus.close()
+    ray.shutdown()
     hold = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from infsample_rl.config.loading import load_config
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.session import RaySession
+from infsample_rl.cluster.session import Session
 settings = ["run.dir={tmp_path}/first", "objective=no_kl", "cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true"]
-RaySession(load_config(settings), print, Interruption()).open()
+Session(load_config(settings), print, Interruption()).open()
 print("open", flush=True)
 time.sleep(600)
 """
     first = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
     try:
         assert any(line.strip() == "open" for line in first.stdout)
-        second, _ = session(two_nodes.address, tmp_path / "second")
+        second, _ = make_session(two_nodes.address, tmp_path / "second")
         with pytest.raises(ValueError, match="it fits once other work on these nodes has ended"):
             second.open()
-        second.close()
-        beside, notes = session(
+        ray.shutdown()
+        beside, notes = make_session(
             two_nodes.address, tmp_path / "third", "cluster.learner_ranks=1", "cluster.rollout_workers=1"
         )
         beside.open()
         assert "1 learner rank" in notes.text()
-        beside.close()
+        ray.shutdown()
     finally:
         first.kill()
         first.wait()
-    again, _ = session(two_nodes.address, tmp_path / "second", "cluster.wait_for_nodes_s=60")
+    again, _ = make_session(two_nodes.address, tmp_path / "second", "cluster.wait_for_nodes_s=60")
     again.open()  # what the killed run held has come back
 
 
@@ -305,7 +305,7 @@ def stop_node(node: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_comes_late_is_waited_for_in_sight(two_nodes, tmp_path, short_path):
-    mine, notes = session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
+    mine, notes = make_session(two_nodes.address, tmp_path, "cluster.rollout_workers=7", "cluster.wait_for_nodes_s=120")
     ports = ["--min-worker-port=23000", "--max-worker-port=23900"]
     arguments = [f"--address={two_nodes.address}", f"--temp-dir={short_path}", *ports]
     added = []
@@ -349,7 +349,7 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
         ["unshare", "-m", "bash", "-c", mount, "node"],
     )
     try:
-        mine, _ = session(
+        mine, _ = make_session(
             two_nodes.address,
             run_dir,
             f"model.path={tiny_qwen3}",
@@ -374,7 +374,7 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
 
 @pytest.mark.slow
 def test_a_cluster_without_tokens_is_joined_only_when_that_is_accepted(two_nodes, tmp_path):
-    mine, _ = session(two_nodes.address, tmp_path, "cluster.allow_unauthenticated=false")
+    mine, _ = make_session(two_nodes.address, tmp_path, "cluster.allow_unauthenticated=false")
     with pytest.raises(
         ValueError,
         match="asks for no token, .*ray get-auth-token --generate.*or accept it with "
@@ -382,7 +382,7 @@ def test_a_cluster_without_tokens_is_joined_only_when_that_is_accepted(two_nodes
     ):
         mine.open()
     assert not ray.is_initialized()
-    accepted, notes = session(two_nodes.address, tmp_path)
+    accepted, notes = make_session(two_nodes.address, tmp_path)
     accepted.open()
     assert "asks for no token (cluster.allow_unauthenticated=true)" in notes.text()
 
@@ -415,8 +415,8 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "from infsample_rl.config.loading import load_config\n"
         "from infsample_rl.cluster.interruption import Interruption\n"
-        "from infsample_rl.cluster.session import RaySession\n"
-        f"mine = RaySession(load_config({settings!r}), print, Interruption())\n"
+        "from infsample_rl.cluster.session import Session\n"
+        f"mine = Session(load_config({settings!r}), print, Interruption())\n"
         "try:\n    mine.open()\n    print('opened', mine.node_of('learner', 0))\nexcept ValueError as error:\n    "
         "print('refused', error)\n"
     )
@@ -438,7 +438,7 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
 
 @pytest.mark.slow
 def test_no_cluster_at_an_address_is_one_line(tmp_path):
-    mine, _ = session("127.0.0.1:1", tmp_path)
+    mine, _ = make_session("127.0.0.1:1", tmp_path)
     with pytest.raises(ValueError, match="cluster.address=127.0.0.1:1: nothing answers at .*; start Ray there"):
         mine.open()
 

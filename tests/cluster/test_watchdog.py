@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
 from infsample_rl.cluster import watchdog
-from infsample_rl.cluster.in_flight import Call, Return, Stream
+from infsample_rl.cluster.arrivals import PendingCall, Return, Stream
 from infsample_rl.cluster.watchdog import Watchdog
 from infsample_rl.config.loading import load_config
+from tests.fakes import STATUS, Handle, Method, Ref
 
 
-class Ref:
-    """What a worker that was asked will answer."""
-
-    def __init__(self, worker, answer):
-        self.worker, self.answer = worker, answer
-
-
-class Worker:
-    """A worker's handle: has done so many running steps, and answers unless it hangs."""
+class Worker(Handle):
+    """A worker that has done so many running steps, and answers unless it hangs."""
 
     def __init__(self, steps=0, hangs=False):
-        self.steps, self.hangs, self.asked = steps, hangs, 0
-        self.progress, self.status = (
-            SimpleNamespace(remote=self._progress),
-            SimpleNamespace(remote=lambda: Ref(self, "in phase decode")),
-        )
-
-    def _progress(self):
-        self.asked += 1
-        return Ref(self, self.steps)
+        answer = lambda: Ref(self.steps, is_there=not hangs)  # noqa: E731
+        super().__init__(progress=Method(answer), status=Method(lambda: Ref(STATUS, is_there=not hangs)), steps=steps)
 
 
 class Watch:
@@ -40,7 +26,7 @@ class Watch:
 
     def __init__(self, settings):
         self.now, self.notes, self.streams, self.calls, self.returns = 0.0, [], [], [], []
-        self.dog, self.settings, self._numbers, self.starting = None, settings, count(), set()
+        self.dog, self.settings, self.starting = None, settings, set()
 
     def begin(self):
         config = load_config(
@@ -50,15 +36,16 @@ class Watch:
                 *self.settings,
             ]
         )
-        self.dog = Watchdog(config, self.notes.append, lambda *worker: worker not in self.starting)
+        workers = SimpleNamespace(has_started=lambda *worker: worker not in self.starting)
+        self.dog = Watchdog(config, SimpleNamespace(note=self.notes.append, workers=workers))
 
     def stream(self, index, worker):
-        self.streams.append(Stream(index, worker, next(self._numbers), {}, since=self.now))
+        self.streams.append(Stream(index, worker, 0, {}, since=self.now))
         return worker
 
     def call(self, role, index, worker=None):
         worker = worker or Worker(hangs=True)
-        self.calls.append(Call(role, index, worker, [0], None, since=self.now))
+        self.calls.append(PendingCall(role, index, worker, [0], None, since=self.now))
         return worker
 
     def after(self, seconds, *, arrived=(), working=()):
@@ -70,17 +57,14 @@ class Watch:
                 worker.steps += 10
             for role, index in arrived:
                 self.dog.moved(role, index)
-            given_up |= self.dog.silent(self.streams, self.calls, self.returns)
+            given_up |= self.dog.silent([*self.streams, *self.calls, *self.returns])
         return given_up
 
 
 @pytest.fixture
-def watch(monkeypatch, request):
+def watch(monkeypatch, request, fake_ray):
     made = Watch(getattr(request, "param", []))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: made.now))
-    monkeypatch.setattr(watchdog, "_answered", lambda refs: [ref for ref in refs if not ref.worker.hangs])
-    monkeypatch.setattr(watchdog.ray, "get", lambda ref: ref.answer)
-    monkeypatch.setattr(watchdog, "standing", lambda status: status or "it does not answer")
     made.begin()
     return made
 
@@ -99,9 +83,9 @@ def test_one_that_hangs_is_given_up_in_its_time_while_others_go_on(watch):
     assert (
         worker == ("rollout", 1)
         and said == "it has not moved for 80 s (cluster.progress_timeout_s=60)"
-        and hanging.asked == 1
+        and len(hanging.progress.calls) == 1
     )
-    assert watch.notes[-1] == f"rollout worker 1: {said}; it does not answer"
+    assert watch.notes[-1] == f"rollout worker 1: {said}; its process does not answer"
     assert watch.notes[0] == "waiting: rollout worker 1 has not moved for 40 s" and not any(
         "worker 0" in note for note in watch.notes
     )
@@ -122,7 +106,7 @@ def test_one_that_answers_but_stands_still_is_given_up_too(watch):
     watch.stream(1, Worker(7))
     assert watch.after(75, working=[decoding]) == {}, "its first answer shows that it moved until then"
     assert list(watch.after(30, working=[decoding])) == [("rollout", 1)]
-    assert watch.notes[-1].endswith("; in phase decode")
+    assert "; in phase decode for 1 s, process 7 on here; last log line: none" in watch.notes[-1]
 
 
 LIMITS = {"reward": 60 + load_config([]).reward.timeout_s, "reference": 60, "learner": 60}

@@ -8,12 +8,12 @@ import pytest
 
 from infsample_rl.cluster.worker_secrets import (
     check_reward_environment,
-    is_secret_name,
     take_secrets,
     without_secrets,
     worker_secrets,
 )
 from infsample_rl.config.loading import load_config
+from infsample_rl.config.secrets import is_secret_name
 
 KEYS = {
     "WANDB_API_KEY": "w-planted",
@@ -25,7 +25,9 @@ KEYS = {
 
 @pytest.fixture(autouse=True)
 def keys(monkeypatch):
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    for name in ("HUGGING_FACE_HUB_TOKEN", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
 
@@ -38,9 +40,7 @@ def test_names_of_keys(name):
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize(
-    "name", ["PATH", "TOKENIZERS_PARALLELISM", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "KEYBOARD", "HOME", "MONKEY"]
-)
+@pytest.mark.parametrize("name", ["PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "HOME", "MONKEY"])
 def test_names_of_no_keys(name):
     assert not is_secret_name(name)
 
@@ -83,10 +83,15 @@ def test_a_value_in_place_of_a_name_is_refused_and_not_repeated():
 
 
 def test_a_worker_keeps_what_it_is_given_and_no_other_key():
-    os.environ["HUGGING_FACE_HUB_TOKEN"] = "of the node"
+    os.environ["HUGGING_FACE_HUB_TOKEN"] = os.environ["RAY_AUTH_TOKEN"] = "of the node"
     take_secrets({"JUDGE_API_KEY": "given", "HUGGING_FACE_HUB_TOKEN": None})
     left = {name: value for name, value in os.environ.items() if is_secret_name(name)}
-    assert left == {"JUDGE_API_KEY": "given", "HUGGING_FACE_HUB_TOKEN": "of the node"} and "PATH" in os.environ
+    assert left == {
+        "JUDGE_API_KEY": "given",
+        "HUGGING_FACE_HUB_TOKEN": "of the node",
+        "RAY_AUTH_TOKEN": "of the node",  # by which Ray's processes reach each other
+    }
+    assert "PATH" in os.environ
 
 
 def test_what_is_started_inside_inherits_no_key():

@@ -36,8 +36,10 @@ def made(tmp_path, monkeypatch):
         note=said.append, warn=said.append, log_step=lambda *_: None, write_report=lambda: None
     )
     restarts = Restarts(3, said.append, lambda seconds: None)
-    driver.cluster = SimpleNamespace(resize=lambda: None, counts=lambda: None, restarts=restarts)
-    driver.cluster.abandon_step, driver.cluster.save = lambda **_: None, lambda folder: None
+    driver.cluster = SimpleNamespace(resize=lambda: None, restarts=restarts)
+    driver.cluster.monitor = SimpleNamespace(counts=lambda: None, now=None)
+    driver.cluster.traffic = SimpleNamespace(abandon=lambda **_: None)
+    driver.cluster.learner = SimpleNamespace(save=lambda folder: None)
     driver._state = lambda: {"step": driver.step, "data": {}, "expected_lengths": None}
     driver._finished_state = driver._state()
     monkeypatch.setattr(driver_module, "observe_step", lambda *_: {})
@@ -97,7 +99,7 @@ def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(made, failure):
     def save(folder):
         raise failure
 
-    driver.cluster.save, driver.step = save, 7
+    driver.cluster.learner.save, driver.step = save, 7
     driver._finished_state = driver._state()
     driver._keep_what_is_finished()
     assert "steps 1 to 7 are lost; no checkpoint is kept" in said[-1] and not any(
@@ -113,7 +115,7 @@ def test_sigterm_during_a_save_lets_it_end(made):
         driver.interruption.check()  # as every wait does
         (Path(folder) / "model.safetensors").write_bytes(b"")
 
-    driver.cluster.save, driver.step = save, 7
+    driver.cluster.learner.save, driver.step = save, 7
     driver._finished_state = driver._state()
     driver.save()
     assert driver._saved_step == 7
@@ -123,7 +125,7 @@ def test_sigterm_during_a_save_lets_it_end(made):
 
 def test_sigterm_saves_what_is_finished_though_the_checkpoint_before_was_damaged(made):
     driver, said = made
-    driver.cluster.save = lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
+    driver.cluster.learner.save = lambda folder: (Path(folder) / "model.safetensors").write_bytes(b"")
     for driver.step in (2, 3):
         driver._finished_state = driver._state()
         if driver.step == 2:
@@ -145,7 +147,7 @@ def test_a_save_that_hangs_holds_sigterm_back_no_longer_than_the_grace(made, is_
         driver.interruption.check()  # as the wait for the ranks does
         raise AssertionError("waits on")
 
-    driver.cluster.save, driver.step, driver._save_seconds = save, 7, 4.0
+    driver.cluster.learner.save, driver.step, driver._save_seconds = save, 7, 4.0
     driver._finished_state = driver._state()
     if not is_last_save:
         with pytest.raises(Terminated):
@@ -169,7 +171,7 @@ def test_a_run_whose_ray_is_gone_saves_what_is_finished_and_fails(made):
         )
         driver.interruption.check()
 
-    driver.cluster.start, driver.cluster.save = (
+    driver.cluster.start, driver.cluster.learner.save = (
         start,
         lambda folder: (Path(folder) / "model.safetensors").write_bytes(b""),
     )
@@ -208,7 +210,7 @@ def with_updates(driver, sigterm_after):
             driver.interruption.requested_at = time.monotonic()
         return {}
 
-    driver.cluster.arrivals, driver.cluster.optimizer_step = arrivals, optimizer_step
+    driver.cluster.traffic.arrivals, driver.cluster.learner.step = arrivals, optimizer_step
     return done
 
 
@@ -268,7 +270,7 @@ def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is
     driver._start_rollout = lambda *arguments, **options: None
     driver._end_step = lambda *arguments, following, **options: (ended.append(following), ({}, []))[1]
     monkeypatch.setattr(async_driver, "Waves", lambda *_: Updates(1))
-    driver.cluster.abandon_step = lambda: abandoned.append(True)
+    driver.cluster.traffic.abandon = lambda: abandoned.append(True)
     with_updates(driver, sigterm_after=1)
     metrics, _ = driver.train_step()
     assert abandoned == [True] and ended == [None] and driver._ready is None and "rollout/staleness" in metrics
@@ -287,7 +289,7 @@ def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_br
     driver._publish, driver._return_to_checkpoint = publish, back.append
     driver.cluster.start, driver.cluster.stop = lambda checkpoint: None, lambda: None
     monkeypatch.setattr(driver_module, "take_over", lambda *_: None)
-    driver.cluster.now, driver.log.start_progress, driver.log.close = None, go_on, lambda failed: None
+    driver.log.start_progress, driver.log.close = go_on, lambda failed: None
     driver.timeline = SimpleNamespace(close=lambda: None)
     with pytest.raises(RuntimeError, match="the end of this test"):
         driver.run()

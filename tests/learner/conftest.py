@@ -31,7 +31,7 @@ from infsample_rl.config import (
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.types import LossTotals, TrainingSample
-from tests.fakes import TINY_SIZES, save_words
+from tests.tiny_models import TINY_SIZES, save_words
 
 TEMPERATURE = 0.7
 VALID_VOCAB = 60  # the model's head has 64 rows

@@ -16,7 +16,7 @@ from infsample_rl.learner.optimizer import build_optimizer, load_moments, moment
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals
-from tests.fakes import assert_tensors_close
+from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 

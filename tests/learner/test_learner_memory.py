@@ -12,7 +12,7 @@ from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
-from tests.fakes import assert_tensors_close
+from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 

@@ -9,7 +9,7 @@ import torch
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
-from tests.fakes import assert_tensors_close
+from tests.tiny_models import assert_tensors_close
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
 LEARNER = LearnerConfig(

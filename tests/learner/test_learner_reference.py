@@ -18,7 +18,7 @@ from infsample_rl.model.frozen_policy import load_frozen_policy
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import reference_text, worker_groups
 from infsample_rl.types import Prompt
-from tests.fakes import assert_tensors_close, finished
+from tests.tiny_models import assert_tensors_close, finished
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 

@@ -16,7 +16,7 @@ from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
 from infsample_rl.model.weight_sync.buckets import load_buckets
 from infsample_rl.types import LossTotals
-from tests.fakes import assert_tensors_close
+from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 

@@ -18,7 +18,7 @@ from infsample_rl.config import (
 )
 from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.types import Prompt
-from tests.fakes import TINY_SIZES, finished, save_words
+from tests.tiny_models import TINY_SIZES, finished, save_words
 
 
 def save_policy(folder, seed, vocab_size=64):

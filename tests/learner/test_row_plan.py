@@ -5,7 +5,7 @@ import pytest
 
 from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens, split_passes
 from infsample_rl.types import ReferenceReport, ReferenceResult, SampleSpec
-from tests.fakes import finished, training_sample
+from tests.tiny_models import finished, training_sample
 
 
 def specs(prompt, lengths, first=0):

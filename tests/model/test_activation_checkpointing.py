@@ -20,7 +20,7 @@ from infsample_rl.model.activation_checkpointing import checkpoint_every
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_row
 from infsample_rl.plan.memory_trace import MemoryTrace
-from tests.fakes import TINY_SIZES
+from tests.tiny_models import TINY_SIZES
 
 SIZES = TINY_SIZES | {"num_hidden_layers": 5}
 

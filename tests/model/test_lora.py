@@ -35,7 +35,7 @@ from infsample_rl.model.lora import (
     target_names,
 )
 from infsample_rl.model.lora_check import check_lora
-from tests.fakes import TINY_SIZES, assert_tensors_close, save_words
+from tests.tiny_models import TINY_SIZES, assert_tensors_close, save_words
 
 LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)
 IDS = torch.tensor([[5, 9, 7, 11, 4, 2]])

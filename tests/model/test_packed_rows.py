@@ -25,7 +25,7 @@ from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packing import pack_prompt, pack_responses, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
-from tests.fakes import TINY_SIZES, assert_tensors_close, training_sample
+from tests.tiny_models import TINY_SIZES, assert_tensors_close, training_sample
 
 
 def tiny(kind="qwen3"):

@@ -11,7 +11,7 @@ from infsample_rl.model import policy_head
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.policy_head import head_logits, masked_index
-from tests.fakes import TINY_SIZES
+from tests.tiny_models import TINY_SIZES
 
 
 def random_head(rows, vocab=300, size=64, dtype=torch.bfloat16, seed=0):

@@ -25,7 +25,7 @@ from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
 from infsample_rl.plan.row_memory import RowSettings, _trace, fullest_moment
-from tests.fakes import save_words
+from tests.tiny_models import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = 0.10  # the error that is allowed

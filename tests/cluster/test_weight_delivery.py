@@ -1,0 +1,82 @@
+"""Versions of the weights on their way: who gets them, who is lost meanwhile, and who is still waited for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from infsample_rl.cluster import workers as workers_module
+from infsample_rl.cluster.calls import Calls
+from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.weight_delivery import WeightDelivery
+from infsample_rl.config.loading import load_config
+from infsample_rl.types import WeightSyncReport
+from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
+
+
+def report(version):
+    return WeightSyncReport(version=version, num_bytes=8, seconds=0.0, checksum=None)
+
+
+def make(settings, *, spares=(), has_place=True, **roles):
+    calls = Calls(make_workers(spares=spares, **roles), print, Interruption())
+    return WeightDelivery(load_config(settings), calls, lambda role, index: has_place)
+
+
+class Linked(Handle):
+    """A rollout worker that takes weights by broadcast."""
+
+    def __init__(self, **methods):
+        super().__init__(join_weight_link=Method(None), receive_weights=Method(report(3)), **methods)
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(fake_ray, hangs):
+    """The learner, which has waited for it, says so; only the worker itself shows by its silence that it is meant."""
+    said = raised(RuntimeError("weights version 3: rollout worker 1 died or hangs (it did not send 'loaded')"))
+    learner = Handle(
+        host_weight_link=Method(("here", 1)), join_weight_link=Method(None), send_weights=Method(said, report(3))
+    )
+    silent, spare = Linked(status=Method(DIED) if hangs else Method("it lives")), Linked()
+    delivery = make(["cluster.weight_sync=broadcast"], spares=[spare], rollout=[Linked(), silent], learner=[learner])
+    if hangs:
+        assert delivery.publish(3, None).version == 3
+        assert fake_ray.killed == [silent] and len(spare.receive_weights.calls) == 1 and delivery.holders == {0, 1}
+    else:
+        with pytest.raises(RuntimeError, match="learner rank 0: weights version 3: rollout worker 1 died or hangs"):
+            delivery.publish(3, None)
+        assert fake_ray.killed == []
+
+
+@pytest.mark.parametrize("has_place", [True, False])
+def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_place_for_its_time(
+    monkeypatch, fake_ray, has_place
+):
+    """Also while enough others have started; one that still waits for a place is waited for."""
+    now = [0.0]
+    monkeypatch.setattr(workers_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    first, late, third, spare = (Handle(load_weights=Method(lambda *_: Ref(report(1)))) for _ in range(4))
+    late.started = Ref(is_there=False)
+    delivery = make(
+        ["cluster.start_timeout_s=45", "cluster.weight_sync=object_store"],
+        spares=[spare],
+        has_place=has_place,
+        rollout=[first, late, third],
+        learner=[Handle(publish=Method(lambda *_: Ref("weights")))],
+    )
+    now[0] = 45.0
+    assert delivery.publish(1, None).num_bytes == 8 and delivery.holders == {0, 2} and fake_ray.killed == []
+    now[0] = 46.0
+    delivery.publish(1, None)
+    assert fake_ray.killed == [late] * has_place and delivery.holders == ({0, 1, 2} if has_place else {0, 2})
+
+
+def test_an_engine_that_holds_another_version_ends_the_run(fake_ray):
+    delivery = make(
+        ["cluster.weight_sync=object_store"],
+        rollout=[Handle(load_weights=Method(report(2)))],
+        learner=[Handle(publish=Method("weights"))],
+    )
+    with pytest.raises(RuntimeError, match="hold weights version 2, version 3 was published"):
+        delivery.publish(3, None)

@@ -1,0 +1,72 @@
+"""Tiny models, tokenizers, samples and rows that several test files need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from infsample_rl.types import Completion, TrainingSample
+
+# Of a model that is made in milliseconds.
+TINY_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def save_words(folder: Path, count: int = 60) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words w0, w1, ..., of which w1 ends a sample."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(count)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w1")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def finished(prompt_index: int, sample_index: int, ids: list[int], logprobs: object = None) -> Completion:
+    """A finished sample of these tokens; without `logprobs` each has minus its id."""
+    token_ids = np.array(ids, np.int32)
+    return Completion(
+        prompt_index=prompt_index,
+        sample_index=sample_index,
+        token_ids=token_ids,
+        logprobs=np.broadcast_to(np.float32(-token_ids if logprobs is None else logprobs), token_ids.shape),
+        sampling_logprobs=None,
+        finish_reason="stop",
+        policy_version=0,
+    )
+
+
+def training_sample(
+    prompt_index: int, prompt_ids: list[int], ids: list[int], *, advantage: float = 0.5, reference: bool = False
+) -> TrainingSample:
+    """A sample whose log-probabilities are minus its ids, and twice as much of the reference."""
+    token_ids = np.array(ids, np.int32)
+    return TrainingSample(
+        prompt_index=prompt_index,
+        sample_index=0,
+        prompt_ids=np.array(prompt_ids, np.int32),
+        response_ids=token_ids,
+        advantage=advantage,
+        engine_logprobs=-token_ids.astype(np.float32),
+        reference_logprobs=-2 * token_ids.astype(np.float32) if reference else None,
+    )
+
+
+def assert_tensors_close(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, rtol: float, atol: float
+) -> None:
+    """The same names, and tensors within the tolerance; the name is told of one that is not."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
