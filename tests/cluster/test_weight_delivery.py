@@ -59,15 +59,15 @@ def test_a_rollout_worker_that_hangs_as_it_starts_is_lost_once_it_has_had_its_pl
     first, late, third, spare = (Handle(load_weights=Method(lambda *_: Ref(report(1)))) for _ in range(4))
     late.started = Ref(is_there=False)
     delivery = make(
-        ["cluster.start_timeout_s=45", "cluster.weight_sync=object_store"],
+        ["cluster.progress_timeout_s=400", "cluster.weight_sync=object_store"],
         spares=[spare],
         has_place=has_place,
         rollout=[first, late, third],
         learner=[Handle(publish=Method(lambda *_: Ref("weights")))],
     )
-    now[0] = 45.0
+    now[0] = 400.0
     assert delivery.publish(1, None).num_bytes == 8 and delivery.holders == {0, 2} and fake_ray.killed == []
-    now[0] = 46.0
+    now[0] = 401.0
     delivery.publish(1, None)
     assert fake_ray.killed == [late] * has_place and delivery.holders == ({0, 1, 2} if has_place else {0, 2})
 
