@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 import time
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -79,7 +78,6 @@ class StepGroups:
     def __init__(self, prompts: list[Prompt], config: Config, *, group_size: int, step: int, with_reference: bool):
         self.groups: list[Group] = []
         self.started_at = time.time()
-        self.row_times: list[tuple[int, float, float]] = []  # (learner rank, begin, end) of every row, as time.time()
         self.failures: list[str] = []
         self.reference_peak_bytes = 0  # most memory of a reference worker
         self._config = config
@@ -200,12 +198,6 @@ class StepGroups:
         advantages = group_advantages([self._shaped_reward(sample) for sample in samples], objective.advantage)
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
-        if objective.shuffle_advantages:
-            trained = group.trained_samples()
-            shuffled = [sample.advantage for sample in trained]
-            random.Random(f"{self._config.run.seed}/{self.step}/{group.prompt.prompt_index}").shuffle(shuffled)
-            for sample, advantage in zip(trained, shuffled, strict=True):
-                sample.advantage = advantage
 
     def _shaped_reward(self, sample: SampleRecord) -> float | None:
         """r_i - beta log(pi / pi_ref) with kl_in_reward (the paper's section 3.4), and DAPO's punishment of overlong

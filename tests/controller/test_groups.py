@@ -132,20 +132,6 @@ def test_kl_in_reward_is_subtracted_before_the_advantages():
     assert sample_metrics(groups)["memory/reference_peak_bytes"] == 3_000
 
 
-def shuffled_advantages(step, shuffle=True):
-    settings = config(shuffle_advantages=shuffle, advantage="mean_only")
-    groups = StepGroups(prompts(1), settings, group_size=8, step=step, with_reference=False)
-    groups.add_micro_group(0, header(0, list(range(8))))
-    groups.add_rewards(0, rewards(*map(float, range(8))))
-    return [sample.advantage for sample in groups.take_complete()[0].samples]
-
-
-def test_shuffled_advantages_are_a_permutation_of_their_step():
-    in_order, shuffled = shuffled_advantages(3, shuffle=False), shuffled_advantages(3)
-    assert sorted(shuffled) == in_order and shuffled != in_order
-    assert shuffled_advantages(3) == shuffled and shuffled_advantages(4) != shuffled
-
-
 def test_more_samples_than_the_group_has_is_an_error():
     groups = StepGroups(prompts(1), config(), group_size=2, step=0, with_reference=False)
     groups.add_micro_group(0, header(0, [0, 1]))

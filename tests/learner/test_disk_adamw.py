@@ -10,7 +10,7 @@ import torch
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config.loading import load_config
-from infsample_rl.controller.startup import prepare
+from infsample_rl.controller.checks import prepare
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, moments, set_lr
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.disk import IN_MEMORY, file_system
