@@ -61,7 +61,7 @@ class Driver:
         self.saver = CheckpointSaver(self.run_state, start.checkpoint)
         self.recovery = Recovery(self.run_state, self.saver)
         self.evaluation = Evaluation(self.run_state, start.eval_prompts)
-        self._recorder = StepRecorder(config, run_dir, start.tokenizer, log, total_steps=total_steps)
+        self._recorder = StepRecorder(self.run_state, start.tokenizer)
         trace = run_dir / "trace.json"
         self._timeline = Timeline(trace, keep_steps=TRACE_STEPS, start_step=start.step, say=log.keep)
 

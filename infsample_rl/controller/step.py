@@ -20,16 +20,7 @@ from infsample_rl.cluster.dealing import deal
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.saving import CheckpointSaver
-from infsample_rl.controller.step_metrics import (
-    Metrics,
-    RoundEnds,
-    UpdateReport,
-    forecast_metrics,
-    rollout_metrics,
-    sample_metrics,
-    timing_metrics,
-    update_metrics,
-)
+from infsample_rl.controller.step_metrics import Metrics, RoundEnds, UpdateReport, step_metrics
 from infsample_rl.controller.step_records import StepRecorder
 from infsample_rl.controller.waves import Waves
 from infsample_rl.observe.phases import phase
@@ -132,10 +123,9 @@ class TrainingStep:
             synced = run.publish_weights()
         run.cluster.metrics.observe("weight_sync_seconds", synced.seconds)
         count_failures(run, groups)
-        metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics)
-        metrics |= rollout_metrics(rounds) | predictor | timing_metrics(groups, update, started=started)
+        metrics = predictor | step_metrics(groups, rounds, update, started=started)
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
-        completions = self._recorder.record(groups, run.cluster.completions, metrics, step=run.step)
+        completions = self._recorder.record(groups, metrics)
         run.expected_lengths.observe(groups.lengths_by_row())
         run.cluster.forget(groups.micro_groups)
         return metrics, completions
@@ -147,8 +137,7 @@ class TrainingStep:
 
     @phase("learn")
     def _learn_lengths(self) -> Metrics:
-        """Bring the length probe up to the step's samples, for the next one; its metrics, of the step that has
-        ended."""
+        """Bring the length probe up to the step's samples; its metrics, of the step that has ended."""
         probe = self._run.probe
         if probe is None:
             return {}
@@ -170,8 +159,7 @@ class TrainingStep:
 
 
 def start_rollout(run: RunState, prompts: list[Prompt], samples: int, *, batch: int, evaluation: bool = False) -> None:
-    """Deal `samples` of every prompt to the rollout workers. `batch`: number of the step that these samples will train,
-    which their noise is made from."""
+    """Deal `samples` of every prompt. `batch`: number of the step they will train, which their noise is made from."""
     whole_prompts = run.config.rollout.schedule == "dynamic_slot" and not evaluation
     expected = [run.expected_lengths(prompt) for prompt in prompts]
     dealt = deal(prompts, samples, run.cluster.num_rollout_workers, whole_prompts=whole_prompts, expected=expected)
@@ -182,11 +170,6 @@ def enter_samples(run: RunState, arrival: Arrival, groups: StepGroups) -> None:
     """Put what has arrived into the book of its groups; a micro-group goes on to reward and reference at once."""
     match arrival:
         case MicroGroupArrival(key, header):
-            if header.policy_version != groups.step:
-                raise RuntimeError(
-                    f"a micro-group was sampled by weights version {header.policy_version}, not by version "
-                    f"{groups.step}"
-                )
             prompt = groups.add_micro_group(key, header).prompt
             run.cluster.score(key, prompt)
             if groups.with_reference:

@@ -31,6 +31,13 @@ class UpdateReport(NamedTuple):
     ended: float
 
 
+def step_metrics(groups: StepGroups, rounds: list[RoundEnds], update: UpdateReport, *, started: float) -> Metrics:
+    """All that a step's groups, rounds of sampling and updates say; call it when the step is done. `started`:
+    time.time()."""
+    metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics)
+    return metrics | rollout_metrics(rounds) | timing_metrics(groups, update, started=started)
+
+
 def sample_metrics(groups: StepGroups) -> Metrics:
     """Rewards and lengths over all samples of the step, and what the reference took. Samples without a reward are
     outside the reward figures."""
@@ -135,10 +142,8 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    ended, taus = (
-        sum(prompt.num_uncensored for prompt in prompts),
-        [prompt.tau for prompt in prompts if prompt.tau is not None],
-    )
+    ended = sum(prompt.num_uncensored for prompt in prompts)
+    taus = [prompt.tau for prompt in prompts if prompt.tau is not None]
     return {
         "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
         "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
@@ -168,7 +173,7 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
 
 
 def timing_metrics(groups: StepGroups, update: UpdateReport, *, started: float) -> Metrics:
-    """Seconds of a step's phases; call it when the step is done. `started`: time.time()."""
+    """Seconds of a step's phases, up to now."""
     decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(update.sampled))
     tokens = sum(sample.length for group in groups.groups for sample in group.samples)
     ranks = {rank for rank, _, _ in update.row_times}

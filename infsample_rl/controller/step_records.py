@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from infsample_rl.config import Config
 from infsample_rl.controller.groups import Group, SampleRecord, StepGroups
 from infsample_rl.controller.recording import Fetch, write_recording
+from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.model.response_text import response_text
-from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE, RunLogger
+from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE
 
 TEXT_END = 80  # characters of a response's beginning, and of its end, that samples.jsonl has
 PROMPT_CHARACTERS = 400  # of a prompt's end, where the question is
@@ -30,21 +30,19 @@ TextOf = Callable[[SampleRecord], str | None]
 class StepRecorder:
     """Writes a step's samples down, as much of them as the settings say."""
 
-    def __init__(
-        self, config: Config, run_dir: Path, tokenizer: PreTrainedTokenizerBase, log: RunLogger, *, total_steps: int
-    ) -> None:
-        self._config, self._run_dir, self._log, self._total_steps = config, run_dir, log, total_steps
-        self._tokenizer = tokenizer
+    def __init__(self, run: RunState, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._run, self._tokenizer = run, tokenizer
 
-    def record(self, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int) -> Records:
+    def record(self, groups: StepGroups, metrics: Metrics) -> Records:
         """Write lengths, who decoded when and, where it is due, the whole step; the completions that are shown."""
-        fetch, logging = cache(fetch), self._config.logging
-        text_of = text_reader(fetch, self._tokenizer, self._config.rollout.stop_strings)
-        self._log.append(LENGTHS_FILE, length_records(groups, self._config, step=step))
-        self._log.append(SAMPLES_FILE, sample_records(groups, text_of, step=step))
+        run, step, logging = self._run, self._run.step, self._run.config.logging
+        fetch = cache(run.cluster.completions)
+        text_of = text_reader(fetch, self._tokenizer, run.config.rollout.stop_strings)
+        run.log.append(LENGTHS_FILE, length_records(groups, run.config, step=step))
+        run.log.append(SAMPLES_FILE, sample_records(groups, text_of, step=step))
         if logging.record_every and step % logging.record_every == 0:
-            if not write_recording(self._run_dir, groups, fetch, metrics, step=step, total_steps=self._total_steps):
-                self._log.warn(f"step {step} is not recorded: a worker that held some of its samples was lost")
+            if not write_recording(run.run_dir, groups, fetch, metrics, step=step, total_steps=run.total_steps):
+                run.log.warn(f"step {step} is not recorded: a worker that held some of its samples was lost")
         return completion_records(groups, text_of, logging.completions_per_step, step=step)
 
 
