@@ -67,15 +67,13 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     import torch
 
     from infsample_rl.cluster.out_of_memory import explain
-    from infsample_rl.controller.async_driver import AsyncDriver
+    from infsample_rl.controller.checks import prepare
     from infsample_rl.controller.driver import Driver
-    from infsample_rl.controller.startup import prepare
 
     # the driver computes little, and threads that spin would wait for cores that its workers need
     torch.set_num_threads(1)
     try:
-        driver = AsyncDriver if config.run.max_staleness > 0 else Driver
-        driver(config, prepare(config)).run()
+        Driver(config, prepare(config)).run()
     except KeyboardInterrupt:
         print(
             f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr

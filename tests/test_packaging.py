@@ -20,7 +20,7 @@ for name in experiments():
     print(name, load_config([f"+experiment={name}"]).run.name)
 policy = pathlib.Path(load_config([]).model.path)
 assert (policy / "model.safetensors").is_file() and (policy.parent / "train.jsonl").is_file(), policy
-import infsample_rl.main, infsample_rl.controller.startup, infsample_rl.controller.driver, infsample_rl.reward.function_process, infsample_rl.learner.worker
+import infsample_rl.main, infsample_rl.controller.checks, infsample_rl.controller.driver, infsample_rl.reward.function_process, infsample_rl.learner.worker
 """
 
 

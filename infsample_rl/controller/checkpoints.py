@@ -1,7 +1,7 @@
 """Checkpoints in the run folder: written under a temporary name and renamed, the last few kept, found again on resume.
 
-checkpoints/step_000010/ is a Hugging Face folder (from_pretrained takes it) with training_state/ and driver_state.json
-beside.
+checkpoints/step_000010/ is a Hugging Face folder (from_pretrained takes it) with training_state/, driver_state.json and
+checksums.json (bytes and CRC-32 of every file) beside.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
-from infsample_rl.controller.checksums import find_damage, write_checksums
-
-STATE_FILE = "driver_state.json"
+STATE_FILE, CHECKSUM_FILE = "driver_state.json", "checksums.json"
+# a thread of a process with many takes its memory from any of their pools, and what it takes there stays
+CHUNK_BYTES, THREADS = 2**20, 4
 
 
 def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str], None]) -> Path:
@@ -47,6 +49,14 @@ def write_checkpoint(run_dir: Path, state: dict[str, Any], save: Callable[[str],
     return folder
 
 
+def _sync_to_disk(folder: Path) -> None:
+    """Flush a folder and every file in it, so that a renamed folder is a whole one even after a power cut."""
+    for path in (folder, *folder.rglob("*")):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 def drop_old(run_dir: Path, keep: int) -> list[str]:
     """Drop all checkpoints but the newest `keep`; what could not be dropped, and why."""
     kept = []
@@ -62,18 +72,13 @@ def drop_old(run_dir: Path, keep: int) -> list[str]:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(
-        (path for path in _step_folders(run_dir / "checkpoints") if (path / STATE_FILE).is_file()), key=_step_in_name
-    )
+    return [path for path in folders_after(run_dir / "checkpoints", -1) if (path / STATE_FILE).is_file()]
 
 
-def _step_folders(folder: Path) -> list[Path]:
-    """Folders that a save has named, not e.g. step_000010_merged beside them."""
-    return [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-
-
-def _step_in_name(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+def folders_after(folder: Path, step: int) -> list[Path]:
+    """Checkpoints, or recordings, of steps after `step`, oldest first; not e.g. step_000010_merged beside them."""
+    numbers = {path: int(path.name[5:]) for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)}
+    return sorted((path for path, number in numbers.items() if number > step), key=numbers.__getitem__)
 
 
 def set_aside_after(run_dir: Path, step: int) -> None:
@@ -89,11 +94,6 @@ def set_aside_after(run_dir: Path, step: int) -> None:
             aside.parent.mkdir(exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(path, aside)
-
-
-def folders_after(folder: Path, step: int) -> list[Path]:
-    """Checkpoints, or recordings, of steps after `step`."""
-    return [path for path in _step_folders(folder) if _step_in_name(path) > step]
 
 
 def lock_run_folder(run_dir: Path) -> TextIO:
@@ -116,7 +116,7 @@ def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that
     are newer."""
     damages = []
-    for folder in sorted(_step_folders(run_dir / "checkpoints"), key=_step_in_name, reverse=True):
+    for folder in reversed(folders_after(run_dir / "checkpoints", -1)):
         damage = find_damage(folder) if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is missing"
         if damage is None:
             return folder, damages
@@ -149,7 +149,7 @@ def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]
         return None, []
     folder = Path(resume)
     if not (folder / STATE_FILE).is_file():
-        here = ", ".join(str(path) for path in checkpoints(run_dir)) or "none"
+        here = ", ".join(map(str, checkpoints(run_dir))) or "none"
         raise ValueError(
             f"run.resume={resume} is not a checkpoint (no {STATE_FILE} in it); auto, never, or a folder; in run.dir "
             f"there are: {here}"
@@ -161,7 +161,7 @@ def find_checkpoint(run_dir: Path, resume: str) -> tuple[Path | None, list[str]]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The driver's state of a checkpoint: step and data position."""
+    """The driver's state of a checkpoint: step, data position, expected lengths."""
     return json.loads((checkpoint / STATE_FILE).read_text())
 
 
@@ -170,9 +170,49 @@ def step_of(checkpoint: Path) -> int:
     return int(read_state(checkpoint)["step"])
 
 
-def _sync_to_disk(folder: Path) -> None:
-    """Flush a folder and every file in it, so that a renamed folder is a whole one even after a power cut."""
-    for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+def write_checksums(folder: Path) -> None:
+    """Note size and CRC-32 of every file in `folder`, those of its folders too."""
+    (folder / CHECKSUM_FILE).write_text(json.dumps(_checksums(folder), indent=1) + "\n")
+
+
+def find_damage(folder: Path) -> str | None:
+    """What is wrong with a folder that write_checksums() has seen: a file that is missing, unreadable, cut short or
+    changed. None if nothing is."""
+    try:
+        listed = json.loads((folder / CHECKSUM_FILE).read_text())
+        expected = {str(name): (int(size), int(checksum)) for name, (size, checksum) in dict(listed).items()}
+    except (OSError, ValueError, TypeError) as error:
+        return f"{CHECKSUM_FILE} cannot be read ({error})"
+    if not expected:
+        return f"{CHECKSUM_FILE} lists no file"
+    try:
+        found = _checksums(folder)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    for name, (size, checksum) in expected.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name][0] != size:
+            return f"{name} has {found[name][0]:,} bytes instead of {size:,}"
+        if found[name][1] != checksum:
+            return f"the bytes of {name} have changed"
+    return None
+
+
+def _checksums(folder: Path) -> dict[str, tuple[int, int]]:
+    """{path in the folder: (bytes, CRC-32)}"""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUM_FILE)
+    with ThreadPoolExecutor(THREADS) as pool:
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        return dict(zip(names, pool.map(_checksum, paths), strict=True))
+
+
+def _checksum(path: Path) -> tuple[int, int]:
+    size = checksum = 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    except OSError as error:  # one that comes from reading names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return size, checksum

@@ -1,6 +1,6 @@
 """The driver's book of one step: which samples of which prompt are in, what they earned, when a group is complete.
 
-No tensors and no Ray here: micro-groups are keys that cluster.py can turn into object references.
+No tensors and no Ray here: micro-groups are keys, which the cluster can turn into object references.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class StepGroups:
     def __init__(self, prompts: list[Prompt], config: Config, *, group_size: int, step: int, with_reference: bool):
         self.groups: list[Group] = []
         self.started_at = time.time()
-        self.row_times: list[tuple[int, float, float]] = []  # (learner rank, begin, end) of every row, as time.time()
         self.failures: list[str] = []
         self.reference_peak_bytes = 0  # most memory of a reference worker
         self._config = config
@@ -124,7 +123,12 @@ class StepGroups:
         return [group for group in self.groups if group.prompt.prompt_index in self._handed_out and self.trains(group)]
 
     def add_micro_group(self, key: int, header: MicroGroupHeader) -> Group:
-        """Enter the samples of a micro-group that has arrived; returns its group."""
+        """Enter the samples of a micro-group that has arrived; returns its group. RuntimeError for those of other
+        weights, and for more samples than the group has."""
+        if header.policy_version != self.step:
+            raise RuntimeError(
+                f"a micro-group was sampled by weights version {header.policy_version}, not by version {self.step}"
+            )
         group = self.groups[header.prompt_index]
         records = [
             SampleRecord(sample_index=index, length=length, finish_reason=reason, micro_group=key, position=position)

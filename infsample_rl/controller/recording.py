@@ -1,12 +1,8 @@
-"""What a run keeps of its samples, so that each half can run again without the other: lengths for the scheduler, whole
-steps for the learner.
+"""Whole steps that a run records, so that `python -m infsample_rl replay RUN step=3` trains on the same samples.
 
-RUN/lengths.jsonl                        every step: a line for every prompt, as `python -m infsample_rl.simulate
-lengths=RUN` reads it RUN/samples.jsonl                        every step: of a few prompts, who decoded when
-(sample_records.py) RUN/recordings/step_000003/              every logging.record_every steps, for `python -m
-infsample_rl replay RUN step=3`
-    samples.safetensors                  all token ids, log-probabilities, rewards and advantages of the step
-    recording.json                       which groups were trained, and what the learner said
+RUN/recordings/step_000003/, every logging.record_every steps:
+    samples.safetensors  all token ids, log-probabilities, rewards and advantages of the step
+    recording.json       which groups were trained, and what the learner said
 """
 
 from __future__ import annotations
@@ -17,19 +13,16 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from transformers import PreTrainedTokenizerBase
 
-from infsample_rl.config import Config
 from infsample_rl.controller.groups import Group, SampleRecord, StepGroups
-from infsample_rl.controller.sample_records import sample_records
-from infsample_rl.controller.step_metrics import Metrics, completion_records
-from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE, RunLogger
+from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.types import Completion, Prompt
 
 FOLDER, SAMPLES, FACTS = "recordings", "samples.safetensors", "recording.json"
@@ -44,51 +37,7 @@ class RecordedStep:
     total_steps: int  # of the run: the learning rate's schedule depends on it
     groups: list[Group]  # those that were trained, in prompt order, every sample's micro_group 0
     completions: list[Completion]  # of all their samples
-    metrics: dict[str, float | None]  # the run's own learner/* of the step
-
-
-class StepRecorder:
-    """Keeps a step's samples, as much of them as the settings say."""
-
-    def __init__(
-        self, config: Config, run_dir: Path, tokenizer: PreTrainedTokenizerBase, log: RunLogger, *, total_steps: int
-    ) -> None:
-        self._config, self._run_dir, self._tokenizer, self._log, self._total_steps = (
-            config,
-            run_dir,
-            tokenizer,
-            log,
-            total_steps,
-        )
-
-    def keep(self, groups: StepGroups, fetch: Fetch, metrics: Metrics, *, step: int) -> list[dict[str, Any]]:
-        """Write lengths, who decoded when and, where it is due, the whole step; the completions that are shown."""
-        logging = self._config.logging
-        self._log.append(LENGTHS_FILE, length_records(groups, self._config, step=step))
-        self._log.append(SAMPLES_FILE, sample_records(groups, fetch, self._tokenizer, self._config, step=step))
-        if (
-            logging.record_every
-            and step % logging.record_every == 0
-            and not write_recording(self._run_dir, groups, fetch, metrics, step=step, total_steps=self._total_steps)
-        ):
-            self._log.warn(f"step {step} is not recorded: a worker that held some of its samples was lost")
-        return completion_records(groups, fetch, self._tokenizer, self._config, step=step)
-
-
-def length_records(groups: StepGroups, config: Config, *, step: int) -> list[dict[str, Any]]:
-    """A line of recorded lengths for every prompt of a step (rollout/length_prediction/recordings.py)."""
-    names = {"step": step, "dataset": config.data.source, "model": config.model.path}
-    records = []
-    for group in groups.groups:
-        samples = group.samples
-        known = {"prompt_id": f"row {group.prompt.row}, step {step}", "prompt_tokens": len(group.prompt.token_ids)}
-        known |= {"max_new_tokens": config.rollout.max_new_tokens, "lengths": [sample.length for sample in samples]}
-        truncated, scores = (
-            [sample.finish_reason == "length" for sample in samples],
-            [sample.reward for sample in samples],
-        )
-        records.append(names | known | {"truncated": truncated, "scores": scores})
-    return records
+    metrics: Metrics  # the run's own learner/* of the step
 
 
 def write_recording(
@@ -96,23 +45,22 @@ def write_recording(
 ) -> bool:
     """Write a step into RUN/recordings, under a temporary name first. False: some of its samples are gone."""
     trained = sorted(groups.trained(), key=lambda group: group.prompt.prompt_index)
-    samples = [(group, sample) for group in trained for sample in group.samples]
-    fetched = {key: fetch(key) for key in dict.fromkeys(sample.micro_group for _, sample in samples)}
+    samples = [sample for group in trained for sample in group.samples]
+    fetched = {key: fetch(key) for key in dict.fromkeys(sample.micro_group for sample in samples)}
     if None in fetched.values():
         return False
-    completions = [fetched[sample.micro_group][sample.position] for _, sample in samples]
+    completions = [fetched[sample.micro_group][sample.position] for sample in samples]
+    rewards = [math.nan if sample.reward is None else sample.reward for sample in samples]
     arrays = {
         "prompt_lengths": np.array([len(group.prompt.token_ids) for group in trained], np.int32),
         "prompt_ids": _joined([group.prompt.token_ids for group in trained], np.int32),
         "group_sizes": np.array([len(group.samples) for group in trained], np.int32),
-        "sample_indices": np.array([sample.sample_index for _, sample in samples], np.int32),
-        "lengths": np.array([sample.length for _, sample in samples], np.int32),
+        "sample_indices": np.array([sample.sample_index for sample in samples], np.int32),
+        "lengths": np.array([sample.length for sample in samples], np.int32),
         "token_ids": _joined([completion.token_ids for completion in completions], np.int32),
         "logprobs": _joined([completion.logprobs for completion in completions], np.float32),
-        "rewards": np.array(
-            [math.nan if sample.reward is None else sample.reward for _, sample in samples], np.float64
-        ),
-        "advantages": np.array([sample.advantage for _, sample in samples], np.float64),
+        "rewards": np.array(rewards, np.float64),
+        "advantages": np.array([sample.advantage for sample in samples], np.float64),
     }
     facts = {
         "step": step,
@@ -139,13 +87,10 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
     """A recorded step. ValueError, with the steps that there are, when it was not recorded."""
     folder = recording_folder(run_dir, step)
     if not (folder / FACTS).is_file():
-        there = (
-            ", ".join(str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*")))
-            or "none"
-        )
+        steps = [str(int(path.name.removeprefix("step_"))) for path in sorted((run_dir / FOLDER).glob("step_*"))]
         raise ValueError(
-            f"step={step} of {run_dir} was not recorded; recorded steps: {there}; set logging.record_every=1 in a run "
-            "to keep all"
+            f"step={step} of {run_dir} was not recorded; recorded steps: {', '.join(steps) or 'none'}; set "
+            "logging.record_every=1 in a run to keep all"
         )
     try:
         facts, arrays = json.loads((folder / FACTS).read_text()), load_file(folder / SAMPLES)
@@ -153,52 +98,60 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
         raise ValueError(
             f"step={step} of {run_dir} cannot be read ({folder}): {' '.join(str(error).split())}"
         ) from None
-    prompt_ids = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
-    token_ids, logprobs = (
-        np.split(arrays[name], np.cumsum(arrays["lengths"])[:-1]) for name in ("token_ids", "logprobs")
-    )
-    groups, completions, place = [], [], 0
-    for number, prompt_index in enumerate(facts["prompt_indices"]):
-        prompt = Prompt(
-            prompt_index=prompt_index,
-            row=facts["rows"][number],
-            messages=[],
-            text=facts["prompts"][number],
-            token_ids=prompt_ids[number],
-        )
-        group = Group(prompt=prompt, size=int(arrays["group_sizes"][number]))
-        for _ in range(group.size):
-            sample_index, reward = int(arrays["sample_indices"][place]), float(arrays["rewards"][place])
-            reason = facts["finish_reasons"][place]
-            sample = SampleRecord(
-                sample_index=sample_index,
-                length=len(token_ids[place]),
-                finish_reason=reason,
-                micro_group=0,
-                position=place,
-            )
-            sample.reward, sample.advantage = None if math.isnan(reward) else reward, float(arrays["advantages"][place])
-            group.samples.append(sample)
-            completions.append(
-                Completion(
-                    prompt_index=prompt_index,
-                    sample_index=sample_index,
-                    token_ids=token_ids[place],
-                    logprobs=logprobs[place],
-                    sampling_logprobs=None,
-                    finish_reason=reason,
-                    policy_version=facts["policy_version"],
-                )
-            )
-            place += 1
-        groups.append(group)
+    groups = _groups_of(facts, arrays)
     return RecordedStep(
         step=facts["step"],
         total_steps=facts["total_steps"],
         groups=groups,
-        completions=completions,
+        completions=_completions_of(facts, arrays, groups),
         metrics=facts["metrics"],
     )
+
+
+def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:
+    columns = (arrays[name].tolist() for name in ("sample_indices", "lengths", "rewards", "advantages"))
+    samples = iter(
+        SampleRecord(
+            sample_index=index,
+            length=length,
+            finish_reason=reason,
+            micro_group=0,
+            position=position,
+            reward=None if math.isnan(reward) else reward,
+            advantage=advantage,
+        )
+        for position, (reason, index, length, reward, advantage) in enumerate(
+            zip(facts["finish_reasons"], *columns, strict=True)
+        )
+    )
+    prompt_ids = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+    known = zip(facts["prompt_indices"], facts["rows"], facts["prompts"], prompt_ids, strict=True)
+    prompts = [
+        Prompt(prompt_index=index, row=row, messages=[], text=text, token_ids=token_ids)
+        for index, row, text, token_ids in known
+    ]
+    sizes = arrays["group_sizes"].tolist()
+    return [
+        Group(prompt=prompt, size=size, samples=list(islice(samples, size)))
+        for prompt, size in zip(prompts, sizes, strict=True)
+    ]
+
+
+def _completions_of(facts: dict[str, Any], arrays: dict[str, np.ndarray], groups: list[Group]) -> list[Completion]:
+    samples = [(group.prompt.prompt_index, sample) for group in groups for sample in group.samples]
+    token_ids, logprobs = (_split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs"))
+    return [
+        Completion(
+            prompt_index=prompt_index,
+            sample_index=sample.sample_index,
+            token_ids=token_ids[sample.position],
+            logprobs=logprobs[sample.position],
+            sampling_logprobs=None,
+            finish_reason=sample.finish_reason,
+            policy_version=facts["policy_version"],
+        )
+        for prompt_index, sample in samples
+    ]
 
 
 def recording_folder(run_dir: Path, step: int) -> Path:
@@ -208,3 +161,7 @@ def recording_folder(run_dir: Path, step: int) -> Path:
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
     return np.concatenate([np.asarray(array, dtype) for array in arrays]) if arrays else np.zeros(0, dtype)
+
+
+def _split(joined: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    return np.split(joined, np.cumsum(lengths))[: len(lengths)]

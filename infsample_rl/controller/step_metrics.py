@@ -7,22 +7,35 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
-from infsample_rl.config import Config
 from infsample_rl.controller.groups import SampleRecord, StepGroups
-from infsample_rl.model.response_text import response_text
 from infsample_rl.rollout.length_prediction.accuracy import prompt_accuracy
-from infsample_rl.types import Completion, StreamEnd
+from infsample_rl.types import StreamEnd
 
 FORECAST_PROMPTS = 16  # of a step, of which the length predictor's errors are computed
 
 Metrics = dict[str, float | None]
-RolloutStats = list[StreamEnd]  # of a round of sampling
+RoundEnds = list[StreamEnd]  # what rollout workers said at the end of a round of sampling
+
+
+class UpdateReport(NamedTuple):
+    """A step's optimizer steps, and what there was beside them. Times are time.time()."""
+
+    metrics: list[Metrics]  # of each optimizer step
+    row_times: list[tuple[int, float, float]]  # (learner rank, begin, end) of every row
+    sampled: StepGroups  # groups whose samples arrived meanwhile: those that were trained, or the next step's
+    backward_done: float
+    ended: float
+
+
+def step_metrics(groups: StepGroups, rounds: list[RoundEnds], update: UpdateReport, *, started: float) -> Metrics:
+    """All that a step's groups, rounds of sampling and updates say; call it when the step is done. `started`:
+    time.time()."""
+    metrics = sample_metrics(groups) | forecast_metrics(groups) | update_metrics(update.metrics)
+    return metrics | rollout_metrics(rounds) | timing_metrics(groups, update, started=started)
 
 
 def sample_metrics(groups: StepGroups) -> Metrics:
@@ -79,7 +92,7 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
     }
 
 
-def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
+def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
     """Workers decode side by side, a worker's streams one after the other: a round's steps and peaks are its largest
     worker's, rounds and counts add, utilisation is weighted by steps. What lost workers did is not in it.
     """
@@ -102,7 +115,7 @@ def rollout_metrics(rounds: list[RolloutStats]) -> Metrics:
     }
 
 
-def _largest_worker(ends: RolloutStats, name: str) -> float:
+def _largest_worker(ends: RoundEnds, name: str) -> float:
     sums: dict[int, float] = defaultdict(float)
     for end in ends:
         sums[end.worker] += end.stats[name]
@@ -129,10 +142,8 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    ended, taus = (
-        sum(prompt.num_uncensored for prompt in prompts),
-        [prompt.tau for prompt in prompts if prompt.tau is not None],
-    )
+    ended = sum(prompt.num_uncensored for prompt in prompts)
+    taus = [prompt.tau for prompt in prompts if prompt.tau is not None]
     return {
         "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
         "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
@@ -161,24 +172,20 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
     }
 
 
-def timing_metrics(
-    groups: StepGroups, sampled_beside: StepGroups, *, started: float, backward_done: float, updated: float
-) -> Metrics:
-    """Seconds of a step's phases; call it when the step is done. `sampled_beside`: groups that were sampled while these
-    were trained, the same ones on policy or where none were.
-    """
-    decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(sampled_beside))
+def timing_metrics(groups: StepGroups, update: UpdateReport, *, started: float) -> Metrics:
+    """Seconds of a step's phases, up to now."""
+    decoded, beside = _last_sample_at(groups), max(started, _last_sample_at(update.sampled))
     tokens = sum(sample.length for group in groups.groups for sample in group.samples)
-    ranks = {rank for rank, _, _ in groups.row_times}
-    overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in groups.row_times)
+    ranks = {rank for rank, _, _ in update.row_times}
+    overlapped = sum(max(0.0, min(end, beside) - begin) for _, begin, end in update.row_times)
     return {
         "timing/step": time.time() - started,
         "timing/rollout": decoded - groups.started_at,
-        "timing/backward_after_rollout": max(0.0, backward_done - beside),
-        "timing/update": updated - backward_done,
+        "timing/backward_after_rollout": max(0.0, update.backward_done - beside),
+        "timing/update": update.ended - update.backward_done,
         "timing/overlap": overlapped / len(ranks) if ranks else 0.0,  # a rank's rows while others decoded
         # > 0: trained while others decoded
-        "timing/backward_lead": max((beside - begin for _, begin, _ in groups.row_times), default=0.0),
+        "timing/backward_lead": max((beside - begin for _, begin, _ in update.row_times), default=0.0),
         # > 0: scored while its group decoded
         "timing/reward_lead": max(group.last_sample_at - group.first_reward_at for group in groups.groups),
         "timing/tokens_per_s": tokens / (decoded - groups.started_at),
@@ -187,40 +194,3 @@ def timing_metrics(
 
 def _last_sample_at(groups: StepGroups) -> float:
     return max(group.last_sample_at for group in groups.groups)
-
-
-def completion_records(
-    groups: StepGroups,
-    fetch: Callable[[int], list[Completion] | None],
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-    *,
-    step: int,
-) -> list[dict[str, Any]]:
-    """Up to logging.completions_per_step samples, spread evenly over the step's (prompt, sample) order: the text
-    rewards saw and what is known."""
-    everything = [(group, sample) for group in groups.groups for sample in group.samples]
-    count = min(config.logging.completions_per_step, len(everything))
-    records = []
-    for group, sample in (everything[index * len(everything) // count] for index in range(count)):
-        micro_group = fetch(sample.micro_group)
-        if micro_group is None:  # gone since it was trained
-            continue
-        completion = micro_group[sample.position]
-        records.append(
-            {
-                "step": step,
-                "prompt_index": group.prompt.prompt_index,
-                "row": group.prompt.row,
-                "sample_index": sample.sample_index,
-                "prompt": group.prompt.text,
-                "response": response_text(tokenizer, completion.token_ids.tolist(), config.rollout.stop_strings),
-                "reward": sample.reward,
-                "components": sample.components,
-                "advantage": sample.advantage,
-                "length": sample.length,
-                "finish_reason": sample.finish_reason,
-                "policy_version": completion.policy_version,
-            }
-        )
-    return records

@@ -35,6 +35,7 @@ class Waves:
         self._rows: list[Row] = []
         self._rank_tokens = [0] * config.cluster.learner_ranks
         self._micro_group_of: dict[tuple[int, int], int] = {}
+        self.row_times: list[tuple[int, float, float]] = []  # (learner rank, begin, end) of rows, as time.time()
 
     def _new_planner(self) -> RowPlanner:
         return RowPlanner(

@@ -165,8 +165,6 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
     assert pages == {100: made.rollout.prompts_at_once * (4 * 2 + 1), 6: 5}
-    monkeypatch.setattr(
-        "infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES
-    )
+    monkeypatch.setattr("infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)

@@ -16,7 +16,8 @@ from infsample_rl.commands import replay
 from infsample_rl.commands.schedule_workload import load
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.controller.groups import StepGroups, loss_totals, provisional_totals, trainable_specs
-from infsample_rl.controller.recording import StepRecorder, length_records, read_recording, write_recording
+from infsample_rl.controller.recording import read_recording, write_recording
+from infsample_rl.controller.step_records import StepRecorder, length_records
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.learner.row_plan import assemble
 from infsample_rl.learner.worker import LearnerWorker
@@ -170,15 +171,18 @@ def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
 def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(recorded_run, tmp_path):
     config, folder = recorded_run.config, tmp_path / "kept"
     log = RunLogger(config, folder, total_steps=2, start_step=0)
-    recorder = StepRecorder(config, folder, load_tokenizer(config.model), log, total_steps=2)
+    workers = SimpleNamespace(completions=recorded_run.fetch)
+    run = SimpleNamespace(config=config, run_dir=folder, log=log, total_steps=2, step=1, cluster=workers)
+    recorder = StepRecorder(run, load_tokenizer(config.model))
     try:
-        shown = recorder.keep(recorded_run.groups, recorded_run.fetch, recorded_run.metrics, step=1)
+        shown = recorder.record(recorded_run.groups, recorded_run.metrics)
         assert len(shown) == config.logging.completions_per_step == 4
         assert [
             record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())
         ] == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
         assert len(read_recording(folder, 1).completions) == 12
-        recorder.keep(recorded_run.groups, lambda key: None, recorded_run.metrics, step=2)  # their worker is gone
+        run.step, workers.completions = 2, lambda key: None  # their worker is gone
+        recorder.record(recorded_run.groups, recorded_run.metrics)
         assert not (folder / "recordings" / "step_000002").exists()
         log.rewind(1)
         assert len((folder / "lengths.jsonl").read_text().splitlines()) == 3

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config.loading import SECTIONS, ConfigError, compose, experiments, load_config
-from infsample_rl.controller.startup import (
+from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,
     kv_bytes_per_token,

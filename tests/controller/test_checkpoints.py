@@ -1,4 +1,4 @@
-"""Checkpoints: renamed into place, the last few kept, found on resume."""
+"""Checkpoints: renamed into place, the last few kept, found on resume; a changed byte is seen wherever it lies."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.controller import checkpoints
 from infsample_rl.controller.checkpoints import (
-    checkpoints,
+    CHECKSUM_FILE,
     drop_old,
     find_checkpoint,
+    find_damage,
     folders_after,
     lock_run_folder,
     read_state,
     set_aside_after,
     write_checkpoint,
+    write_checksums,
 )
 
 
@@ -31,7 +34,7 @@ def write(run_dir: Path, step: int, keep: int = 2) -> Path:
 def test_last_two_are_kept_and_auto_takes_the_newest(tmp_path):
     for step in (1, 2, 3):
         write(tmp_path, step)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002", "step_000003"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["step_000002", "step_000003"]
     newest, warnings = find_checkpoint(tmp_path, "auto")
     assert newest is not None and warnings == [] and read_state(newest) == {"step": 3, "data": {"position": 3}}
 
@@ -43,9 +46,9 @@ def test_a_save_that_fails_leaves_the_last_one_and_nothing_half_done(tmp_path):
         save(folder)
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="No space left on device"):
         write_checkpoint(tmp_path, {"step": 2}, full_disk)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["step_000001"]
     assert write(tmp_path, 2).name == "step_000002"
 
 
@@ -53,11 +56,11 @@ def test_old_checkpoints_are_told_by_number_and_a_link_or_one_that_cannot_go_har
     for step in (999_999, 1_000_000):
         write(tmp_path, step)
     assert write(tmp_path, 1_000_001).name == "step_1000001"
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["step_1000000", "step_1000001"]
     elsewhere = tmp_path / "other_disk"
     (tmp_path / "checkpoints" / "step_1000000").rename(elsewhere)
     (tmp_path / "checkpoints" / "step_1000000").symlink_to(elsewhere)
-    assert drop_old(tmp_path, 1) == [] and elsewhere.is_dir() and len(checkpoints(tmp_path)) == 1
+    assert drop_old(tmp_path, 1) == [] and elsewhere.is_dir() and len(checkpoints.checkpoints(tmp_path)) == 1
     write(tmp_path, 1_000_002)
 
     def refuse(path):
@@ -87,6 +90,10 @@ def test_a_folder_without_state_is_no_checkpoint(tmp_path):
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
     (tmp_path / "metrics.jsonl").touch()  # a start was refused before its first step
     assert find_checkpoint(tmp_path, "never") == (None, [])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="run.resume=never, but run.dir=.* already holds a run"):
+        find_checkpoint(tmp_path, "never")
+    (tmp_path / "metrics.jsonl").unlink()
     write(tmp_path, 1)
     with pytest.raises(ValueError, match="run.resume=never, but run.dir=.* already holds a run"):
         find_checkpoint(tmp_path, "never")
@@ -107,7 +114,7 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside_and_half_written
     assert [path.name for path in folders_after(tmp_path / "checkpoints", 1)] == ["step_000002", "step_000003"]
     set_aside_after(tmp_path, 1)
     assert write(tmp_path, 2, keep=1).is_dir(), "pruning by name no longer drops it in favour of step 3"
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000002"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["step_000002"]
     assert (tmp_path / "checkpoints" / "step_000003_merged").is_dir()
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "superseded").iterdir()) == [
         "step_000002",
@@ -120,7 +127,7 @@ def test_a_save_that_went_to_another_nodes_disk_is_refused_and_nothing_is_pruned
     write(tmp_path, 1)
     with pytest.raises(RuntimeError, match="run.dir must be a folder that every node shares"):
         write_checkpoint(tmp_path, {"step": 2}, lambda folder: None)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step_000001"]
+    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["step_000001"]
 
 
 def test_two_processes_cannot_share_a_run_folder(tmp_path):
@@ -160,7 +167,45 @@ def test_a_checkpoint_set_aside_again_replaces_the_one_set_aside_before(tmp_path
     assert (tmp_path / "checkpoints/superseded/step_000002/model.safetensors").read_text() == "second"
 
 
-def test_a_run_with_metrics_and_no_checkpoint_is_not_gone_over(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(ValueError):
-        find_checkpoint(tmp_path, "never")
+def test_a_byte_changed_before_the_last_chunk_is_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "CHUNK_BYTES", 4)
+    (tmp_path / "w").write_bytes(b"0123456789ab")
+    write_checksums(tmp_path)
+    assert find_damage(tmp_path) is None
+    (tmp_path / "w").write_bytes(b"X123456789ab")
+    assert find_damage(tmp_path) == "the bytes of w have changed"
+
+
+def test_files_of_inner_folders_are_checked(tmp_path):
+    inner = tmp_path / "training_state" / "optimizer.pt"
+    inner.parent.mkdir()
+    inner.write_bytes(b"abc")
+    write_checksums(tmp_path)
+    assert find_damage(tmp_path) is None
+    inner.write_bytes(b"abX")
+    assert find_damage(tmp_path) == "the bytes of training_state/optimizer.pt have changed"
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("[]", "lists no file"),
+        ("{}", "lists no file"),
+        ('{"a": 3}', "cannot be read"),
+        ('[["a"]]', "cannot be read"),
+        ("3", "cannot be read"),
+    ],
+)
+def test_a_list_of_another_shape_is_damage(tmp_path, listed, said):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / CHECKSUM_FILE).write_text(listed)
+    assert said in find_damage(tmp_path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that cannot be read, even by root")
+def test_a_file_that_the_disk_cannot_read_is_damage_and_named(tmp_path):
+    (tmp_path / "a").write_text("1")
+    write_checksums(tmp_path)
+    (tmp_path / "a").unlink()
+    (tmp_path / "a").symlink_to("/proc/self/mem")
+    assert find_damage(tmp_path) == f"{tmp_path / 'a'} cannot be read (Input/output error)"

@@ -12,7 +12,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.controller import step_metrics
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.step_metrics import (
-    completion_records,
+    UpdateReport,
     evaluation_metrics,
     forecast_metrics,
     rollout_metrics,
@@ -21,8 +21,7 @@ from infsample_rl.controller.step_metrics import (
     update_metrics,
 )
 from infsample_rl.learner.update_sums import UpdateSums
-from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd, WorkerPhases
+from infsample_rl.types import Forecast, MicroGroupHeader, Prompt, RewardResult, StreamEnd, WorkerPhases
 
 UPDATES = [(0.1, 1.0, 0.0), (0.9, 0.0, 1.0), (0.2, 3.0, 0.0)]
 
@@ -60,29 +59,6 @@ def test_evaluation_counts_a_failed_reward_as_wrong():
     metrics = evaluation_metrics(book(), 2)
     assert metrics["eval/accuracy"] == metrics["eval/mean@2"] == 0.5
     assert metrics["eval/pass@1"] == 0.5 and metrics["eval/length_mean"] == 5
-
-
-def test_records_show_the_text_rewards_saw():
-    tokenizer = load_tokenizer(load_config([]).model)
-    ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
-    figures = {
-        "logprobs": np.zeros(len(ids), np.float32),
-        "sampling_logprobs": None,
-        "finish_reason": "stop",
-        "policy_version": 0,
-    }
-    completions = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in range(2)]
-    shown = []
-    for strings in ([], [" knave", "."]):
-        config = load_config([])
-        config.rollout.stop_strings = strings
-        shown.append(
-            [
-                record["response"]
-                for record in completion_records(book(), lambda key: completions, tokenizer, config, step=1)
-            ]
-        )
-    assert shown == [[" knight. knave."] * 4, [" knight"] * 4]
 
 
 def end(worker, **stats):
@@ -188,8 +164,8 @@ def test_an_update_without_a_row_has_no_part_in_the_means_over_tokens():
 def test_timing_of_overlap_and_leads():
     groups = book()  # the last sample ends at 11
     groups.started_at = 5.0
-    groups.row_times = [(0, 10.4, 10.6), (1, 10.4, 10.9), (0, 10.8, 11.5), (1, 11.0, 11.5)]
-    metrics = timing_metrics(groups, groups, started=5.0, backward_done=12.0, updated=12.5)
+    rows = [(0, 10.4, 10.6), (1, 10.4, 10.9), (0, 10.8, 11.5), (1, 11.0, 11.5)]
+    metrics = timing_metrics(groups, UpdateReport([], rows, groups, backward_done=12.0, ended=12.5), started=5.0)
     assert (
         metrics["timing/rollout"] == 6.0
         and metrics["timing/backward_after_rollout"] == 1.0
@@ -202,17 +178,18 @@ def test_timing_of_overlap_and_leads():
 
 def test_timing_of_a_step_whose_samples_were_drawn_before():
     groups, following = book(), book()
-    groups.started_at, groups.row_times = 5.0, [(0, 12.0, 13.0)]
+    groups.started_at = 5.0
     for group in following.groups:
         group.last_sample_at += 1.5  # the last at 12.5
-    metrics = timing_metrics(groups, following, started=11.5, backward_done=13.0, updated=14.0)
+    update = UpdateReport([], [(0, 12.0, 13.0)], following, backward_done=13.0, ended=14.0)
+    metrics = timing_metrics(groups, update, started=11.5)
     assert (metrics["timing/rollout"], metrics["timing/overlap"], metrics["timing/backward_after_rollout"]) == (
         6.0,
         0.5,
         0.5,
     )
     # nothing was sampled beside it
-    last = timing_metrics(groups, groups, started=11.5, backward_done=13.0, updated=14.0)
+    last = timing_metrics(groups, update._replace(sampled=groups), started=11.5)
     assert last["timing/backward_after_rollout"] == 1.5 and last["timing/overlap"] == 0.0
 
 

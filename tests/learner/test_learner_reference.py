@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
-from infsample_rl.controller.startup import setting_warnings
+from infsample_rl.controller.start_table import setting_warnings
 from infsample_rl.learner.reference_policy import ReferencePolicy, keep_in_host_memory
 from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.model.frozen_policy import load_frozen_policy

@@ -5,7 +5,7 @@ import torch
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.config.loading import load_config
-from infsample_rl.controller.startup import prepare
+from infsample_rl.controller.checks import prepare
 from infsample_rl.learner.optimizer import build_optimizer, load_moments, lr_at, moments, set_lr
 
 

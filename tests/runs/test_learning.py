@@ -1,4 +1,4 @@
-"""The default experiment learns, and only because of its rewards. Minutes long: in `make test-all` only."""
+"""The default experiment learns. Minutes long: in `make test-all` only."""
 
 from __future__ import annotations
 

@@ -1,18 +1,26 @@
-"""samples.jsonl: what is kept of who decoded when."""
+"""What is written down of a step's samples: who decoded when, and a few of them as text."""
 
 from __future__ import annotations
 
 import json
 
 import numpy as np
+import pytest
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.groups import StepGroups
-from infsample_rl.controller.sample_records import TEXT_END, ends_of, sample_records
+from infsample_rl.controller.step_records import (
+    TEXT_END,
+    completion_records,
+    ends_of,
+    sample_records,
+    text_reader,
+)
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
 
 CONFIG = load_config([])
+TOKENIZER = load_tokenizer(CONFIG.model)
 STAYS = [
     [RowStay(2, 0, 10, 100.0, 101.0, 10), RowStay(0, 12, 15, 102.0, 102.5, 3)],
     [RowStay(1, 4, 8, 100.5, 101.5, 4)],
@@ -39,17 +47,20 @@ def book() -> StepGroups:
     return groups
 
 
+def fetched(key: int) -> list[Completion]:
+    """A micro-group of two samples of one text."""
+    ids = np.array(TOKENIZER(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
+    known = {"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    return [
+        Completion(
+            prompt_index=key, sample_index=index, token_ids=ids, logprobs=np.zeros(len(ids), np.float32), **known
+        )
+        for index in (1, 0)
+    ]
+
+
 def test_a_record_says_who_decoded_when_and_what_came_of_it():
-    tokenizer = load_tokenizer(CONFIG.model)
-    ids = np.array(tokenizer(" knight. knave.<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
-    figures = {
-        "logprobs": np.zeros(len(ids), np.float32),
-        "sampling_logprobs": None,
-        "finish_reason": "stop",
-        "policy_version": 0,
-    }
-    fetched = [Completion(prompt_index=0, sample_index=index, token_ids=ids, **figures) for index in (1, 0)]
-    (record,) = sample_records(book(), lambda key: fetched, tokenizer, CONFIG, step=3)
+    (record,) = sample_records(book(), text_reader(fetched, TOKENIZER, []), step=3)
     first = {
         "sample_index": 0, "length": 4, "finish_reason": "length", "reward": None, "worker": 5, "forecast": None,
         "text": " knight. knave.",
@@ -72,8 +83,17 @@ def test_a_record_says_who_decoded_when_and_what_came_of_it():
 
 
 def test_texts_that_are_gone_are_none():
-    (record,) = sample_records(book(), lambda key: None, load_tokenizer(CONFIG.model), CONFIG, step=3)
+    text_of = text_reader(lambda key: None, TOKENIZER, [])
+    (record,) = sample_records(book(), text_of, step=3)
     assert [sample["text"] for sample in record["samples"]] == [None, None]
+    assert completion_records(book(), text_of, 4, step=3) == []
+
+
+@pytest.mark.parametrize(("strings", "text"), [([], " knight. knave."), ([" knave", "."], " knight")])
+def test_completions_show_the_text_rewards_saw(strings, text):
+    records = completion_records(book(), text_reader(fetched, TOKENIZER, strings), 2, step=3)
+    assert [(record["response"], record["prompt_index"]) for record in records] == [(text, 0), (text, 1)]
+    assert records[0]["reward"] is None and records[0]["length"] == 4 and records[0]["policy_version"] == 0
 
 
 def test_of_a_long_text_both_ends_are_kept():

@@ -9,9 +9,8 @@ import pytest
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints
-from infsample_rl.controller.checkpoints import write_checkpoint
-from infsample_rl.controller.checksums import write_checksums
-from infsample_rl.controller.startup import Start, prepare, take_over
+from infsample_rl.controller.checkpoints import write_checkpoint, write_checksums
+from infsample_rl.controller.checks import Start, claim_run_folder, prepare
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
 
@@ -81,7 +80,7 @@ def test_a_finished_run_says_that_nothing_is_left_to_train(tmp_path):
 def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path):
     data = begin(tmp_path).prompts.state()
     first = load_config([f"run.dir={tmp_path}", "learner.lr=1e-3"])
-    take_over(first, tmp_path, 0)
+    claim_run_folder(first, tmp_path, 0)
     for step in (1, 2):
         write_checkpoint(
             tmp_path, {"step": step, "data": data}, lambda folder: Path(folder, "model.safetensors").touch()
@@ -96,7 +95,7 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
     assert folder() == before
     assert any("learner.lr: 0.001 -> 0.0001" in warning for warning in start.warnings)
     assert any("step_000002 is of a step that is done again" in warning for warning in start.warnings)
-    take_over(load_config([f"run.dir={tmp_path}", "learner.lr=1e-4"]), tmp_path, start.step)
+    claim_run_folder(load_config([f"run.dir={tmp_path}", "learner.lr=1e-4"]), tmp_path, start.step)
     assert (
         not (tmp_path / "checkpoints" / "step_000002").exists()
         and "lr: 0.0001" in (tmp_path / "config.yaml").read_text()

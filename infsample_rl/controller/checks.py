@@ -1,0 +1,225 @@
+"""Everything that is checked before Ray starts, and what a start changes in the run folder once its workers run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import yaml
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from infsample_rl.cluster.worker_secrets import check_reward_environment
+from infsample_rl.config import Config
+from infsample_rl.config.loading import cache_folder
+from infsample_rl.controller import checkpoints
+from infsample_rl.controller.start_table import (
+    context_warnings,
+    derived_table,
+    sampling_warnings,
+    setting_warnings,
+)
+from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
+from infsample_rl.learner.optimizer import check_optimizer
+from infsample_rl.model.architecture import check_full_attention
+from infsample_rl.model.disk import check_disk_folder
+from infsample_rl.model.generation_settings import load_generation_config
+from infsample_rl.model.loading import context_of, last_hidden_size, load_model_config, load_tokenizer
+from infsample_rl.model.lora_check import check_lora
+from infsample_rl.model.policy_head import masked_index
+from infsample_rl.model.weight_sync.transport import choose_transport
+from infsample_rl.observe.trackers.trackers import check_trackers
+from infsample_rl.observe.versions import write_versions
+from infsample_rl.plan.placement import Node, refusal, total_cpus
+from infsample_rl.plan.processes import write_plan
+from infsample_rl.reward.check import check_reward_functions
+from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.length_prediction.run_probe import RunProbe
+from infsample_rl.types import Prompt
+
+
+@dataclass(kw_only=True, slots=True)
+class Start:
+    """A run that can begin: its inputs are there and its settings fit them."""
+
+    prompts: PromptStream
+    eval_prompts: list[Prompt]
+    tokenizer: PreTrainedTokenizerBase
+    total_steps: int
+    step: int = 0  # updates already done, in the run that is resumed
+    expected_lengths: dict[str, Any] | None = None  # dealing.ExpectedLengths.state() of that run
+    checkpoint: Path | None
+    table: list[tuple[str, str]] = field(default_factory=list)
+    warnings: list[str]  # what the user should know of the settings before the run begins
+    probe: RunProbe | None  # the run's length probe
+    lock: TextIO | None  # held while the process lives
+
+
+def prepare(config: Config) -> Start:
+    """Check everything that can be checked without starting anything. ValueError, in one line, for what cannot work."""
+    run_dir = Path(config.run.dir or ".")
+    # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a
+    # checkpoint.
+    lock = checkpoints.lock_run_folder(run_dir) if run_dir.is_dir() else None
+    try:
+        return _prepare(config, run_dir, lock)
+    except BaseException:
+        if lock is not None:
+            lock.close()
+        raise
+
+
+def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
+    checkpoint, damages = checkpoints.find_checkpoint(run_dir, config.run.resume)
+    _check_surroundings(config)
+    tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
+    check_full_attention(architecture)
+    trained = check_lora(config, architecture, checkpoint)
+    _check_tokens(config, tokenizer, architecture)
+    context = context_of(architecture)
+    prompts = build_train_prompts(config, tokenizer, context)
+    probe = None
+    if config.uses_probe:
+        probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
+    start = Start(
+        prompts=prompts,
+        eval_prompts=build_eval_prompts(config, tokenizer, context),
+        tokenizer=tokenizer,
+        total_steps=config.run.steps or prompts.steps_for_epochs(config.run.epochs),
+        checkpoint=checkpoint,
+        warnings=damages,
+        probe=probe,
+        lock=lock,
+    )
+    config.check_warmup(start.total_steps)
+    if checkpoint is not None:
+        _go_on_from(checkpoint, start, run_dir)
+    start.lock = lock or checkpoints.lock_run_folder(run_dir)
+    unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=start.total_steps)
+    sizes = {"total_steps": start.total_steps, "step": start.step, "num_rows": prompts.num_rows}
+    start.table = [*derived_table(config, architecture, **sizes), ("trained", trained)]
+    start.warnings += [
+        *_folder_warnings(config, run_dir, start),
+        *([unplanned] if unplanned else []),
+        *setting_warnings(config),
+        *context_warnings(architecture, context),
+        *sampling_warnings(config, tokenizer, load_generation_config(config.model, architecture)),
+    ]
+    return start
+
+
+def _go_on_from(checkpoint: Path, start: Start, run_dir: Path) -> None:
+    """Take step, data position, expected lengths and length probe from a checkpoint."""
+    state = checkpoints.read_state(checkpoint)
+    start.step, start.expected_lengths = state["step"], state.get("expected_lengths")
+    if start.step > start.total_steps:
+        raise ValueError(
+            f"{checkpoint} is after step {start.step}, this run has {start.total_steps}: raise run.steps or "
+            "run.epochs, or give another run.dir"
+        )
+    if start.step == start.total_steps:
+        start.warnings.append(
+            f"run.dir={run_dir} has all of its {start.total_steps} steps: nothing is left to train; raise run.steps "
+            "or run.epochs to go on"
+        )
+    start.prompts.restore(state["data"])
+    missing = start.probe.load(checkpoint) if start.probe is not None else None
+    start.warnings += [missing] if missing else []
+
+
+def claim_run_folder(config: Config, run_dir: Path, step: int) -> None:
+    """The workers have started, after `step`: from here on the folder is this start's. Before, it holds what the start
+    before it left."""
+    checkpoints.set_aside_after(run_dir, step)
+    written = run_dir / "config.yaml.partial"
+    written.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    os.replace(written, run_dir / "config.yaml")
+    write_versions(run_dir)
+
+
+def _folder_warnings(config: Config, run_dir: Path, start: Start) -> list[str]:
+    """What a start changes of what is in the run folder: steps that are done again, settings."""
+    again = checkpoints.folders_after(run_dir / "checkpoints", start.step)
+    changed = [] if start.checkpoint is None else _changed_settings(config, run_dir / "config.yaml")
+    return [
+        *(f"{path} is of a step that is done again: it goes to {path.parent / 'superseded'}" for path in again),
+        *(f"changed since this run began: {change}" for change in changed),
+    ]
+
+
+def _changed_settings(config: Config, kept: Path) -> list[str]:
+    """What changed against the settings that a resumed run began with. The file is compared with, nothing else."""
+    if not kept.is_file():
+        return []
+    try:
+        before = yaml.safe_load(kept.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict) or not all(isinstance(values, dict) for values in before.values()):
+        return [f"{kept} is damaged: what changed is not known"]
+    return [
+        f"{section}.{key}: {before.get(section, {}).get(key)} -> {value}"
+        for section, values in dataclasses.asdict(config).items()
+        for key, value in values.items()
+        if before.get(section, {}).get(key) != value and (section, key) not in (("run", "dir"), ("run", "resume"))
+    ]
+
+
+def _check_surroundings(config: Config) -> None:
+    """What can be said without the model: packages, reward functions, this machine, folders."""
+    check_reward_functions(config.reward)
+    choose_transport(config.cluster)
+    check_optimizer(config.learner.optimizer)
+    check_trackers(config)
+    check_reward_environment(config)
+    if config.cluster.address is None:
+        _check_this_machine(config)
+    _check_folders(config)
+
+
+def _check_this_machine(config: Config) -> None:
+    """ValueError when a local cluster has too few GPUs or folders are no place for files; CPUs are reservations there,
+    as many as are asked for."""
+    cpus, gpus = max(os.cpu_count() or 1, total_cpus(config)), torch.cuda.device_count()
+    problem = refusal(config, [Node(name="this machine", cpus=cpus, gpus=gpus, all_cpus=cpus, all_gpus=gpus)])
+    if problem:
+        raise ValueError(problem)
+    if config.rollout.park_folder is not None:
+        check_disk_folder("rollout.preemption", config.rollout.park_folder)
+
+
+def _check_folders(config: Config) -> None:
+    """Local folders of models must be there; a hub name is tried later."""
+    for name, path in (
+        ("rollout.predictor_path", config.rollout.predictor_path),
+        ("reference.path", config.reference.path),
+    ):
+        if path is not None and Path(path).is_absolute() and not Path(path).is_dir():
+            raise ValueError(f"{name}={path} is not a folder")
+    folder = Path(config.model.path)
+    if not folder.is_absolute():
+        return  # a hub name
+    if not folder.is_dir():
+        makes_it = "; `make smollm2` (python -m infsample_rl.model.fetch_smollm2) makes it"
+        raise ValueError(f"model.path={folder} is not a folder{makes_it if cache_folder() in folder.parents else ''}")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")
+
+
+def _check_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig) -> None:
+    """ValueError for ids that the tokenizer or the model has not, and for stop strings that can never be found."""
+    if len(tokenizer) > architecture.vocab_size:
+        raise ValueError(
+            f"the tokenizer of model.path={config.model.path} has {len(tokenizer)} ids, the model only "
+            f"{architecture.vocab_size}"
+        )
+    outside = [token for token in config.rollout.stop_token_ids if not 0 <= token < len(tokenizer)]
+    if outside:
+        raise ValueError(
+            f"rollout.stop_token_ids must be ids of the tokenizer, 0 to {len(tokenizer) - 1}, got {outside}"
+        )
+    masked_index(config.rollout.bad_token_ids, len(tokenizer), "cpu")
+    StopStrings(tokenizer, config.rollout.stop_strings)

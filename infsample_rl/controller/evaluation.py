@@ -1,0 +1,50 @@
+"""Held-out problems, sampled and scored with the weights of now: when they are due, and when a run owes them."""
+
+from __future__ import annotations
+
+import time
+
+from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.run_state import RunState
+from infsample_rl.controller.step import count_failures, enter_samples, start_rollout
+from infsample_rl.controller.step_metrics import Metrics, evaluation_metrics
+from infsample_rl.observe.phases import phase
+from infsample_rl.types import Prompt
+
+
+class Evaluation:
+    """Evaluates a run at its start, every run.eval_every steps, and at its end; never without held-out problems."""
+
+    def __init__(self, run: RunState, prompts: list[Prompt]) -> None:
+        self._run, self._prompts = run, prompts
+
+    def is_due(self) -> bool:
+        """Whether the step that is done now is evaluated."""
+        return bool(self._prompts) and (self._run.step == 0 or self._run.is_due(self._run.config.run.eval_every))
+
+    def is_owed(self) -> bool:
+        """Whether SIGTERM ended the evaluation of the step that was done last."""
+        if not self.is_due():
+            return False
+        record = self._run.log.record_of(self._run.step)
+        return record is not None and "eval/accuracy" not in record
+
+    def catch_up(self) -> None:
+        """Evaluate before the first step, or what is owed."""
+        run = self._run
+        if run.step == 0 and self.is_due():
+            run.log.log_step(0, self.evaluate(), [])
+        elif self.is_owed():
+            run.log.add_to_step(run.step, self.evaluate())
+
+    @phase("evaluate")
+    def evaluate(self) -> Metrics:
+        """Sample and score the held-out problems with the current weights."""
+        run, started, samples = self._run, time.time(), self._run.config.run.eval_samples
+        groups = StepGroups(self._prompts, run.config, group_size=samples, step=run.step, with_reference=False)
+        start_rollout(run, self._prompts, samples, batch=run.step, evaluation=True)
+        for arrival in run.cluster.traffic.arrivals():
+            enter_samples(run, arrival, groups)
+        count_failures(run, groups)
+        run.cluster.micro_groups.forget(groups.micro_groups)
+        return evaluation_metrics(groups, samples) | {"timing/eval": time.time() - started}

@@ -1,0 +1,177 @@
+"""What a run prints of its settings before its first step: what follows from them, and what the user should know."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from infsample_rl.config import Config
+from infsample_rl.config.fields import unread_settings
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES
+from infsample_rl.model.generation_settings import unused_generation_settings
+from infsample_rl.model.loading import stop_ids_of
+from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.weight_sync.transport import choose_transport
+from infsample_rl.plan.placement import reference_text, total_gpus, worker_groups
+from infsample_rl.rollout.engine.kv_cache import stored_dtype
+from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
+from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
+
+
+def setting_warnings(config: Config) -> list[str]:
+    """Settings that work, but not as one might think."""
+    rollout, objective, unread = config.rollout, config.objective, unread_settings(config)
+    warnings = {
+        "rollout.schedule=dynamic_slot keeps the first G samples to finish and so favours short ones": (
+            rollout.schedule == "dynamic_slot"
+        ),
+        f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set "
+        "rollout.predictor=probe": rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none",
+        "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a "
+        "trained length predictor": rollout.predictor == "bert" and rollout.predictor_path is None,
+        f"set, but nothing reads it here: {', '.join(unread)}": bool(unread),
+        "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the "
+        "range of float32": config.model.dtype == "float16",
+        f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; "
+        "learner/logprob_diff_* shows what that does to log-probabilities; its mean, not every token, is bounded, by "
+        f"objective.mismatch_stop={objective.mismatch_stop:g}": rollout.kv_dtype != "auto",
+        "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any "
+        "case": config.reference.offload and config.cluster.learner_gpus == 0,
+        f"objective.kl={objective.kl} with objective.kl_coef=0: there is no KL in the loss": (
+            objective.kl != "none" and objective.kl_coef == 0
+        ),
+    }
+    return [text for text, holds in warnings.items() if holds]
+
+
+def context_warnings(architecture: PretrainedConfig, context: int | None) -> list[str]:
+    """That sequences are not as long as the model's positions (loading.context_of)."""
+    positions = getattr(architecture, "max_position_embeddings", None)
+    if context is None or positions is None or context >= positions:
+        return []
+    return [
+        f"rope_type=longrope: a prompt and its response end at {context} of the model's {positions} tokens, beyond "
+        "which rows change each other"
+    ]
+
+
+def sampling_warnings(config: Config, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig) -> list[str]:
+    """What of the model's own generation settings is left out, and stop ids that can never be sampled."""
+    rollout = config.rollout
+    unused = unused_generation_settings(generation, rollout)
+    warnings = [unused] if unused else []
+    stop_ids = stop_ids_of(generation, tokenizer, rollout.stop_token_ids)
+    never = stop_ids & set(rollout.bad_token_ids)
+    if never:
+        ends = f"samples end at {sorted(stop_ids - never)}" if stop_ids - never else "no stop id is left"
+        warnings.append(f"rollout.bad_token_ids forbids the stop ids {sorted(never)}: {ends}")
+    return warnings
+
+
+def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 16) -> int:
+    """Bytes of keys and values of one token over all layers, its share of the scales of its page included (rounded
+    up)."""
+    stored = stored_dtype(kv_dtype, getattr(torch, dtype))
+    return -(-KVShape.of(architecture).page_bytes(page_size, stored) // page_size)
+
+
+def derived_table(
+    config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: int
+) -> list[tuple[str, str]]:
+    """What follows from the settings, as (name, value) rows."""
+    rollout, data = config.rollout, config.data
+    per_token = kv_bytes_per_token(architecture, config.model.dtype, rollout.kv_dtype, rollout.page_size)
+    processes = [
+        f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "")
+        for group in worker_groups(config)
+    ]
+    device = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
+    epochs = total_steps * data.prompts_per_step / num_rows
+    full_group = rollout.group_size * rollout.max_new_tokens * per_token
+    return [
+        ("model", f"{config.model.path} ({config.model.dtype})"),
+        ("reference", reference_text(config)),
+        ("data", f"{data.source}, {num_rows:,} prompts"),
+        ("steps", f"{total_steps} ({epochs:.2g} epochs)" + (f", going on after step {step}" if step else "")),
+        ("prompts per step", str(data.prompts_per_step)),
+        ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
+        ("updates per step", _updates_text(config)),
+        ("learner", _learner_text(config)),
+        ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
+        ("length predictor", _predictor_text(config)),
+        ("micro-group", f"{rollout.micro_group} samples"),
+        ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
+        ("KV pool per rollout worker", _pool_text(config, per_token)),
+        ("KV of the full group", f"{full_group:,} bytes, what decoding all G at once would take"),
+        ("learner row", f"up to {config.learner.max_tokens_per_micro_batch:,} tokens"),
+        ("evaluation", _evaluation_text(config)),
+        ("processes", ", ".join(["1 driver", *processes])),
+        ("devices", device),
+        ("run folder", str(config.run.dir)),
+    ]
+
+
+def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
+    if config.rollout.kv_dtype == "auto":
+        return ""
+    plain = kv_bytes_per_token(architecture, config.model.dtype)
+    return f" ({config.rollout.kv_dtype} with scales; {plain:,} in {config.model.dtype})"
+
+
+def _predictor_text(config: Config) -> str:
+    rollout = config.rollout
+    if rollout.predictor == "none":
+        return "none"
+    if not rollout.probes and rollout.predictor == "probe":
+        return f"none: probe is not read by rollout.schedule={rollout.schedule}"
+    if rollout.predictor == "probe" and config.run.deterministic:
+        return "none: with run.deterministic=true the probe is off, and all lengths count as equal"
+    waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
+    if rollout.predictor == "bert":
+        return f"bert{waits}, frozen"
+    return f"probe{waits}, then every {PREDICT_EVERY} running steps; learns from every finished sample"
+
+
+def _pool_text(config: Config, per_token: int) -> str:
+    """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
+    rollout = config.rollout
+    if rollout.kv_budget_bytes == "auto":
+        beside = " and the learner's planned peak" if config.cluster.colocate else ""
+        return f"0.9 of what is free after the weights{beside}"
+    prompts = [config.data.max_prompt_tokens] * rollout.prompts_at_once
+    pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
+    tokens = pages * rollout.page_size
+    text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
+    if rollout.num_prefix_tokens and not config.run.deterministic:
+        kept = (rollout.group_size - rollout.num_slots) * rollout.num_prefix_tokens
+        text += f"; up to {kept:,} tokens of waiting prefixes stay while pages allow, the others are computed again"
+    return text
+
+
+def _updates_text(config: Config) -> str:
+    objective = config.objective
+    if objective.updates_per_step == 1:
+        return "1" + ("" if config.learner.overlap else ", after the last sample (learner.overlap=false)")
+    parts = f"{objective.epochs} epochs x {objective.mini_batches} mini-batches"
+    return f"{objective.updates_per_step} = {parts}, after the last sample"
+
+
+def _learner_text(config: Config) -> str:
+    learner, ranks = config.learner, config.cluster.learner_ranks
+    if learner.backend == "deepspeed":
+        sharded = f"DeepSpeed ZeRO {learner.zero_stage} over {ranks} ranks"
+    elif ranks == 1:
+        sharded = "1 rank, not sharded"
+    else:
+        sharded = f"FSDP2 over {learner.shard_ranks or ranks} of {ranks} ranks"
+    return f"{sharded}; weights to the engines: {choose_transport(config.cluster)}"
+
+
+def _evaluation_text(config: Config) -> str:
+    if config.data.held_out is None or config.run.eval_prompts == 0:
+        return "none (data.eval_source, run.eval_prompts)"
+    every = f"every {config.run.eval_every} steps"
+    when = every if config.run.eval_every else "before the first and after the last step"
+    return f"{config.run.eval_prompts} problems of {config.data.held_out} x {config.run.eval_samples} samples, {when}"

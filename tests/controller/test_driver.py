@@ -1,0 +1,253 @@
+"""A run from its start to its end: what is done again, what is saved, what is owed. Everything but the workers is
+real."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller import checkpoints, driver
+from infsample_rl.controller.checks import prepare
+from infsample_rl.controller.driver import Driver
+from infsample_rl.observe.run_log import RunLogger
+from tests.fake_cluster import FakeCluster, at_call, lose_step
+
+SETTINGS = [
+    *("run.steps=4", "run.checkpoint_every=2", "run.eval_prompts=0", "data.prompts_per_step=2", "objective.kl=none"),
+    *("data.max_prompt_tokens=64", "reward.functions=[{name: gsm8k}]", "rollout.group_size=2", "rollout.slots=2"),
+    *("rollout.max_new_tokens=48", "rollout.predictor=none", "learner.max_tokens_per_micro_batch=128"),
+    *("learner.warmup_steps=0", "cluster.learner_ranks=1", "cluster.max_restarts=3", "logging.wandb=disabled"),
+]
+ONE_EVALUATION = ["run.eval_prompts=2", "run.eval_every=3", "run.steps=3"]
+
+
+class Run:
+    """What is left of a run in its folder, and what was asked of its workers."""
+
+    def __init__(self, folder: Path, cluster: FakeCluster) -> None:
+        self.folder, self.cluster, self.calls = folder, cluster, cluster.calls
+        self.records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.steps = [record["step"] for record in self.records]
+        self.saved = [path.name for path in checkpoints.checkpoints(folder)]
+        self.log = (folder / "run.log").read_text()
+
+
+@pytest.fixture
+def train(tiny_qwen3, sums_file, tmp_path, monkeypatch) -> Callable[..., Run]:
+    """Runs with `on` in FakeCluster.on; a run that is to fail is given the exception it ends with."""
+    monkeypatch.setattr(driver, "write_summary", lambda *arguments, **options: "")  # they take the longest here
+    monkeypatch.setattr(RunLogger, "write_report", lambda *arguments, **options: None)
+    inputs = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", f"data.eval_source={sums_file}"]
+
+    def run(*settings: str, fails: type[Exception] | None = None, match: str = "", **on) -> Run:
+        config = load_config([*inputs, *SETTINGS, f"run.dir={tmp_path / 'run'}", *settings])
+        clusters: list[FakeCluster] = []
+
+        def make_cluster(*arguments, **options) -> FakeCluster:
+            cluster = FakeCluster(*arguments, **options)
+            cluster.on = on
+            clusters.append(cluster)
+            return cluster
+
+        start = prepare(config)
+        with pytest.raises(fails, match=match) if fails else contextlib.nullcontext():
+            Driver(config, start, make_cluster=make_cluster).run()
+        start.lock.close()  # as when the process ends
+        return Run(tmp_path / "run", clusters[0])
+
+    return run
+
+
+def full_disk(cluster: FakeCluster) -> None:
+    raise OSError(28, "No space left on device")
+
+
+sigterm = FakeCluster.sigterm
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_takes_its_steps_and_saves_them(train, staleness):
+    run = train(f"run.max_staleness={staleness}")
+    assert run.steps == [1, 2, 3, 4] and run.saved == ["step_000002", "step_000004"]
+    assert [record.get("rollout/staleness") for record in run.records] == ([0, 1, 1, 1] if staleness else [None] * 4)
+    assert all(record["reward/mean"] == 0.5 and record["learner/updates"] == 1 for record in run.records)
+    assert run.calls.count("start_rollout") == run.calls.count("optimizer_step") == 4 and run.calls[-1] == "stop"
+    assert (run.folder / "checkpoints/step_000004/model.safetensors").read_text() == "weights 4"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_lost_step_is_done_again_from_the_last_checkpoint(train, staleness):
+    undisturbed = train(f"run.max_staleness={staleness}")
+    state = checkpoints.read_state(undisturbed.folder / "checkpoints/step_000004")
+    shutil.rmtree(undisturbed.folder)
+    run = train(f"run.max_staleness={staleness}", optimizer_step=at_call(4, lose_step))
+    assert run.steps == [1, 2, 3, 4] and run.calls.count("optimizer_step") == 6
+    assert "learner rank 0: its process died: going back to" in run.log and "steps 3 to 4 are done again" in run.log
+    assert checkpoints.read_state(run.folder / "checkpoints/step_000004") == state
+
+
+def test_steps_that_are_done_again_do_not_renew_the_restarts(train):
+    def lose_step_7(cluster: FakeCluster) -> None:
+        if cluster.version == 6:
+            lose_step(cluster)
+
+    run = train(
+        "run.steps=10",
+        optimizer_step=lose_step_7,
+        fails=RuntimeError,
+        match="cluster.max_restarts=3: 3 restarts",
+    )
+    assert run.steps[-1] == 6 and run.calls.count("return_to") == 3
+
+
+def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_brought_back(train):
+    run = train("run.steps=1", publish_weights=at_call(1, lose_step))
+    assert run.steps == [1] and run.calls[:4] == ["start", "publish_weights", "return_to", "publish_weights"]
+
+
+def test_a_return_to_a_checkpoint_that_has_been_dropped_is_one_line(train, tmp_path):
+    train()
+
+    def lose_all(cluster: FakeCluster) -> None:
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+        lose_step(cluster)
+
+    why = "rank 0: its process died; and no checkpoint of run.dir=.* is whole: .*step_000004, where it began, has been"
+    train("run.steps=6", optimizer_step=lose_all, fails=RuntimeError, match=why)
+
+
+def test_a_finished_run_trains_and_saves_nothing_more(train):
+    train()
+    assert not {"start_rollout", "save"} & set(train().calls)
+
+
+def test_an_evaluation_that_sigterm_ended_is_done_when_the_run_goes_on(train):
+    first = train(*ONE_EVALUATION, evaluate=at_call(2, sigterm))
+    assert first.steps == [0, 1, 2, 3] and "eval/accuracy" not in first.records[3]
+    assert "stopped after step 3; nothing but the unfinished step is lost" in first.log
+    second = train(*ONE_EVALUATION)
+    assert second.records[3] == first.records[3] | {
+        name: value for name, value in second.records[3].items() if name.startswith(("eval/", "timing/eval"))
+    }
+    assert second.records[3]["eval/accuracy"] == second.records[0]["eval/accuracy"]
+    assert "start_rollout" not in second.calls and second.calls.count("evaluate") == 1
+    assert "evaluate" not in train(*ONE_EVALUATION).calls
+
+
+def test_a_checkpoint_of_another_run_owes_no_evaluation(train):
+    first = train("run.steps=2")
+    (first.folder / "metrics.jsonl").write_text("")
+    assert "evaluate" not in train("run.steps=2", "run.eval_prompts=2", "run.eval_every=2").calls
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_only_a_run_that_has_done_its_steps(train):
+    run = train(save=at_call(1, full_disk))
+    assert run.saved == ["step_000004"] and "none is the last good one" in run.log
+    shutil.rmtree(run.folder)
+    assert train(save=at_call(2, full_disk), fails=OSError, match="No space left").saved == ["step_000002"]
+
+
+@pytest.mark.parametrize("failure", [full_disk, lose_step])
+def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(train, failure):
+    run = train("run.checkpoint_every=0", resize=at_call(4, sigterm), save=failure)
+    assert "steps 1 to 3 are lost; no checkpoint is kept" in run.log
+    assert "nothing but the unfinished" not in run.log and run.steps == [1, 2, 3] and run.saved == []
+
+
+def test_sigterm_during_a_save_lets_it_end(train):
+    def terminate(cluster: FakeCluster) -> None:
+        cluster.sigterm()
+        cluster.interruption.check()  # as every wait does
+
+    run = train(save=at_call(1, terminate))
+    assert run.saved == ["step_000002"] and "stopped after step 2; nothing but the unfinished step is lost" in run.log
+
+
+def test_sigterm_saves_what_is_finished_though_the_checkpoint_before_was_damaged(train, tmp_path):
+    def damage_and_end(cluster: FakeCluster) -> None:
+        (tmp_path / "run/checkpoints/step_000002/driver_state.json").write_text("")
+        cluster.sigterm()
+
+    run = train(resize=at_call(4, damage_and_end))
+    assert "stopped after step 3; nothing but the unfinished step is lost" in run.log
+    assert checkpoints.read_state(run.folder / "checkpoints/step_000003")["step"] == 3
+
+
+@pytest.mark.parametrize("is_last_save", [False, True])
+def test_a_save_that_hangs_holds_sigterm_back_no_longer_than_the_grace(train, is_last_save):
+    def hang(cluster: FakeCluster) -> None:
+        cluster.sigterm(seconds_ago=29)
+        cluster.interruption.check()
+        cluster.sigterm(seconds_ago=31)
+        cluster.interruption.check()  # as the wait for the ranks does
+        raise AssertionError("waits on")
+
+    if is_last_save:
+        run = train("run.checkpoint_every=0", resize=at_call(3, sigterm), save=hang)
+        why = "the save did not end within run.grace_s=30"
+    else:
+        run = train(save=hang)
+        why = "saving takes 0.0 s, run.grace_s leaves 0.0"
+    assert f"SIGTERM: {why}: steps 1 to 2 are lost; no checkpoint is kept" in run.log
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_sigterm_between_two_updates_of_a_step_waits_for_the_others_while_a_save_has_time(train, fits):
+    settings = ["run.checkpoint_every=1", "run.grace_s=0.4", "objective.epochs=3"]
+    wait_s = 0.0 if fits else 0.5  # that a save takes
+    run = train(*settings, save=lambda cluster: time.sleep(wait_s), optimizer_step=at_call(4, sigterm))
+    if fits:
+        assert run.steps == [1, 2] and run.calls.count("optimizer_step") == 6 and run.saved[-1] == "step_000002"
+    else:
+        assert run.steps == [1] and run.calls.count("optimizer_step") == 4
+        assert "nothing but the unfinished step is lost" in run.log and run.saved == ["step_000001"]
+
+
+def test_what_the_learner_no_longer_has_is_not_saved(train):
+    def too_late(cluster: FakeCluster) -> None:
+        cluster.sigterm(seconds_ago=60)
+
+    settings = ["run.checkpoint_every=2", "objective.epochs=2"]
+    run = train(*settings, optimizer_step=at_call(7, too_late))
+    assert run.saved == ["step_000002"], "its last save"
+    said = "the learner has begun the next update: steps 3 to 3 are lost; .*step_000002 is kept"
+    assert any(re.search(said, line) for line in run.log.splitlines())
+
+
+@pytest.mark.parametrize(("since_s", "saved"), [(5.0, "step_000003"), (35.0, "step_000002")])
+def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_time(train, since_s, saved):
+    def terminate(cluster: FakeCluster) -> None:
+        cluster.sigterm(seconds_ago=since_s)
+        cluster.interruption.check()
+
+    run = train(publish_weights=at_call(4, terminate))  # of step 3
+    assert run.saved[-1] == saved
+
+
+def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is_whole(train):
+    run = train("run.max_staleness=1", optimizer_step=at_call(3, sigterm))
+    assert run.steps == [1, 2, 3] and run.saved[-1] == "step_000003" and "abandon_step" in run.calls
+    assert "stopped after step 3; nothing but the unfinished step is lost" in run.log
+    again = train("run.max_staleness=1")
+    assert again.steps == [1, 2, 3, 4] and again.records[3]["rollout/staleness"] == 0
+
+
+def test_what_cannot_be_brought_back_ends_the_run_with_what_is_finished_saved(train):
+    gone = "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s"
+
+    def lose_ray(cluster: FakeCluster) -> None:
+        cluster.interruption.end_when(lambda: gone)
+        cluster.interruption._looked = 0.0  # it is looked for every two seconds
+
+    match = r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on"
+    run = train(resize=at_call(4, lose_ray), fails=RuntimeError, match=match)
+    assert run.saved[-1] == "step_000003"
+    assert "for 20 s: stopped after step 3; nothing but the unfinished step is lost" in run.log
