@@ -27,7 +27,6 @@ class Waves:
         self._config, self._traffic = config, traffic
         self._streams = config.learner.overlap and config.objective.updates_per_step == 1
         self._lockstep = config.learner.grad_sync == "every_row"
-        self._totals = provisional_totals(config)
         self._prompts: dict[int, Prompt] = {}
         self._lengths: dict[int, int] = {}
         self._groups: list[Group] = []
@@ -60,7 +59,8 @@ class Waves:
         self._rows += self._planner.flush()
         self._send_full_waves()
         if self._rows:
-            self._send(self._rows + [None] * (len(self._rank_tokens) - len(self._rows)), self._totals)
+            idle = len(self._rank_tokens) - len(self._rows)
+            self._send(self._rows + [None] * idle, provisional_totals(self._config))
             self._rows = []
 
     def updates(self) -> Iterator[tuple[LossTotals, bool]]:
@@ -88,10 +88,8 @@ class Waves:
 
     def _plan(self, groups: list[Group]) -> list[list[Row | None]]:
         planner = self._new_planner()
-        rows = [
-            row for group in groups for row in planner.add_group(trainable_specs(group, self._config))
-        ] + planner.flush()
-        return balanced_waves(rows, len(self._rank_tokens), self._lengths)
+        rows = [row for group in groups for row in planner.add_group(trainable_specs(group, self._config))]
+        return balanced_waves(rows + planner.flush(), len(self._rank_tokens), self._lengths)
 
     def _row_ids(self, plans: list[list[list[Row | None]]]) -> dict[tuple[int, int], int] | None:
         """A number for every row, by its first sample, where log-probabilities are kept from update to update."""
@@ -101,12 +99,12 @@ class Waves:
         return {(row[0].prompt_index, row[0].sample_index): number for number, row in enumerate(rows)}
 
     def _send_full_waves(self) -> None:
-        ranks = len(self._rank_tokens)
+        ranks, totals = len(self._rank_tokens), provisional_totals(self._config)
         while not self._lockstep and self._rows:
             rank, row = self._rank_tokens.index(min(self._rank_tokens)), self._rows.pop(0)
-            self._send([row if other == rank else None for other in range(ranks)], self._totals)
+            self._send([row if other == rank else None for other in range(ranks)], totals)
         while len(self._rows) >= ranks:
-            self._send([self._rows.pop(0) for _ in range(ranks)], self._totals)
+            self._send([self._rows.pop(0) for _ in range(ranks)], totals)
 
     def _send(
         self, wave: list[Row | None], totals: LossTotals | None, row_ids: dict[tuple[int, int], int] | None = None

@@ -17,7 +17,7 @@ def vowels(prompts, completions, answer, **columns):
 
 
 def rarely(prompts, completions, answer, **columns):
-    """One for responses that begin with a byte of the upper half, in prompts that add to an even number; in the others zero for all."""
+    """One for responses that begin with a byte of the upper half, in prompts of even sums; zero in all others."""
     return [float(int(value) % 2 == 0 and text[:1] > "a") for value, text in zip(answer, completions)]
 '''
 
@@ -57,8 +57,13 @@ def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
             "logging.wandb=disabled",
             *changes,
         ]
-        done = subprocess.run([sys.executable, "-m", "infsample_rl.main", *arguments], capture_output=True,
-        text=True, timeout=400, cwd=folder.parent)
+        done = subprocess.run(
+            [sys.executable, "-m", "infsample_rl.main", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            cwd=folder.parent,
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], done.stdout
 
@@ -67,8 +72,9 @@ def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
 
 def same_everywhere(row: dict) -> dict:
     """What no arrangement may change: samples, rewards and the update."""
-    return {name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner",
-    "step")}
+    return {
+        name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner", "step")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +109,10 @@ def test_one_step_off_policy_trains_samples_of_the_weights_before_with_importanc
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
     assert rows[0]["reward/mean"] == apart[0]["reward/mean"]  # the first step is on policy
     assert rows[0]["learner/logprob_diff_max"] < 1e-4 < rows[1]["learner/logprob_diff_max"]
-    assert rows[0]["learner/importance_mean"] == pytest.approx(1,
-    abs=1e-5) and abs(rows[1]["learner/importance_mean"] - 1) > 1e-5
+    assert (
+        rows[0]["learner/importance_mean"] == pytest.approx(1, abs=1e-5)
+        and abs(rows[1]["learner/importance_mean"] - 1) > 1e-5
+    )
     assert rows[1]["learner/engine_ess"] < rows[0]["learner/engine_ess"] == pytest.approx(1, abs=1e-6)
 
 

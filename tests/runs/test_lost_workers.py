@@ -17,11 +17,14 @@ import psutil
 import pytest
 
 from infsample_rl.commands import chaos
-from infsample_rl.observe.records import read_records
 from infsample_rl.observe.phases import phase_of
+from infsample_rl.observe.records import read_records
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(not Path("/proc/self/comm").exists(),
-reason="reads /proc")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="reads /proc"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +33,25 @@ def settings(tiny_qwen3, sums_file) -> list[str]:
     return [
         *(f"model.path={tiny_qwen3}", f"data.source={sums_file}", "data.eval_source=null", "data.max_prompt_tokens=64"),
         *("reward.functions=[{name: gsm8k}]", "data.prompts_per_step=3", "rollout.group_size=6", "rollout.slots=3"),
-        *("rollout.micro_group_size=1", "rollout.max_new_tokens=48", "learner.max_tokens_per_micro_batch=128",
-        "learner.lr=1e-3"),
-        *("objective.kl=k3", "objective.kl_coef=0.05", "learner.warmup_steps=0", "run.checkpoint_every=2",
-        "run.steps=4"),
-        *("cluster.rollout_workers=2", "cluster.learner_ranks=2", "cluster.progress_timeout_s=120",
-        "run.deterministic=true"),
+        *(
+            "rollout.micro_group_size=1",
+            "rollout.max_new_tokens=48",
+            "learner.max_tokens_per_micro_batch=128",
+            "learner.lr=1e-3",
+        ),
+        *(
+            "objective.kl=k3",
+            "objective.kl_coef=0.05",
+            "learner.warmup_steps=0",
+            "run.checkpoint_every=2",
+            "run.steps=4",
+        ),
+        *(
+            "cluster.rollout_workers=2",
+            "cluster.learner_ranks=2",
+            "cluster.progress_timeout_s=120",
+            "run.deterministic=true",
+        ),
         "logging.wandb=disabled",
     ]
 
@@ -142,13 +158,16 @@ def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings,
 
 def test_a_learner_rank_that_hangs_is_lost_once_its_collective_runs_out_of_time(settings, undisturbed, tmp_path):
     output = hit(settings, tmp_path, "learner", "backward", signal.SIGSTOP, "cluster.progress_timeout_s=30")
-    assert "Timed out waiting 15000ms" in output and "the learner: learner rank" in output and "going back to" in output, output[-3000:]
+    assert (
+        "Timed out waiting 15000ms" in output and "the learner: learner rank" in output and "going back to" in output
+    ), output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(settings, undisturbed,
-tmp_path, number):
+def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(
+    settings, undisturbed, tmp_path, number
+):
     # the last: it may be through
     broadcast = ("cluster.weight_sync=broadcast", "cluster.progress_timeout_s=24")
     output = hit(settings, tmp_path, "rollout", "sync", number, *broadcast)
@@ -163,7 +182,10 @@ def test_sigterm_keeps_the_last_finished_step_and_the_run_goes_on_to_the_same_re
         wait_for(lambda: steps_done(run) >= 3, target)
         target.driver.terminate()
         assert target.driver.wait(timeout=120) == 0
-        assert "SIGTERM: stopped after step 3; nothing but the unfinished step is lost" in Path(target._log.name).read_text()
+        assert (
+            "SIGTERM: stopped after step 3; nothing but the unfinished step is lost"
+            in Path(target._log.name).read_text()
+        )
         assert (run / "checkpoints" / "step_000003").is_dir()
         target.start()
         assert target.driver.wait(timeout=400) == 0
@@ -185,10 +207,13 @@ def test_without_time_to_save_sigterm_keeps_the_last_checkpoint_and_says_what_is
     assert "run.grace_s leaves" in output and "are lost" in output
 
 
-@pytest.mark.parametrize(("process", "name"), [("raylet", "Ray's raylet on the driver's node"), ("gcs_server",
-"Ray's control service (gcs_server)")])
-def test_a_run_whose_ray_is_gone_ends_with_one_line_and_goes_on_when_started_again(settings, undisturbed, tmp_path,
-process, name):
+@pytest.mark.parametrize(
+    ("process", "name"),
+    [("raylet", "Ray's raylet on the driver's node"), ("gcs_server", "Ray's control service (gcs_server)")],
+)
+def test_a_run_whose_ray_is_gone_ends_with_one_line_and_goes_on_when_started_again(
+    settings, undisturbed, tmp_path, process, name
+):
     run = tmp_path / "run"
     target = chaos.Target(command(settings, run), run)
     try:
@@ -212,14 +237,21 @@ process, name):
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written_leaves_the_last_good_one(settings, tmp_path):
     size, mounted, kept = "5500k", tmp_path / "small_disk", tmp_path / "kept"
     mounted.mkdir()
-    inside = " ".join(map(json.dumps, command(settings, mounted / "run", "run.steps=8", "run.keep_checkpoints=4",
-    "run.checkpoint_every=1")))
-    script = (f"mount -t tmpfs -o size={size} tmpfs {mounted} && {inside}; code=$?; cp -r {mounted}/run {kept}; exit "
-             "$code")
+    inside = " ".join(
+        map(
+            json.dumps,
+            command(settings, mounted / "run", "run.steps=8", "run.keep_checkpoints=4", "run.checkpoint_every=1"),
+        )
+    )
+    script = (
+        f"mount -t tmpfs -o size={size} tmpfs {mounted} && {inside}; code=$?; cp -r {mounted}/run {kept}; exit $code"
+    )
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs the right to mount a small disk")
     done = subprocess.run(["unshare", "-m", "bash", "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1 and "No space left on device" in done.stdout + done.stderr, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.returncode == 1 and "No space left on device" in done.stdout + done.stderr, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
     assert "could not be written" in done.stdout and "is the last good one" in done.stdout
     assert f"once run.dir={mounted / 'run'} has room, run.resume=auto" in done.stderr
     run = tmp_path / "resumed"
@@ -234,13 +266,21 @@ def ray_cluster():
     """Starts a Ray cluster here, its head node with room for all workers; ended with the test."""
     from ray.cluster_utils import Cluster
 
-    quick = {"health_check_failure_threshold": 2, "health_check_period_ms": 500, "health_check_timeout_ms": 500,
-    "health_check_initial_delay_ms": 0}
+    quick = {
+        "health_check_failure_threshold": 2,
+        "health_check_period_ms": 500,
+        "health_check_timeout_ms": 500,
+        "health_check_initial_delay_ms": 0,
+    }
     started = []
 
     def start(**head: int) -> Cluster:
-        options = {"num_cpus": 14, "include_dashboard": False, "_system_config": quick,
-        "object_store_memory": 100_000_000} | head
+        options = {
+            "num_cpus": 14,
+            "include_dashboard": False,
+            "_system_config": quick,
+            "object_store_memory": 100_000_000,
+        } | head
         started.append(Cluster(initialize_head=True, head_node_args=options))
         return started[-1]
 
@@ -268,8 +308,9 @@ def test_a_lost_node_costs_nothing_but_time(settings, undisturbed, tmp_path, ray
     assert chaos.differences(undisturbed, run) == []
 
 
-def test_two_runs_at_once_on_a_cluster_with_a_full_object_store_do_not_disturb_each_other(settings, undisturbed,
-tmp_path, ray_cluster):
+def test_two_runs_at_once_on_a_cluster_with_a_full_object_store_do_not_disturb_each_other(
+    settings, undisturbed, tmp_path, ray_cluster
+):
     cluster = ray_cluster(num_cpus=14, object_store_memory=80_000_000)
     fill = "kept = [ray.put(bytes(8_000_000)) for _ in range(9)]; print('full', flush=True); time.sleep(900)"
     filler = f"import ray, time; ray.init(address={cluster.address!r}); {fill}"
@@ -289,12 +330,14 @@ tmp_path, ray_cluster):
 
 def test_a_run_grows_to_max_workers_where_there_is_room(settings, undisturbed, tmp_path, ray_cluster):
     run = tmp_path / "run"
-    changes = joined(ray_cluster(), "cluster.rollout_workers=1", "cluster.max_workers=2", "run.steps=500",
-    "run.checkpoint_every=0")
+    changes = joined(
+        ray_cluster(), "cluster.rollout_workers=1", "cluster.max_workers=2", "run.steps=500", "run.checkpoint_every=0"
+    )
     target = chaos.Target(command(settings, run, *changes), run)
     try:
-        wait_for(lambda: any(row["cluster/rollout_workers"] == 2 for row in read_records(run / "metrics.jsonl")),
-        target)
+        wait_for(
+            lambda: any(row["cluster/rollout_workers"] == 2 for row in read_records(run / "metrics.jsonl")), target
+        )
         target.driver.terminate()
         assert target.driver.wait(timeout=120) == 0
         assert "rollout worker 1 is started: there is a place for it" in Path(target._log.name).read_text()
@@ -322,8 +365,16 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
 
 
 def test_ten_kills_at_random_change_nothing(tmp_path):
-    arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", "kills=10", "seed=3", "json=true",
-    f"out={tmp_path / 'chaos'}"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "infsample_rl.chaos",
+        "steps=12",
+        "kills=10",
+        "seed=3",
+        "json=true",
+        f"out={tmp_path / 'chaos'}",
+    ]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)

@@ -72,8 +72,10 @@ def metrics(run_dir: Path) -> list[dict]:
 
 def without_timing(rows: list[dict]) -> list[dict]:
     """What is the same in every run of the same settings: not what processes measure of themselves."""
-    return [{key: value for key, value in row.items() if not key.startswith(("timing/", "memory/",
-    "cluster/"))} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("timing/", "memory/", "cluster/"))}
+        for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,13 @@ def finished(settings, tmp_path_factory) -> tuple[Path, str]:
 
 def test_run_folder_holds_what_is_promised(finished):
     run_dir, output = finished
-    assert {path.name for path in run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "completions.jsonl",
-    "checkpoints", "reward_curve.png"}
+    assert {path.name for path in run_dir.iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "completions.jsonl",
+        "checkpoints",
+        "reward_curve.png",
+    }
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
     assert list(run_dir.parent.iterdir()) == [run_dir], "nothing is written beside the run folder"
     assert "samples per step" in output and "12 = 3 prompts x G = 4" in output and "\x1b" not in output
@@ -106,8 +113,11 @@ def test_the_report_of_a_run_has_every_part_and_misses_nothing(finished):
     groups = page["timelines"]["groups"]
     assert [(group["step"], group["prompt_index"]) for group in groups] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     for sample in (sample for group in groups for sample in group["samples"]):
-        assert sum(stay[5]
-        for stay in sample["stays"]) == sample["length"] and sample["text"] is not None and sample["reward"] is not None
+        assert (
+            sum(stay[5] for stay in sample["stays"]) == sample["length"]
+            and sample["text"] is not None
+            and sample["reward"] is not None
+        )
 
 
 def test_metrics_have_their_final_names(finished):
@@ -149,8 +159,10 @@ def test_checkpoint_loads_with_plain_transformers_and_has_moved(finished, tiny_q
 def test_completions_are_kept_with_their_rewards(finished):
     rows = [json.loads(line) for line in (finished[0] / "completions.jsonl").read_text().splitlines()]
     assert len(rows) == 8 and {row["step"] for row in rows} == {1, 2}
-    assert all("assistant" in row["prompt"] and 0 <= row["reward"] <= 1
-    and row["policy_version"] == row["step"] - 1 for row in rows)
+    assert all(
+        "assistant" in row["prompt"] and 0 <= row["reward"] <= 1 and row["policy_version"] == row["step"] - 1
+        for row in rows
+    )
 
 
 @pytest.mark.slow
@@ -187,8 +199,9 @@ def test_a_broken_reward_is_counted_and_the_run_goes_on(settings, tmp_path):
     rows = metrics(tmp_path / "out")
     assert sum(row["reward/failed"] for row in rows) > 0 and "bad" in done.stdout
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0
-    for row in rows), "so little cannot be fitted"
+    assert all(row["predictor/used"] == 0 and row["predictor/seconds"] >= 0 for row in rows), (
+        "so little cannot be fitted"
+    )
     assert (tmp_path / "out" / "checkpoints" / "step_000002" / "length_probe.npz").is_file()
 
 
@@ -227,8 +240,11 @@ def test_killed_at_any_moment_and_resumed_equals_never_killed(settings, tmp_path
     # so many seconds after a step has been logged: while it is saved, while the next decodes or learns
     for delay in (0.0, 0.13, 0.31):
         process = subprocess.Popen(
-            command([*deterministic, "run.dir=parts"]), cwd=tmp_path, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True
+            command([*deterministic, "run.dir=parts"]),
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         while not log.exists() or len(log.read_text().splitlines()) < seen + 2:
             time.sleep(0.01)
