@@ -17,7 +17,7 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
     """The text of configs/experiment/NAME.yaml."""
     lines = [
         "# @package _global_",
-        f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.version}.",
+        f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.peer.version}.",
         f"# Save it as DIR/experiment/{name}.yaml and run: python -m infsample_rl.main --config-dir DIR "
         f"+experiment={name}",
     ]
