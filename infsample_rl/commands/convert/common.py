@@ -20,7 +20,14 @@ SCHEDULES = {  # of transformers
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
 }
-LOGGED = "what is printed or logged"
+LOGGED = "what is printed or logged, and when"
+COMPUTED = (
+    "memory or speed only: rows are packed, kernels chosen by device, weights of model.dtype have float32 masters"
+)
+READ_ONCE = "every row is read once, at the start, with every column"
+CHECKPOINTS = "checkpoints are Hugging Face folders in run.dir, and a run goes on where it stopped (run.resume)"
+SWITCHED_OFF = "only with another setting, which is off"
+NO_CRITIC_HERE = "there is no critic: a response has one advantage"
 WHOLE_ENGINE = "an engine is whole on one GPU: the policy in 16 bits and its KV pool must fit there"
 NO_CRITIC = "nearest: objective.advantage=std; there is no critic, and a baseline is the group's own"
 NO_DROPOUT = "adapters have no dropout here: the policy that samples has none"

@@ -51,8 +51,10 @@ def commands_of(path: Path, arguments: list[str], training: str, what: str, last
 def trainer_of(path: Path, arguments: list[str], known: dict[str, Any]) -> dict[str, Any]:
     """What a TRL script has given its trainer when it calls train(), as trl_stand_ins.py writes it. ValueError in one
     line where it gets no trainer. `known`: the flags, and TRL's defaults."""
-    stand_ins = str(Path(__file__).with_name("trl_stand_ins.py"))
-    how, record = _run([sys.executable, stand_ins, json.dumps(known), str(path), *arguments], path, {})
+    package = str(Path(__file__).resolve().parents[3])
+    variables = {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
+    program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_stand_ins", json.dumps(known)]
+    how, record = _run([*program, str(path), *arguments], path, variables)
     if not record:
         raise ValueError(f"{path} {how or 'ended'} before GRPOTrainer or RLOOTrainer had anything to train")
     return json.loads(record)
@@ -66,7 +68,7 @@ def given_of(
     code = [(number, line) for number, line in enumerate(lines, start=1) if not line.lstrip().startswith("#")]
 
     def place(name: str) -> str:
-        word = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.-])")
+        word = re.compile(rf"(?<!\w){re.escape(name)}(?![\w.-])")
         return next((f"line {number}" for number, line in code if word.search(line)), path.name)
 
     given = {today(name): Given(value, place(name), name) for name, value in flags.items()}

@@ -12,30 +12,31 @@ from infsample_rl.commands.convert.common import (
     finish_places,
     place_apart,
     place_colocated,
-    reward_entry,
     set_lengths,
     set_sources,
 )
 from infsample_rl.commands.convert.conversion import Conversion, Given
-from infsample_rl.commands.convert.trl_table import LOSSES, NEAREST_LOSSES, OWN_REWARDS, PEER, RLOO_DEFAULTS
+from infsample_rl.commands.convert.trl_rewards import set_rewards
+from infsample_rl.commands.convert.trl_table import LOSSES, NEAREST_LOSSES, PEER, RLOO_DEFAULTS
 from infsample_rl.commands.convert.values import local_path, number, whole
 from infsample_rl.config import ALL_PROBLEMS
-
-RULES = ("gsm8k", "math", "kk", "reasoning_gym", "data_source", "think_format")
 
 
 def convert(given: dict[str, Given], *, trainer: str = "grpo") -> Conversion:
     """All settings; ValueError for what is missing. `trainer`: "grpo" or "rloo"."""
     rloo = dataclasses.replace(PEER, defaults=PEER.defaults | RLOO_DEFAULTS)
+    notes = {name: given.pop(name).value for name in ("script_code", "script_notes") if name in given}
     c = Conversion(given, rloo if trainer == "rloo" else PEER)
     c.apply_tables()
     _data(c)
     _steps(c)
     (_rloo if trainer == "rloo" else _objective)(c)
-    for part in (_importance, _model, _rewards):
+    for part in (_importance, _model):
         part(c)
+    set_rewards(c)
     _workers(c, in_reward=trainer == "rloo" and c.number("beta") > 0)
-    c.no_equivalent += c.list("script_code")
+    c.no_equivalent += notes.get("script_code", [])
+    c.differs += notes.get("script_notes", [])
     c.finish(
         {
             "model.path": "--model_name_or_path NAME",
@@ -289,58 +290,6 @@ def _model(c: Conversion) -> None:
         c.set("learner.lora_targets", targets or ["q_proj", "v_proj"], "lora_target_modules", why)
         if c.number("lora_dropout") > 0:
             c.lacks("lora_dropout", NO_DROPOUT)
-
-
-def _rewards(c: Conversion) -> None:
-    model, entries = c.value("reward_model_name_or_path"), []
-    weights = [number(weight) for weight in c.list("reward_weights")]
-    functions = ([f"model:{model}"] if model else []) + c.list("reward_funcs")
-    for index, function in enumerate(functions):
-        weight = weights[index] if index < len(weights) else 1.0
-        name = function["name"] if isinstance(function, dict) else str(function)
-        if name.rpartition(".")[2] == "get_soft_overlong_punishment":
-            _overlong(c, function if isinstance(function, dict) else {}, weight)
-            continue
-        ours = None if isinstance(function, dict) else reward_name(name)
-        if ours is None:
-            made = f"reward_funcs: {name} is made by code" if isinstance(function, dict) else f"reward_funcs: {name}"
-            c.no_equivalent.append(f"{made}; write it into a file and give path/to/file.py:function")
-            continue
-        if name.endswith("reasoning_accuracy_reward"):
-            c.differs.append(
-                "reasoning_accuracy_reward reads the answer behind </think>; reward math reads the last answer stated"
-            )
-        entries.append(reward_entry(ours, weight))
-    if entries:
-        names = ("reward_funcs", "reward_model_name_or_path", "reward_weights")
-        c.set("reward.functions", entries, " ".join(name for name in names if name in c.given))
-
-
-def reward_name(name: str) -> str | None:
-    """One of our names for a reward function of TRL's: a rule, file.py:function, model:PATH; None where there is
-    none."""
-    module, dot, function = name.rpartition(".")
-    if function in OWN_REWARDS and module in ("", "trl.rewards"):
-        return OWN_REWARDS[function]
-    if name.startswith("model:") or ".py:" in name or name in RULES:
-        return name
-    if dot and not name.startswith("trl.") and name.replace(".", "").replace("_", "").isalnum():
-        return f"{module.replace('.', '/')}.py:{function}"
-    return None
-
-
-def _overlong(c: Conversion, call: dict[str, Any], weight: float) -> None:
-    """get_soft_overlong_punishment(max_completion_len, soft_punish_cache) is DAPO's equation 13, which is a setting
-    here."""
-    values = {"max_completion_len": 1280, "soft_punish_cache": 256}
-    values |= dict(zip(values, call.get("args", ()), strict=False)) | call.get("kwargs", {})
-    c.set("objective.overlong_buffer_tokens", whole(values["soft_punish_cache"]), "reward_funcs")
-    c.set("objective.overlong_penalty", weight, "reward_funcs", "its weight")
-    if values["max_completion_len"] != c.value("max_completion_length"):
-        c.differs.append(
-            f"the punishment begins before {values['max_completion_len']} tokens in TRL, before rollout.max_new_tokens "
-            "here"
-        )
 
 
 def _workers(c: Conversion, *, in_reward: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from infsample_rl.commands.convert.conversion import Given
 from infsample_rl.commands.convert.recording import Command, commands_of, given_of, trainer_of
 from infsample_rl.commands.convert.trl_table import LORA_CONFIG, PEER
-from infsample_rl.commands.convert.values import as_list, read_flags, read_yaml
+from infsample_rl.commands.convert.values import read_flags, read_yaml
 
 PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num-processes")
 TRAINING = r"\.py( |$)|(^| )(grpo|rloo)( |$)"
@@ -81,11 +81,13 @@ def _read_script(path: Path, arguments: list[str]) -> tuple[dict[str, Given], st
     record = trainer_of(path, words, {"flags": flags, "defaults": PEER.all_defaults})
     own = set(record["own"])
     made = {name: value for name, value in record["settings"].items() if name not in own}
+    code, notes = _notes(record, path.read_text(encoding="utf-8"))
     for name, value in (
         ("model_name_or_path", record["model"]),
         ("model_init_kwargs", record["model_init_kwargs"]),
         ("reward_funcs", record["reward_funcs"]),
-        ("script_code", _notes(record, path.read_text(encoding="utf-8"))),
+        ("script_code", code),
+        ("script_notes", notes),
     ):
         made |= {name: value} if value else {}
     if record["lora"] is not None:
@@ -108,16 +110,18 @@ def _of_data_sets(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _notes(record: dict[str, Any], text: str) -> list[str]:
-    """What of the script no setting stands for."""
-    notes = [] if record["train_dataset"] else ["train_dataset is made by code: save it and give --dataset_name FILE"]
+def _notes(record: dict[str, Any], text: str) -> tuple[list[str], list[str]]:
+    """What of the script no setting stands for, and what is to know of it."""
+    code, notes = [], []
+    if record["train_dataset"] is None:
+        code.append("train_dataset is made by code: save it and give --dataset_name FILE")
     for step in (record["train_dataset"] or {"steps": []})["steps"]:
         if not step.get("all_told") and step["method"] not in ("shuffle", "with_format"):
-            call = f".{step['method']}({step['given']})"
-            notes.append(f"{call} is not run: save what it makes and give the file as data.source")
-    if any(isinstance(name, str) and ".py:" in name for name in as_list(record["reward_funcs"])):
+            made = f".{step['method']}({step['given']})"
+            code.append(f"{made} is not run: save what it makes and give the file as data.source")
+    if any(isinstance(name, str) and ".py:" in name for name in record["reward_funcs"]):
         needs = ", ".join(record["imports"])
         notes.append(f"the script is imported for its reward functions, with what it imports ({needs})")
         if "__name__" not in text:
-            notes.append('the script trains when it is imported: put that under `if __name__ == "__main__"`')
-    return notes
+            code.append('the script trains when it is imported: put that under `if __name__ == "__main__"`')
+    return code, notes

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from infsample_rl.commands.convert.common import ENGINE, LOGGED, SCHEDULES, SHARDED
+from infsample_rl.commands.convert.common import (
+    CHECKPOINTS,
+    COMPUTED,
+    ENGINE,
+    LOGGED,
+    READ_ONCE,
+    SCHEDULES,
+    SHARDED,
+    SWITCHED_OFF,
+)
 from infsample_rl.commands.convert.conversion import Peer, Row
 from infsample_rl.commands.convert.values import choose, local_path, not_negative, number, truth, whole
 
@@ -113,35 +122,16 @@ REFUSED = {
     "reward_clip_range": (None, "clip in the reward function"),
 }
 IGNORED = {
-    ENGINE: "vllm_* use_transformers_* transformers_continuous_batching_config cache_implementation",
+    ENGINE: "use_vllm vllm_* use_transformers_* transformers_continuous_batching_config cache_implementation use_cache "
+    "per_device_eval_batch_size per_gpu_eval_batch_size",
     SHARDED: "fsdp* ds3_gather_for_generation deepspeed config_file use_deepspeed zero_stage multi_gpu ddp_* "
-    "num_machines machine_rank same_network rdzv_backend",
-    LOGGED: "logging_* log_* num_completions_to_print disable_tqdm",
-    "only with use_vllm, and where engine and learner differ": "vllm_importance_sampling_*",
-    "one engine samples here, whatever the device": "use_vllm",
-    "is in data.prompts_per_step": "generation_batch_size",
-    "model.dtype is the dtype of compute, with float32 masters": "mixed_precision bf16",
-    "a setting of torch": "tf32",
-    "where processes meet": "main_process_port",
-    "how activations are recomputed": "gradient_checkpointing_kwargs",
-    "attention over packed rows is chosen by device": "attn_implementation",
-    "fused or compiled kernels": "use_liger_kernel torch_compile*",
-    "the engine has a cache of its own": "use_cache",
-    "rows are packed, not padded": "pad_to_multiple_of",
-    "reward functions get every column": "remove_unused_columns",
-    "prompts are read once, at the start": "dataloader_* dataset_num_proc",
-    "dropout is always off: the policy that samples has none": "disable_dropout",
-    "a run goes on where it stopped (run.resume)": "overwrite_output_dir resume_from_checkpoint",
-    "upload checkpoints/step_N yourself: it is a Hugging Face folder": "push_to_hub hub_*",
-    "the command trains": "do_train",
-    "run.eval_every says when": "do_eval",
-    "an evaluation before the first step is always made": "eval_on_start",
-    "the engine takes what fits": "per_device_eval_batch_size per_gpu_eval_batch_size",
-    "memory only": "torch_empty_cache_steps gradient_accumulation_kwargs",
-    "only with load_in_4bit": "bnb_4bit_* use_bnb_nested_quant",
-    "policies are causal language models": "lora_task_type",
-    "only with use_peft": "lora_*",
-    "only with another loss or entropy": "sapo_* vespo_* entropy_*",
-    "only with sync_ref_model": "ref_model_*",
+    "num_machines machine_rank same_network rdzv_backend main_process_port",
+    LOGGED: "logging_* log_* num_completions_to_print disable_tqdm do_train do_eval eval_on_start",
+    COMPUTED: "mixed_precision bf16 tf32 gradient_checkpointing_kwargs attn_implementation use_liger_kernel "
+    "torch_compile* pad_to_multiple_of disable_dropout torch_empty_cache_steps gradient_accumulation_kwargs",
+    READ_ONCE: "dataloader_* dataset_num_proc remove_unused_columns",
+    CHECKPOINTS: "overwrite_output_dir resume_from_checkpoint push_to_hub hub_*",
+    SWITCHED_OFF: "vllm_importance_sampling_* bnb_4bit_* use_bnb_nested_quant lora_* sapo_* vespo_* entropy_* "
+    "ref_model_*",
 }
 PEER = Peer("trl 1.16.0", ROWS, DEFAULTS, REFUSED, IGNORED)

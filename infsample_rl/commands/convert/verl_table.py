@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from infsample_rl.commands.convert.common import ENGINE, LOGGED, MICRO_BATCH, SHARDED, WHOLE_ENGINE
+from infsample_rl.commands.convert.common import (
+    CHECKPOINTS,
+    COMPUTED,
+    ENGINE,
+    LOGGED,
+    MICRO_BATCH,
+    NO_CRITIC_HERE,
+    READ_ONCE,
+    SHARDED,
+    SWITCHED_OFF,
+    WHOLE_ENGINE,
+)
 from infsample_rl.commands.convert.conversion import Peer, Row
 from infsample_rl.commands.convert.values import choose, local_path, not_negative, number, truth, whole
 
@@ -133,64 +144,26 @@ REFUSED = {
     "reward.reward_manager.name": (["naive", "dapo", "batch", "prime"], "reward functions get one sample at a time"),
 }
 IGNORED = {
+    ENGINE: f"{ROLLOUT}.* data.val_batch_size reward_model.launch_reward_fn_async actor_rollout_ref.hybrid_engine",
+    SHARDED: f"{ACTOR}.fsdp_config.* {REF}.fsdp_config.* *.strategy *.megatron.* *ulysses_sequence_parallel_size "
+    "trainer.balance_batch trainer.device trainer.use_legacy_worker_impl ray_* transfer_queue.* "
+    "trainer.ray_wait_register_center_timeout reward.num_workers",
     MICRO_BATCH: "*micro_batch_size* *_max_token_len_per_gpu *use_dynamic_bsz",
-    SHARDED: f"{ACTOR}.fsdp_config.* {REF}.fsdp_config.* {ACTOR}.strategy *.strategy",
-    SHARDED + "; there is no Megatron backend, no sequence parallelism": "*.megatron.* *ulysses_sequence_parallel_size",
-    ENGINE: f"{ROLLOUT}.*",
-    LOGGED: f"{OVERLONG}.log trainer.log_val_generations",
-    "GRPO has no critic": "critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep",
-    "cluster.colocate": "actor_rollout_ref.hybrid_engine",
-    "rows are always packed": f"{MODEL}.use_remove_padding",
-    "where files are copied": f"{MODEL}.use_shm data.use_shm",
-    "model.dtype is the dtype of compute, with float32 masters": f"{MODEL}.torch_dtype",
-    "fused or compiled kernels": f"{MODEL}.use_fused_kernels {MODEL}.fused_kernel_options.* {MODEL}.use_liger "
-    "*use_torch_compile",
-    "memory only; learner.activation_checkpointing is there": f"{MODEL}.enable_activation_offload",
-    "memory only; learner.offload_optimizer and reference.offload are there": f"{ACTOR}.fsdp_config.param_offload",
-    "memory only; logits exist for learner.logprob_chunk_tokens at a time": "*entropy_checkpointing "
-    "*entropy_from_logits_*",
-    "only with lora_rank > 0": f"{MODEL}.lora_* {MODEL}.target_modules",
-    "trace.json is always written": "*profiler* global_profiler.*",
-    "checkpoints hold the model and all that a resumed run needs": f"{ACTOR}.checkpoint.*",
-    "an update is made of the step's prompts in their order": f"{ACTOR}.shuffle",
-    "run.seed": f"{ACTOR}.data_loader_seed",
-    "clip_ratio_low and clip_ratio_high are what verl reads": f"{ACTOR}.clip_ratio",
-    "the loss of A < 0 is not bounded here": f"{ACTOR}.clip_ratio_c",
-    "entropy is always logged": f"{ACTOR}.calculate_entropy",
-    "a prompt is computed once for all its responses in any case": f"{ACTOR}.use_prefix_grouper",
-    "only with use_kl_loss": f"{ACTOR}.kl_loss_*",
-    "only with use_kl_in_reward": "algorithm.kl_*",
-    "only with filter_groups.enable": "algorithm.filter_groups.*",
-    "a response has one advantage": "algorithm.gamma algorithm.lam",
-    "only with rollout_is": f"{CORRECTION}.*",
-    "evaluations are as run.eval_* say": f"{ROLLOUT}.val_kwargs.*",
-    "only with multi_turn.enable": f"{ROLLOUT}.multi_turn.*",
-    "one turn, one agent": f"{ROLLOUT}.agent.*",
-    "data.max_prompt_tokens": f"{ROLLOUT}.prompt_length",
-    "rollout.max_new_tokens": f"{ROLLOUT}.response_length reward.reward_kwargs.max_resp_len",
-    "reward functions get every column": "data.return_*",
-    "the engine takes what fits": "data.val_batch_size",
-    "with dynamic_sampling as many prompts are sampled again as are missing": "data.gen_batch_size",
-    "prompts are read once, at the start": "data.filter_overlong_prompts_workers data.dataloader_num_workers",
-    "evaluations take the problems in their order": "data.validation_shuffle",
-    "text only": "data.image_key",
-    "model.trust_remote_code": "data.trust_remote_code",
-    "cluster.reward_workers and reward.processes": "reward.num_workers",
-    "rewards always run beside sampling": "reward_model.launch_reward_fn_async",
-    "only with reward_model.enable": "reward.reward_model.* reward_model.*",
-    "an evaluation before the first step is always made; run.eval_prompts=0: none": "trainer.val_before_train",
-    "python -m infsample_rl.evaluate": "trainer.val_only trainer.validation_data_dir",
-    "logging.record_every keeps whole steps": "trainer.rollout_data_dir",
-    "rows are dealt to the rank with the least work": "trainer.balance_batch",
-    "run.dir is a folder that all nodes share": "trainer.default_hdfs_dir",
-    "run.keep_checkpoints": "trainer.del_local_ckpt_after_load",
-    "cluster.progress_timeout_s": "trainer.ray_wait_register_center_timeout",
-    "cluster.*_gpus": "trainer.device",
-    "how verl builds its workers": "trainer.use_legacy_worker_impl",
-    "run.grace_s": "trainer.esi_redundant_time",
-    "cluster.address": "ray_*",
-    "Ray's object store": "transfer_queue.*",
-    "only settings are composed": "hydra.*",
-    "the files it names are not read: add what they set behind the file's name": "defaults",
+    LOGGED: f"{OVERLONG}.log trainer.log_val_generations *profiler* global_profiler.* {ACTOR}.calculate_entropy "
+    "trainer.rollout_data_dir trainer.validation_data_dir trainer.val_before_train trainer.val_only",
+    COMPUTED: f"{MODEL}.use_remove_padding {MODEL}.use_shm {MODEL}.torch_dtype {MODEL}.use_fused_kernels "
+    f"{MODEL}.use_liger {MODEL}.fused_kernel_options.* *use_torch_compile {MODEL}.enable_activation_offload "
+    f"*entropy_checkpointing *entropy_from_logits_* {ACTOR}.use_prefix_grouper {ACTOR}.shuffle "
+    f"{ACTOR}.data_loader_seed",
+    READ_ONCE: "data.return_* data.gen_batch_size data.filter_overlong_prompts_workers data.dataloader_num_workers "
+    "data.validation_shuffle data.use_shm data.trust_remote_code hydra.* defaults",
+    CHECKPOINTS: f"{ACTOR}.checkpoint.* trainer.default_hdfs_dir trainer.del_local_ckpt_after_load "
+    "trainer.esi_redundant_time",
+    SWITCHED_OFF: f"{MODEL}.lora_* {MODEL}.target_modules {ACTOR}.clip_ratio {ACTOR}.clip_ratio_c {ACTOR}.kl_loss_* "
+    f"algorithm.kl_* algorithm.filter_groups.* {CORRECTION}.* {ROLLOUT}.val_kwargs.* {ROLLOUT}.multi_turn.* "
+    f"{ROLLOUT}.agent.* reward.reward_model.* reward_model.* {OVERLONG}.*",
+    NO_CRITIC_HERE: "critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep algorithm.gamma algorithm.lam",
+    "a prompt and a response are text of data.max_prompt_tokens and rollout.max_new_tokens": f"data.image_key "
+    f"{ROLLOUT}.prompt_length {ROLLOUT}.response_length reward.reward_kwargs.max_resp_len",
 }
 PEER = Peer("verl 0.9.1", ROWS, DEFAULTS, REFUSED, IGNORED)
