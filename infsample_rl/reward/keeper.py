@@ -216,6 +216,8 @@ def _end_everything(child: int) -> None:
         for pid in descendants(os.getpid()) if _LINUX else [-child]:
             try:
                 os.kill(pid, signal.SIGKILL)
+                if _LINUX and os.getpgid(pid) != os.getpgrp():
+                    os.killpg(os.getpgid(pid), signal.SIGKILL)  # all at once: what forks without end outruns one by one
             except (ProcessLookupError, PermissionError):
                 pass
         try:

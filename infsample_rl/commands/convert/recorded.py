@@ -142,7 +142,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Recorded):
-        is_dtype = value._call is None and value._name.startswith("torch.")
+        is_dtype = re.fullmatch(r"torch\.\w+", value._name)
         return value._name.removeprefix("torch.") if is_dtype else str(value)
     if isinstance(value, Enum):
         return plain(value.value)

@@ -31,9 +31,8 @@ def convert(given: dict[str, Given], *, trainer: str = "grpo") -> Conversion:
     _data(c)
     _steps(c)
     (_rloo if trainer == "rloo" else _objective)(c)
-    for part in (_importance, _model):
+    for part in (_importance, _model, set_rewards):
         part(c)
-    set_rewards(c)
     _workers(c, in_reward=trainer == "rloo" and c.number("beta") > 0)
     c.no_equivalent += notes.get("script_code", [])
     c.differs += notes.get("script_notes", [])
@@ -48,14 +47,14 @@ def convert(given: dict[str, Given], *, trainer: str = "grpo") -> Conversion:
 
 
 def _data(c: Conversion) -> None:
-    name, mixture = "dataset_name", c.list("datasets")
+    mixture = c.list("datasets")
+    name = "datasets" if mixture else "dataset_name"
     if mixture:
-        name = "datasets"
-        files = c.checked(name, lambda _: [_with_config(entry["path"], entry.get("name")) for entry in mixture])
+        files = c.checked(name, lambda _: [_source(entry["path"], entry.get("name")) for entry in mixture])
         if mixture[0].get("split"):
             c.set("data.split", mixture[0]["split"], name)
     else:
-        files = [_with_config(local_path(file), c.value("dataset_config")) for file in c.list(name)]
+        files = [_source(file, c.value("dataset_config")) for file in c.list(name)]
     set_sources(c, name, files)
     if _is_no(c, "eval_strategy"):
         c.set("data.eval_source", None, "eval_strategy")
@@ -81,8 +80,8 @@ def _data(c: Conversion) -> None:
     )
 
 
-def _with_config(source: str, config: Any) -> str:
-    return f"{source}:{config}" if config else source
+def _source(path: Any, config: Any) -> str:
+    return f"{local_path(path)}:{config}" if config else local_path(path)
 
 
 def _is_no(c: Conversion, name: str) -> bool:
@@ -100,15 +99,10 @@ def _steps(c: Conversion) -> None:
     elif c.value("steps_per_generation") is not None:
         generation, names = at_once * c.count("steps_per_generation"), f"{names} steps_per_generation"
     if generation < update:  # several generation batches make one update: all of one policy
-        c.differs.append(
-            f"a step samples the {update} responses of an update at once; TRL samples them in batches of {generation}"
-        )
+        c.differs.append(f"a step samples the {update} responses of an update at once, TRL in batches of {generation}")
         generation = update
     if generation % group:
-        raise ValueError(
-            f"{generation} responses a generation batch are no whole groups of num_generations={group}: TRL refuses "
-            "that too"
-        )
+        raise ValueError(f"{generation} responses a generation batch are no whole groups of num_generations={group}")
     prompts, updates = generation // group, max(1, generation // update)
     c.set("data.prompts_per_step", prompts, names, f"{generation} responses / {group}")
     if updates > prompts:

@@ -199,12 +199,9 @@ def _kl(c: Conversion) -> None:
 
 def _optimizer(c: Conversion) -> None:
     set_betas(c, f"{OPTIM}.betas")
-    updates = c.ours("objective.mini_batches") * c.ours(
-        "objective.epochs"
-    )  # verl's schedule counts steps, ours updates
-    steps, ratio = (
-        c.checked(f"{OPTIM}.lr_warmup_steps{end}", lambda value: number(value or 0)) for end in ("", "_ratio")
-    )
+    updates = c.ours("objective.mini_batches") * c.ours("objective.epochs")  # verl's schedule counts steps
+    names = (f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio")
+    steps, ratio = (c.checked(name, lambda value: number(value or 0)) for name in names)
     if steps > 0:
         why = "in updates" if updates > 1 else ""
         c.set("learner.warmup_steps", whole(steps) * updates, f"{OPTIM}.lr_warmup_steps", why)
