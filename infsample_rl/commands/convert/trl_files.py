@@ -93,7 +93,11 @@ def _read_script(path: Path, arguments: list[str]) -> tuple[dict[str, Given], st
     if record["lora"] is not None:
         made |= {name: record["lora"].get(theirs, default) for theirs, (name, default) in LORA_CONFIG.items()}
         made["use_peft"] = True
-    return given_of(path, made | _of_data_sets(record), {}, lambda name: name), record["kind"], own
+    made |= _of_data_sets(record)
+    own |= (
+        made.keys() if record["parsed"] else set()
+    )  # TRL's parser has had the flags
+    return given_of(path, made, {}, lambda name: name), record["kind"], own
 
 
 def _of_data_sets(record: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ LOADING = {"trl", "datasets", "transformers", "torch", "peft", "accelerate", "de
 TRAINER = "model reward_funcs args train_dataset eval_dataset processing_class reward_processing_classes callbacks"
 FLAGS: dict[str, Any] = {}
 DEFAULTS: dict[str, Any] = {}
-RECORD: dict[str, Any] = {"own": [], "imports": []}  # own: flags that are the script's own
+RECORD: dict[str, Any] = {"own": [], "imports": [], "parsed": False}  # own: flags that are the script's own
 
 
 class _Keeping(type):
@@ -55,6 +55,7 @@ class Parser:
 
     def parse_args_and_config(self, *_: Any, **__: Any) -> tuple[Any, ...]:
         """An object of every class."""
+        RECORD["parsed"] = True
         own = [set(getattr(kind, "__dataclass_fields__", ())) for kind in self._kinds]
         RECORD["own"] += sorted({name for names in own for name in names} - set(DEFAULTS))
         return tuple(
@@ -161,6 +162,7 @@ def write_record() -> None:
         "reward_funcs": [reward_name(function) for function in functions],
         "lora": plain(lora._call[1]) if isinstance(lora, Recorded) and lora._call else None,
         "own": sorted(set(RECORD["own"])),
+        "parsed": RECORD["parsed"],
         "imports": sorted(set(RECORD["imports"])),
     }
     for name in ("train_dataset", "eval_dataset"):
