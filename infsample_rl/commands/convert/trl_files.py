@@ -94,9 +94,7 @@ def _read_script(path: Path, arguments: list[str]) -> tuple[dict[str, Given], st
         made |= {name: record["lora"].get(theirs, default) for theirs, (name, default) in LORA_CONFIG.items()}
         made["use_peft"] = True
     made |= _of_data_sets(record)
-    own |= (
-        made.keys() if record["parsed"] else set()
-    )  # TRL's parser has had the flags
+    own |= made.keys() if record["parsed"] else set()  # TRL's parser has had the flags
     return given_of(path, made, {}, lambda name: name), record["kind"], own
 
 
