@@ -165,7 +165,7 @@ def _python_folders() -> set[str]:
         *site.getsitepackages(),
         *sys.path,
     }
-    return {package, *(folder for folder in folders if folder and not _holds_home(folder))}
+    return {package, *(folder for folder in folders if folder and not holds_home(folder))}
 
 
 def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
@@ -175,7 +175,7 @@ def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
         path = function.name.rpartition(":")[0]
         if path.endswith(".py"):
             folder = str(Path(path).resolve().parent)
-            if _holds_home(folder):
+            if holds_home(folder):
                 raise ValueError(
                     f"reward.isolation=sandbox lets {path} read its own folder, but {folder} holds your home; move it "
                     "into a folder"
@@ -184,7 +184,8 @@ def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
     return folders
 
 
-def _holds_home(folder: str) -> bool:
+def holds_home(folder: str) -> bool:
+    """Whether the user's home, with the keys in it, is the folder or below it."""
     home = Path(os.path.expanduser("~")).resolve()
     resolved = Path(folder).resolve()
     return resolved == home or resolved in home.parents

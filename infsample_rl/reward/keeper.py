@@ -10,6 +10,7 @@ none. It acts when the function process ends, when SIGTERM tells it to, and when
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -33,9 +34,9 @@ _LINUX = sys.platform.startswith("linux")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def main(settings: str) -> None:
-    """Fork the function process and keep it; `settings` is an Isolation as JSON. Reads nothing: stdin and stdout are
-    the function process's pipes."""
+def main(settings: str, served: str = "infsample_rl.reward.function_process") -> None:
+    """Fork the function process and keep it; `settings` is an Isolation as JSON, `served` the module whose main() is
+    the process. Reads nothing: stdin and stdout are the function process's pipes."""
     isolation = Isolation(**json.loads(settings))
     hide_values_of(isolation.environment)
     woken, wake = os.pipe()
@@ -51,7 +52,7 @@ def main(settings: str) -> None:
     if child == 0:
         for descriptor in (woken, wake, output):
             os.close(descriptor)
-        _become_function_process(isolation, keeper, folder, written)
+        _become_function_process(isolation, keeper, folder, written, served)
     os.close(written)
     died = _Keeper(isolation, child, woken, output).keep()
     if folder is not None:
@@ -59,7 +60,7 @@ def main(settings: str) -> None:
     _tell(died)
 
 
-def _become_function_process(isolation: Isolation, keeper: int, folder: str | None, written: int) -> None:
+def _become_function_process(isolation: Isolation, keeper: int, folder: str | None, written: int, served: str) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -74,9 +75,7 @@ def _become_function_process(isolation: Isolation, keeper: int, folder: str | No
         os.environ |= {"TMPDIR": folder, "HOME": folder}
         tempfile.tempdir = None
         isolation.write.append(folder)
-    from infsample_rl.reward.function_process import main as serve  # only here: the keeper stays small
-
-    serve(isolation)
+    importlib.import_module(served).main(isolation)  # only here: the keeper stays small
 
 
 class _Keeper:
@@ -217,6 +216,8 @@ def _end_everything(child: int) -> None:
         for pid in descendants(os.getpid()) if _LINUX else [-child]:
             try:
                 os.kill(pid, signal.SIGKILL)
+                if _LINUX and os.getpgid(pid) != os.getpgrp():
+                    os.killpg(os.getpgid(pid), signal.SIGKILL)  # all at once: what forks without end outruns one by one
             except (ProcessLookupError, PermissionError):
                 pass
         try:

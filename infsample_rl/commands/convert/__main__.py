@@ -1,19 +1,20 @@
 """Another trainer's configuration into ours: python -m infsample_rl convert trl|verl|openrlhf FILE [ARGUMENT ...]
 
-FILE      trl: a YAML file of its command line, a Python script with GRPOConfig or RLOOConfig, or a shell script; verl:
-          a shell script with `verl.trainer.main_ppo key=value ...`, or a Hydra YAML file; openrlhf: a shell script with
-          `openrlhf.cli.train_ppo_ray --flags`
+FILE      trl: a YAML file of its command line, a Python script with GRPOTrainer or RLOOTrainer, or a shell script;
+          verl: a shell script with `verl.trainer.main_ppo key=value ...`, or a Hydra YAML file; openrlhf: a shell
+          script with `openrlhf.cli.train_ppo_ray --flags`
 ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME,
-data.train_batch_size=64
+          data.train_batch_size=64
 
-The experiment is printed, every setting with its origin, below it what has no equivalent, differs, changes nothing or
-is unknown. Nothing of FILE is run. Exit codes: 0 done; 1 it failed; 2 an input is wrong, or the settings contradict
-each other here (said after they are printed).
+A script is run up to where training would start, in the sandbox that reward functions have: without network, and
+without writing anything. The experiment is printed, every setting with its origin, below it what has no equivalent,
+differs, changes nothing or is unknown. What was dropped is said on stderr too.
+Exit codes: 0 done; 3 done, but something was dropped; 1 it failed; 2 an input is wrong, or the settings contradict each
+other here (said after they are printed).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -22,12 +23,12 @@ from pathlib import Path
 
 from infsample_rl.commands.convert import openrlhf, trl, trl_files, verl
 from infsample_rl.commands.convert.conversion import SECRET, Conversion
-from infsample_rl.commands.convert.shell import Word
 from infsample_rl.commands.convert.written import experiment_yaml
 from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
 
 PEERS = ("trl", "verl", "openrlhf")
+DROPPED = 3  # exit code
 
 
 def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
@@ -35,18 +36,14 @@ def convert_file(peer: str, path: Path, arguments: list[str]) -> Conversion:
     if not path.is_file():
         raise ValueError(f"FILE={path}: there is no such file")
     try:
-        return _convert(peer, path, [Word(argument, 0) for argument in arguments], {**os.environ, "0": str(path)})
+        path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"FILE={path} is not UTF-8 text (byte {error.start})") from None
-
-
-def _convert(peer: str, path: Path, words: list[Word], environment: dict[str, str]) -> Conversion:
     if peer == "trl":
-        given, trainer = trl_files.read(path, environment)
-        return trl.convert(given | trl_files.read_words(words, "argument"), trainer=trainer)
-    if peer == "verl":
-        return verl.convert(verl.read(path, words, environment))
-    return openrlhf.convert(openrlhf.read(path, words, environment))
+        given, trainer = trl_files.read(path, arguments)
+        return trl.convert(given, trainer=trainer)
+    module = {"verl": verl, "openrlhf": openrlhf}[peer]
+    return module.convert(module.read(path, arguments))
 
 
 def check_experiment(text: str) -> None:
@@ -70,7 +67,9 @@ def _run(arguments: list[str]) -> int:
     )
     print(text, end="")
     check_experiment(text)
-    return 0
+    for entry in conversion.dropped:
+        print(f"not converted: {' '.join(entry.split())}", file=sys.stderr)
+    return DROPPED if conversion.dropped else 0
 
 
 def _without_keys(arguments: list[str]) -> list[str]:

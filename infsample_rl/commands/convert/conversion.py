@@ -10,33 +10,28 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.commands.convert.shell import is_unresolved
+from infsample_rl.commands.convert.values import NoEquivalent, as_list, is_unresolved, number, positive, truth, whole
 from infsample_rl.config.loading import SECTIONS
 
-SECRET = re.compile(r"(wandb\.key|use_wandb|token|api_key|password|secret)$")  # names of settings whose values are keys
-
-
+# names of settings, and of variables of the environment, whose values are keys
+SECRET = re.compile(
+    r"(wandb\.key|use_wandb|token|(api|access|private)_key|secret(_key)?|passw(or)?d|passphrase|credentials?|(?-i:_KEY))$",
+    re.I,
+)
 AS_HERE = "as it is here in any case, or part of a setting above"
-
-
-class NotTaken(ValueError):
-    """A value that is not of the kind its setting takes."""
-
-
-class NoEquivalent(ValueError):
-    """A value of theirs that no setting here stands for; the message says why, or what to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A setting of theirs as their file has it. Example: Given(value=8, place="line 12")"""
+    """A setting of theirs as their file has it. Example: Given(value=8, place="line 12", name="rollout.n")"""
 
     value: Any
     place: str
+    name: str  # as the file spells it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +44,42 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a peer's table: their key, our key, and a function of the value where names or units differ.
+    """One line of a peer's table: their key, our key, a function of the value where names or units differ, and the
+    value their trainer takes where none is given.
 
-    Example: Row("optim", "learner.optimizer", optimizer) with optimizer("adamw_torch") == "adamw"
+    Example: Row("optim", "learner.optimizer", optimizer, "adamw_torch") with optimizer("adamw_torch") == "adamw"
     """
 
     theirs: str
     ours: str
     convert: Callable[[Any], Any] = lambda value: value
+    default: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The tables of one trainer."""
+
+    version: str
+    rows: Sequence[Row]
+    defaults: Mapping[str, Any]  # of settings that are no row's
+    refused: Mapping[str, tuple[Any, str]]  # setting: what does as is done here (one value or several), why no other
+    ignored: Mapping[str, str]  # why it does not change what is learnt: patterns of names
+
+    @property
+    def all_defaults(self) -> dict[str, Any]:
+        """What their trainer takes for settings that are not given."""
+        return {row.theirs: row.default for row in self.rows} | dict(self.defaults)
 
 
 class Conversion:
-    """Takes their settings apart; `defaults` are the peer's own, for whatever the file leaves out or only a shell could
-    resolve."""
+    """Takes their settings apart. Lists that are printed: no_equivalent, differs, without_effect, unknown."""
 
-    def __init__(self, given: Mapping[str, Given], defaults: Mapping[str, Any], version: str) -> None:
-        self.unresolved = {name: entry for name, entry in given.items() if is_unresolved(entry.value)}
-        self.given = {name: entry for name, entry in given.items() if name not in self.unresolved}
-        self.defaults, self.version = defaults, version
+    def __init__(self, given: Mapping[str, Given], peer: Peer) -> None:
+        self.given = {name: entry for name, entry in given.items() if not is_unresolved(entry.value)}
+        self.unresolved = {name: entry for name, entry in given.items() if name not in self.given}
+        self.peer = peer
+        self._defaults = peer.all_defaults
         self.settings: dict[str, Setting] = {}
         self.no_equivalent: list[str] = []
         self.differs: list[str] = []
@@ -74,44 +87,65 @@ class Conversion:
         self.unknown: list[str] = []
         self._read: set[str] = set()
         self._shown: set[str] = set()  # named in the origin of a setting or in a list
-        self._last = ""  # read last
 
-    def is_given(self, name: str) -> bool:
-        """Whether their file sets it."""
-        return name in self.given
+    @property
+    def dropped(self) -> list[str]:
+        """What of theirs is in no setting and would change what is learnt, or may."""
+        return self.no_equivalent + self.unknown
 
     def value(self, name: str) -> Any:
         """Their value, or else their default; it counts as read."""
         self._read.add(name)
-        self._last = name
-        return self.given[name].value if name in self.given else self.defaults.get(name)
+        return self.given[name].value if name in self.given else self._defaults.get(name)
 
-    def set(self, ours: str, value: Any, *theirs: str, why: str = "") -> None:
-        """Set one of ours, made of `theirs`. Left out where nothing of theirs is in the file and our default is the
-        same."""
-        self._read.update(theirs)
-        if (
-            not any(name in self.given or name in self.unresolved for name in theirs)
-            and not why
-            and value == default_of(ours)
-        ):
+    def checked(self, name: str, kind: Callable[[Any], Any]) -> Any:
+        """kind(value); ValueError in one line that names the setting whose value theirs would not take either."""
+        try:
+            return kind(self.value(name))
+        except NoEquivalent:
+            raise
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+            raise ValueError(f"{self._spelled(name)} is not a value that {self.peer.version} takes") from None
+
+    def number(self, name: str) -> float:
+        """A number."""
+        return self.checked(name, number)
+
+    def whole(self, name: str) -> int:
+        """A whole number."""
+        return self.checked(name, whole)
+
+    def count(self, name: str) -> int:
+        """A whole number above 0."""
+        return self.checked(name, positive)
+
+    def truth(self, name: str) -> bool:
+        """True or false; false where it is neither given nor has a default."""
+        return self.checked(name, lambda value: truth(value or False))
+
+    def list(self, name: str) -> list[Any]:
+        """A list, of one where it is a single value."""
+        return as_list(self.value(name))
+
+    def first_given(self, *names: str) -> str:
+        """The first name that their file sets; the last of them where it sets none."""
+        return next((name for name in names if name in self.given), names[-1])
+
+    def set(self, ours: str, value: Any, theirs: str = "", why: str = "") -> None:
+        """Set one of ours, made of `theirs`, names with spaces between. Left out where nothing of theirs is in the file
+        and our default is the same."""
+        names = theirs.split()
+        self._read.update(names)
+        is_given = any(name in self.given or name in self.unresolved for name in names)
+        if not is_given and not why and value == default_of(ours):
             return
-        self._shown.update(theirs)
-        origin = ", ".join(self._spelled(name) for name in theirs)
+        self._shown.update(names)
+        origin = ", ".join(self._spelled(name) for name in names)
         self.settings[ours] = Setting(value, "; ".join(part for part in (origin, why) if part))
 
-    def set_warmup(self, share: float, name: str) -> None:
-        """learner.warmup_steps from their share of a run's updates, once run.steps and the updates of a step are set;
-        of a run that counts epochs the share is only told."""
-
-        def count(ours: str) -> int:
-            return self.settings[ours].value if ours in self.settings else 1
-
-        if "run.steps" in self.settings:
-            updates = count("run.steps") * count("objective.epochs") * count("objective.mini_batches")
-            self.set("learner.warmup_steps", math.ceil(share * updates), name)
-        elif share > 0:
-            self.lacks(name, f"set learner.warmup_steps, {share:g} times the updates of the run")
+    def ours(self, name: str) -> Any:
+        """What one of ours was set to; its default otherwise."""
+        return self.settings[name].value if name in self.settings else default_of(name)
 
     def lacks(self, name: str, why: str) -> None:
         """Say that a setting of theirs has no equivalent here, and why or what to use instead."""
@@ -119,60 +153,69 @@ class Conversion:
         self._shown.add(name)
         self.no_equivalent.append(f"{self._spelled(name)}: {why}")
 
-    def refuse(self, name: str, ordinary: Sequence[Any], why: str) -> None:
-        """`lacks`, unless the value is one of `ordinary`, with which theirs does what is done here."""
-        if self.value(name) not in ordinary:
-            self.lacks(name, why)
+    def set_warmup(self, share: float, name: str) -> None:
+        """learner.warmup_steps from their share of a run's updates, once run.steps and the updates of a step are set;
+        of a run that counts epochs the share is only told."""
+        if "run.steps" in self.settings:
+            updates = self.ours("run.steps") * self.ours("objective.epochs") * self.ours("objective.mini_batches")
+            self.set("learner.warmup_steps", math.ceil(share * updates), name)
+        elif share > 0:
+            self.lacks(name, f"set learner.warmup_steps, {share:g} times the updates of the run")
 
-    def fill(self, part: Callable[..., None], *arguments: Any) -> None:
-        """Call `part` with this book; ValueError in one line that names the setting whose value theirs would not take
-        either."""
-        try:
-            part(self, *arguments)
-        except (NotTaken, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError, OverflowError):
-            raise ValueError(f"{self._spelled(self._last)} is not a value that {self.version} takes") from None
+    def apply_tables(self) -> None:
+        """Settings that map one to one, and those that are refused unless they say what is done here."""
+        for row in self.peer.rows:
+            if row.ours and self.value(row.theirs) is not None:
+                try:
+                    self.set(row.ours, self.checked(row.theirs, row.convert), row.theirs)
+                except NoEquivalent as error:
+                    self.lacks(row.theirs, str(error))
+        for name, (ordinary, why) in self.peer.refused.items():
+            if name in self.given and self.value(name) not in (None, *as_list(ordinary)):
+                self.lacks(name, why)
 
-    def apply(self, rows: Sequence[Row]) -> None:
-        """Settings that map one to one."""
-        for row in rows:
-            value = self.value(row.theirs)
-            if value is None:
-                continue
-            try:
-                self.set(row.ours, row.convert(value), row.theirs)
-            except NoEquivalent as error:
-                self.lacks(row.theirs, str(error))
-            except (TypeError, ValueError):
-                raise ValueError(f"{self._spelled(row.theirs)} is not a value that {self.version} takes") from None
-
-    def finish(self, ignored: Mapping[str, str]) -> None:
-        """Put every setting that is not shown yet into its list; `ignored`: pattern of names -> why they do not change
-        what is learnt."""
-        for name in self.given:
-            if name in self._shown:
-                continue
-            why = next((why for pattern, why in ignored.items() if fnmatch.fnmatchcase(name, pattern)), None)
-            why = AS_HERE if why is None and name in self._read else why
-            if why is None:
-                self.unknown.append(self._spelled(name))
-            else:
-                self.without_effect.append(f"{self._spelled(name)}: {why}")
-        for name, entry in self.unresolved.items():
+    def finish(self, needed: Mapping[str, str]) -> None:
+        """Put every setting that is not shown yet into its list. ValueError when one of `needed`, our settings that
+        have no default and how theirs are given, was not found."""
+        for name, entry in self.given.items():
+            if name not in self._shown:
+                why = self._why_ignored({name, entry.name}) or (AS_HERE if name in self._read else "")
+                listed = self.without_effect if why else self.unknown
+                listed.append(f"{self._spelled(name)}: {why}" if why else self._spelled(name))
+        for entry in self.unresolved.values():
             self.unknown.append(
-                f"{name}={entry.value}, {entry.place}: only a shell could resolve it; add it behind the file's name"
+                f"{entry.name}={_short(entry.value)}, {entry.place}: it could not be resolved; add it behind the "
+                "file's name"
             )
+        for ours, how in needed.items():
+            if ours not in self.settings:
+                names = ", ".join(entry.name for entry in self.unresolved.values())
+                unclear = f" (could not be resolved: {names})" if names else ""
+                raise ValueError(
+                    f"nothing in the file says what {ours} is to be{unclear}; add {how} behind the file's name"
+                )
+
+    def _why_ignored(self, names: Iterable[str]) -> str:
+        """The reason whose pattern says most about one of the names."""
+        found = [
+            (len(pattern.replace("*", "")), why)
+            for why, patterns in self.peer.ignored.items()
+            for pattern in patterns.split()
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        ]
+        return max(found, default=(0, ""))[1]
 
     def _spelled(self, name: str) -> str:
         if name in self.given:
-            value = "(not shown)" if SECRET.search(name) else short(self.given[name].value)
-            return f"{name}={value}, {self.given[name].place}"
-        default = short(self.defaults.get(name))
+            entry = self.given[name]
+            value = "(not shown)" if SECRET.search(entry.name) or SECRET.search(name) else _short(entry.value)
+            return f"{entry.name}={value}, {entry.place}"
+        default, version = _short(self._defaults.get(name)), self.peer.version
         if name in self.unresolved:
-            return (
-                f"{name} is given, {self.unresolved[name].place}, and could not be resolved; {default} is the "
-                f"default of {self.version}"
-            )
-        return f"{name}={default}, the default of {self.version}"
+            entry = self.unresolved[name]
+            unclear = f"{entry.name} is given, {entry.place}, and could not be resolved"
+            return f"{unclear}; {default} is the default of {version}"
+        return f"{name}={default}, the default of {version}"
 
 
 def default_of(ours: str) -> Any:
@@ -182,49 +225,7 @@ def default_of(ours: str) -> Any:
     return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     """A value on one line, cut where it is long."""
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def number(value: Any) -> float:
-    """A number, also where their file has it as text; NotTaken otherwise."""
-    try:
-        found = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        raise NotTaken(value) from None
-    if not math.isfinite(found):
-        raise NotTaken(value)
-    return found
-
-
-def whole(value: Any) -> int:
-    """A whole number; NotTaken otherwise."""
-    if number(value) != int(number(value)):
-        raise NotTaken(value)
-    return int(number(value))
-
-
-def truth(value: Any) -> bool:
-    """True or false, also as text; NotTaken otherwise."""
-    found = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
-    if found is None:
-        raise NotTaken(value)
-    return found
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list, of one where it is a single value."""
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def choose(table: Mapping[Any, Any], otherwise: str) -> Callable[[Any], Any]:
-    """A Row's function that looks a value up; NoEquivalent with `otherwise` for all others."""
-
-    def look_up(value: Any) -> Any:
-        if value not in table:
-            raise NoEquivalent(otherwise)
-        return table[value]
-
-    return look_up

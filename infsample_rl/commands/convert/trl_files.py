@@ -1,183 +1,129 @@
-"""TRL's settings out of a YAML file of its command line, a Python script, or a shell command with flags."""
+"""TRL's settings out of a YAML file of its command line, a Python script, or a shell script that starts one."""
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.commands.convert.conversion import Given, as_list
-from infsample_rl.commands.convert.python_script import Call, Name, Script, Unknown
-from infsample_rl.commands.convert.scalars import read_scalar, read_yaml
-from infsample_rl.commands.convert.shell import Word, read_commands, read_flags
-from infsample_rl.commands.convert.trl_table import LORA_CONFIG, OWN_REWARDS
+from infsample_rl.commands.convert.conversion import Given
+from infsample_rl.commands.convert.recording import Command, commands_of, given_of, trainer_of
+from infsample_rl.commands.convert.trl_table import LORA_CONFIG, PEER
+from infsample_rl.commands.convert.values import read_flags, read_yaml
 
-CONFIGS = ("GRPOConfig", "RLOOConfig")
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-LAUNCHERS = ("trl", "accelerate", "python", "python3", "torchrun", "uv")
 PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num-processes")
+TRAINING = r"\.py( |$)|(^| )(grpo|rloo)( |$)"
 
 
-def read(path: Path, environment: dict[str, str]) -> tuple[dict[str, Given], str]:
+def read(path: Path, arguments: list[str]) -> tuple[dict[str, Given], str]:
     """(settings by TRL's names, "grpo" or "rloo"). ValueError for what is no file of TRL's."""
+    flags, kind, own = read_flags(arguments), "grpo", set[str]()
     if path.suffix in (".yaml", ".yml"):
-        content = read_yaml(path.read_text(encoding="utf-8"), str(path))
-        return {name: Given(value, path.name) for name, value in content.items() if name != "env"}, "grpo"
-    if path.suffix == ".py":
-        return read_script(path)
-    return _read_shell(path, environment)
+        given = _read_yaml(path)
+    elif path.suffix == ".py":
+        given, kind, own = _read_script(path, arguments)
+    else:
+        what = "trl grpo, or accelerate launch, torchrun or python with a script"
+        commands = commands_of(path, arguments, TRAINING, what, last=r"^(accelerate launch|torchrun|deepspeed|trl) ")
+        given, kind = next((_read_command(path, c) for c in commands if _trains(path, c)), ({}, kind))
+    return given | given_of(path, {}, {name: flags[name] for name in flags.keys() - own}, _today), kind
 
 
-def read_words(words: list[Word], place: str) -> dict[str, Given]:
-    """Flags as TRL's parser takes them; --num_processes of the launcher among them."""
-    flags, _ = read_flags(words)
-    given = {}
-    for name, (value, line) in flags.items():
-        where = f"line {line}" if line else place
-        name = "num_processes" if name in PROCESSES else name
-        given[name] = Given([read_scalar(item) for item in value] if isinstance(value, list) else _scalar(value), where)
-    return given
+def _trains(path: Path, command: Command) -> bool:
+    """Whether a command is of TRL's command line, or its script is there and names a trainer, or cannot be looked
+    into."""
+    script = next((word for word in command.words if word.endswith(".py")), None)
+    found = _beside(path, command, script) if script else None
+    if found is None:
+        return script is not None or bool({"grpo", "rloo"} & set(command.words))
+    return any(name in found.read_text(errors="replace") for name in ("GRPOTrainer", "RLOOTrainer"))
 
 
-def _scalar(value: object) -> Any:
-    return read_scalar(value) if isinstance(value, str) else value
+def _read_command(path: Path, command: Command) -> tuple[dict[str, Given], str]:
+    """The flags of a command, before them what its YAML files and its script say."""
+    words, given, own = command.words, dict[str, Given](), {"config"}
+    flags, kind = read_flags(words), "rloo" if "rloo" in words else "grpo"
+    for index, word in enumerate(words):
+        found = _beside(path, command, word)
+        if found is not None and word.endswith((".yaml", ".yml")) and word != flags.get("config_file"):
+            given |= _read_yaml(found)
+        elif found is not None and word.endswith(".py"):
+            said, kind, consumed = _read_script(found, words[index + 1 :])
+            given, own = given | said, own | consumed
+    return given | given_of(path, {name: flags[name] for name in flags if name not in own}, {}, _today), kind
 
 
-def _read_shell(path: Path, environment: dict[str, str]) -> tuple[dict[str, Given], str]:
-    commands, _ = read_commands(path.read_text(encoding="utf-8"), environment, keep=_is_training)
-    if not commands:
-        raise ValueError(
-            f"{path} holds no command that trains with TRL: trl grpo, or accelerate launch or python with a script"
-        )
-    words = commands[0]
-    given, trainer = {}, "rloo" if any(word.text == "rloo" for word in words) else "grpo"
-    flags = read_words(words, path.name)
-    for name in [word.text for word in words if word.text.endswith((".py", ".yaml", ".yml"))]:
-        beside = path.parent / name
-        if beside.is_file() and name != str(getattr(flags.get("config_file"), "value", "")):
-            found, trainer = read(beside, environment)
-            given |= found
-    return given | {name: value for name, value in flags.items() if name != "config"}, trainer
+def _beside(path: Path, command: Command, word: str) -> Path | None:
+    """A file as a command names it: from where it was started, or beside the script that started it."""
+    places = (Path(command.folder, word), path.parent / word)
+    return next((place for place in places if place.is_file()), None)
 
 
-def _is_training(words: list[str]) -> bool:
-    return (
-        bool(words)
-        and words[0] in LAUNCHERS
-        and any(word in ("grpo", "rloo") or word.endswith(".py") for word in words[1:])
-    )
+def _today(name: str) -> str:
+    return "num_processes" if name in PROCESSES else name
 
 
-def read_script(path: Path) -> tuple[dict[str, Given], str]:
-    """What GRPOConfig(...), GRPOTrainer(...), LoraConfig(...) and load_dataset(...) are given in a script."""
-    script = Script(path.read_text(encoding="utf-8"), str(path))
-    configs, trainers = script.calls_of(*CONFIGS), script.calls_of(*TRAINERS)
-    if not configs and not trainers:
-        raise ValueError(
-            f"{path} calls neither of {', '.join((*CONFIGS, *TRAINERS))}: it does not train with TRL's GRPO"
-        )
-    given: dict[str, Given] = {}
-    for call in configs[:1]:
-        for name, node in call.keywords.items():
-            _enter(given, script, name, node)
-    for owner, name, node, _ in script.attributes:
-        if owner in ("training_args", "args", "config", "grpo_config", "model_args", "script_args"):
-            _enter(given, script, name, node)
-    for call in trainers[:1]:
-        _enter_trainer(given, script, call, path)
-    _enter_dataset(given, script)
-    return given, "rloo" if (configs or trainers)[0].name.startswith("RLOO") else "grpo"
+def _read_yaml(path: Path) -> dict[str, Given]:
+    content = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    return {name: Given(value, path.name, name) for name, value in content.items() if name != "env"}
 
 
-def _enter(given: dict[str, Given], script: Script, name: str, node: ast.expr) -> None:
-    """A keyword whose value can be read; one that comes from the command line or from code is left to its flag."""
-    try:
-        given[name] = Given(script.known(node), f"line {node.lineno}")
-    except Unknown:
-        return
+def _read_script(path: Path, arguments: list[str]) -> tuple[dict[str, Given], str, set[str]]:
+    """What a script gives its trainer, the trainer's kind, and the flags that are only the script's own."""
+    flags = read_flags(arguments)
+    config = Path(str(flags.pop("config", "")))
+    if config.suffix in (".yaml", ".yml") and config.is_file():
+        flags = read_yaml(config.read_text(encoding="utf-8"), str(config)) | flags
+    words = [
+        word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+        if word.lstrip("-").partition("=")[0] not in PROCESSES and before.lstrip("-") not in PROCESSES
+    ]
+    record = trainer_of(path, words, {"flags": flags, "defaults": PEER.all_defaults})
+    own = set(record["own"])
+    made = {name: value for name, value in record["settings"].items() if name not in own}
+    code, notes = _notes(record, path.read_text(encoding="utf-8"))
+    for name, value in (
+        ("model_name_or_path", record["model"]),
+        ("model_init_kwargs", record["model_init_kwargs"]),
+        ("reward_funcs", record["reward_funcs"]),
+        ("script_code", code),
+        ("script_notes", notes),
+    ):
+        made |= {name: value} if value else {}
+    if record["lora"] is not None:
+        made |= {name: record["lora"].get(theirs, default) for theirs, (name, default) in LORA_CONFIG.items()}
+        made["use_peft"] = True
+    made |= _of_data_sets(record)
+    own |= made.keys() if record["parsed"] else set()  # TRL's parser has had the flags
+    return given_of(path, made, {}, lambda name: name), record["kind"], own
 
 
-def _enter_trainer(given: dict[str, Given], script: Script, call: Call, path: Path) -> None:
-    arguments = (
-        dict(zip(("model", "reward_funcs", "args", "train_dataset"), call.arguments, strict=False)) | call.keywords
-    )
-    if "model" in arguments:
-        _enter(given, script, "model_name_or_path", arguments["model"])
-    if "reward_funcs" in arguments:
-        try:
-            names = [_spelled(name, path) for name in script.names(arguments["reward_funcs"])]
-            given["reward_funcs"] = Given(names, f"line {arguments['reward_funcs'].lineno}")
-        except Unknown as error:
-            _note(
-                given,
-                f"line {call.line}: reward_funcs={error} is made by code: write the function into a file and give "
-                "path/to/file.py:function",
-            )
-    lora = arguments.get("peft_config")
-    if isinstance(lora, ast.Name) and lora.id in script.values:
-        lora = script.values[lora.id]
-    if isinstance(lora, ast.Call) and ast.unparse(lora.func).endswith("LoraConfig"):
-        values = {keyword.arg: keyword.value for keyword in lora.keywords if keyword.arg}
-        given["use_peft"] = Given(True, f"line {lora.lineno}")
-        for theirs, (name, default) in LORA_CONFIG.items():
-            given[name] = Given(default, f"line {lora.lineno}, peft's default")
-            if theirs in values:
-                _enter(given, script, name, values[theirs])
+def _of_data_sets(record: dict[str, Any]) -> dict[str, Any]:
+    """Source, splits, question and system message."""
+    train, held_out = record["train_dataset"], record["eval_dataset"]
+    if train is None:
+        return {}
+    source = train["source"]
+    made = {"dataset_name": source["path"], "dataset_config": source["name"], "dataset_train_split": source["split"]}
+    if held_out is not None and held_out["source"]["path"] == source["path"]:
+        made["dataset_test_split"] = held_out["source"]["split"]
+    for step in train["steps"]:
+        made |= {"system_prompt": step.get("system"), "prompt_field": step.get("column")}
+    return {name: value for name, value in made.items() if value is not None}
 
 
-def _spelled(name: Name, path: Path) -> str:
-    """A reward function as our settings name it, or as TRL's command line does."""
-    if name.module == "":
-        return f"model:{name.name}"
-    if name.module is None:
-        return f"{path}:{name.name}"
-    if name.module.startswith("trl"):
-        return name.name if name.name in OWN_REWARDS or "(" in name.name else f"trl.rewards.{name.name}"
-    return f"{name.module}.{name.name}"
-
-
-def _enter_dataset(given: dict[str, Given], script: Script) -> None:
-    for call in script.calls_of("load_dataset")[:1]:
-        arguments = dict(zip(("dataset_name", "dataset_config"), call.arguments, strict=False))
-        arguments |= {
-            {"path": "dataset_name", "name": "dataset_config"}.get(name, name): node
-            for name, node in call.keywords.items()
-        }
-        for name in ("dataset_name", "dataset_config"):
-            if name in arguments:
-                _enter(given, script, name, arguments[name])
-        if "split" in arguments:
-            _enter(given, script, "split", arguments["split"])
-        splits = as_list(given.pop("split").value) if "split" in given else []
-        for name, split in zip(("dataset_train_split", "dataset_test_split"), splits, strict=False):
-            given[name] = Given(split, f"line {call.line}")
-    system, question = script.system_prompt_and_question()
-    if system is not None:
-        given["system_prompt"] = Given(system, "the script's system message")
-    if question is not None:
-        given["prompt_field"] = Given(question, "the script's user message")
-    for call in script.calls_of("map", "filter"):
-        made = ast.unparse(call.arguments[0]) if call.arguments else ""
-        _note(
-            given,
-            f"line {call.line}: .{call.name}({made}) is not run: save what it makes and give the file as data.source",
-        )
-    if any(str(name).partition(":")[0].endswith(".py") for name in as_list(_value(given, "reward_funcs"))):
-        needs = ", ".join(sorted({module.partition(".")[0] for module in script.modules.values()}))
-        _note(
-            given,
-            f"the script is imported for its reward functions, with what it imports ({needs}); better move them to a "
-            "file of their own",
-        )
-        if script.runs_when_imported:
-            _note(given, 'the script trains when it is imported: put that under `if __name__ == "__main__"`')
-
-
-def _note(given: dict[str, Given], text: str) -> None:
-    """Something of the script that no setting stands for."""
-    before = given["script_code"].value if "script_code" in given else []
-    given["script_code"] = Given([*before, text], "code")
-
-
-def _value(given: dict[str, Given], name: str) -> Any:
-    return given[name].value if name in given else None
+def _notes(record: dict[str, Any], text: str) -> tuple[list[str], list[str]]:
+    """What of the script no setting stands for, and what is to know of it."""
+    code, notes = [], []
+    if record["train_dataset"] is None:
+        code.append("train_dataset is made by code: save it and give --dataset_name FILE")
+    for step in (record["train_dataset"] or {"steps": []})["steps"]:
+        if not step.get("all_told") and step["method"] not in ("shuffle", "with_format"):
+            made = f".{step['method']}({step['given']})"
+            code.append(f"{made} is not run: save what it makes and give the file as data.source")
+    if any(isinstance(name, str) and ".py:" in name for name in record["reward_funcs"]):
+        needs = ", ".join(record["imports"])
+        notes.append(f"the script is imported for its reward functions, with what it imports ({needs})")
+        if "__name__" not in text:
+            code.append('the script trains when it is imported: put that under `if __name__ == "__main__"`')
+    return code, notes

@@ -6,231 +6,145 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.commands.convert.common import (
-    first_of,
-    local_path,
-    need,
+    NO_CRITIC,
+    finish_places,
     place_colocated,
-    place_reward_model,
     reward_entry,
-    set_row_lengths,
+    set_betas,
+    set_evaluations,
+    set_lengths,
+    set_sources,
 )
-from infsample_rl.commands.convert.conversion import Conversion, Given, as_list, number, truth, whole
-from infsample_rl.commands.convert.scalars import flatten, read_scalar, read_yaml
-from infsample_rl.commands.convert.shell import Word, read_commands
+from infsample_rl.commands.convert.conversion import Conversion, Given
+from infsample_rl.commands.convert.recording import commands_of, given_of
+from infsample_rl.commands.convert.values import flatten, local_path, number, read_scalar, read_yaml, whole
 from infsample_rl.commands.convert.verl_table import (
     ACTOR,
     AGGREGATIONS,
     ALIASES,
     CORRECTION,
-    DEFAULTS,
-    IGNORED,
+    CUSTOM,
+    ESTIMATORS,
     KL_LOSSES,
     MODEL,
     OPTIM,
+    OVERLONG,
+    OWN_CHECKPOINTS,
+    PEER,
     PREFIXES,
     REF,
     ROLLOUT,
-    ROWS,
-    VERSION,
     WHOLE,
 )
-from infsample_rl.config import ALL_PROBLEMS
+
+TRAINING = r"verl\.trainer\.main_|recipe\.|main_(ppo|dapo)\.py"
 
 
-def read(path: Path, words: list[Word], environment: dict[str, str]) -> dict[str, Given]:
+def read(path: Path, arguments: list[str]) -> dict[str, Given]:
     """Settings by verl's names of today. ValueError for what is no file of verl's."""
     if path.suffix in (".yaml", ".yml"):
-        content = read_yaml(path.read_text(encoding="utf-8"), str(path))
-        given = {name: Given(value, path.name) for name, value in flatten(content, WHOLE) if name != "hydra"}
+        flags = dict(flatten(read_yaml(path.read_text(encoding="utf-8"), str(path)), WHOLE))
+        flags.pop("hydra", None)
     else:
-        commands, _ = read_commands(path.read_text(encoding="utf-8"), environment, keep=_is_training)
-        if not commands:
-            raise ValueError(f"{path} holds no command with verl.trainer.main_ppo or another trainer of verl's")
-        given = _overrides(commands[0])
-    return _renamed(given | _overrides(words))
-
-
-def _is_training(words: list[str]) -> bool:
-    return any(
-        word.startswith(("verl.trainer.main_", "recipe.")) or word.endswith(("main_ppo.py", "main_dapo.py"))
-        for word in words
-    )
-
-
-def _overrides(words: list[Word]) -> dict[str, Given]:
-    given = {}
-    for word in words:
-        name, equals, value = word.text.lstrip("+~").partition("=")
-        if equals and not word.text.startswith("-"):
-            given[name] = Given(read_scalar(value), f"line {word.line}" if word.line else "argument")
-    return given
-
-
-def _renamed(given: dict[str, Given]) -> dict[str, Given]:
+        what = "verl.trainer.main_ppo or another trainer of verl's"
+        flags = _overrides(commands_of(path, arguments, TRAINING, what)[-1].words)
     found: dict[str, Given] = {}
-    for name, entry in given.items():
+    for name, entry in given_of(path, flags, _overrides(arguments), lambda name: name).items():
         for old, new in PREFIXES.items():
             name = new + name[len(old) :] if name.startswith(old) else name
-        whole_name = next((name_of_dict for name_of_dict in WHOLE if name.startswith(f"{name_of_dict}.")), None)
-        if whole_name is None:
-            found[ALIASES.get(name, name)] = entry
-        else:
-            before = found[whole_name].value if whole_name in found else None
-            found[whole_name] = Given(_nested(before, name[len(whole_name) + 1 :].split("."), entry.value), entry.place)
+        name = ALIASES.get(name, name)
+        kept = next((kept for kept in WHOLE if name.startswith(f"{kept}.")), name)
+        before = found[kept].value if kept in found else None
+        path_in = name[len(kept) + 1 :].split(".") if name != kept else []
+        found[kept] = Given(_nested(before, path_in, entry.value), entry.place, entry.name if name == kept else kept)
     return found
 
 
-def _nested(before: Any, names: list[str], value: Any) -> dict[str, Any]:
+def _overrides(words: list[str]) -> dict[str, Any]:
+    pairs = [word.lstrip("+~").partition("=") for word in words if "=" in word and not word.startswith("-")]
+    return {name: read_scalar(value) for name, _, value in pairs}
+
+
+def _nested(before: Any, names: list[str], value: Any) -> Any:
     """`before` with a value at a path of names: _nested({"a": 1}, ["b", "c"], 2) -> {"a": 1, "b": {"c": 2}}."""
-    first, *rest = names
+    if not names:
+        return value
     before = before if isinstance(before, dict) else {}
-    return before | {first: _nested(before.get(first), rest, value) if rest else value}
+    return before | {names[0]: _nested(before.get(names[0]), names[1:], value)}
 
 
 def convert(given: dict[str, Given]) -> Conversion:
     """All settings; ValueError for what is missing."""
-    c = Conversion(given, DEFAULTS, VERSION)
-    c.apply(ROWS)
-    for part in (_data, _steps, _objective, _kl, _optimizer, _evaluation, _rewards, _workers):
-        c.fill(part)
-    c.finish(IGNORED)
-    need(c, "model.path", f"add {MODEL}.path=NAME")
-    need(c, "data.source", "add data.train_files=FILE.parquet")
+    c = Conversion(given, PEER)
+    c.apply_tables()
+    for part in (_data, _steps, _objective, _correction, _kl, _optimizer, _evaluation, _rewards, _workers):
+        part(c)
+    c.finish({"model.path": f"{MODEL}.path=NAME", "data.source": "data.train_files=FILE.parquet"})
     return c
 
 
 def _data(c: Conversion) -> None:
-    for name, ours in (("data.train_files", "data.source"), ("data.val_files", "data.eval_source")):
-        files = [local_path(str(file)) for file in as_list(c.value(name))]
-        if files:
-            c.set(ours, first_of(c, name, files), name)
-    overlong, truncation = truth(c.value("data.filter_overlong_prompts")), c.value("data.truncation")
-    c.set(
-        "data.long_prompts",
-        "drop" if overlong else "truncate" if truncation == "left" else "error",
-        "data.filter_overlong_prompts",
-        "data.truncation",
-    )
+    set_sources(c, "data.train_files", [local_path(file) for file in c.list("data.train_files")])
+    overlong, truncation = c.truth("data.filter_overlong_prompts"), c.value("data.truncation")
+    long = "drop" if overlong else "truncate" if truncation == "left" else "error"
+    c.set("data.long_prompts", long, "data.filter_overlong_prompts data.truncation")
     if not overlong and truncation in ("right", "middle"):
         c.lacks("data.truncation", "questions are cut from the left (data.long_prompts=truncate), or dropped")
-    c.refuse(
-        f"{ROLLOUT}.ignore_eos",
-        (None, False),
-        "a sample ends at the model's end token or one of rollout.stop_token_ids",
-    )
-    c.refuse(
-        f"{ROLLOUT}.do_sample",
-        (None, True),
-        "samples of a training step are drawn; run.eval_temperature=0 is for evaluations",
-    )
-    c.refuse("data.train_max_samples", (-1, None), "cut the file")
-    c.refuse(
-        "data.custom_cls.path", (None,), "a data set class of your own; write its rows into a Parquet or JSONL file"
-    )
-    c.refuse(f"{ROLLOUT}.multi_turn.enable", (False,), "one turn; tools are not called")
-    c.refuse("data.reward_fn_key", ("data_source",), "verl's column data_source is what reward functions get")
-    row_tokens = (
-        whole(c.value(f"{ACTOR}.ppo_max_token_len_per_gpu")) if truth(c.value(f"{ACTOR}.use_dynamic_bsz")) else None
-    )
-    names = (
-        [f"{ACTOR}.ppo_max_token_len_per_gpu"] if row_tokens else ["data.max_prompt_length", "data.max_response_length"]
-    )
-    set_row_lengths(
-        c,
-        whole(c.value("data.max_prompt_length")),
-        whole(c.value("data.max_response_length")),
-        *names,
-        row_tokens=row_tokens,
-    )
+    dynamic, names = c.truth(f"{ACTOR}.use_dynamic_bsz"), "data.max_prompt_length data.max_response_length"
+    row_tokens = c.count(f"{ACTOR}.ppo_max_token_len_per_gpu") if dynamic else 0
+    set_lengths(c, c.count("data.max_prompt_length"), c.count("data.max_response_length"), names, row_tokens)
 
 
 def _steps(c: Conversion) -> None:
-    prompts, mini = whole(c.value("data.train_batch_size")), whole(c.value(f"{ACTOR}.ppo_mini_batch_size"))
-    updates = max(1, prompts // mini)
+    prompts, mini = c.count("data.train_batch_size"), c.count(f"{ACTOR}.ppo_mini_batch_size")
     if prompts % mini and mini < prompts:
         raise ValueError(
             f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={mini}: verl refuses that too"
         )
-    c.set("objective.mini_batches", updates, "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size")
+    updates = max(1, prompts // mini)
+    c.set("objective.mini_batches", updates, f"data.train_batch_size {ACTOR}.ppo_mini_batch_size")
     if c.value("trainer.total_training_steps") is not None:
-        c.set("run.steps", whole(c.value("trainer.total_training_steps")), "trainer.total_training_steps")
+        c.set("run.steps", c.whole("trainer.total_training_steps"), "trainer.total_training_steps")
         c.value("trainer.total_epochs")
     else:
-        c.set("run.epochs", number(c.value("trainer.total_epochs")), "trainer.total_epochs")
-    save = whole(c.value("trainer.save_freq"))
-    c.set("run.checkpoint_every", max(0, save), "trainer.save_freq")
+        c.set("run.epochs", c.number("trainer.total_epochs"), "trainer.total_epochs")
     if c.value("trainer.resume_mode") == "disable":
         c.set("run.resume", "never", "trainer.resume_mode")
     elif c.value("trainer.resume_mode") == "resume_path":
-        c.lacks("trainer.resume_mode", "a run goes on from its own checkpoints only (run.resume)")
-    c.refuse("trainer.resume_from_path", (None, False), "a run goes on from its own checkpoints only (run.resume)")
+        c.lacks("trainer.resume_mode", OWN_CHECKPOINTS)
 
 
 def _objective(c: Conversion) -> None:
-    estimator = c.value("algorithm.adv_estimator")
-    by_std = truth(c.value("algorithm.norm_adv_by_std_in_grpo"))
-    known = {
-        "grpo": "std" if by_std else "mean_only",
-        "rloo": "rloo",
-        "grpo_vectorized": "std" if by_std else "mean_only",
-        "rloo_vectorized": "rloo",
-    }
-    if estimator not in known:
-        c.lacks(
-            "algorithm.adv_estimator",
-            "nearest: objective.advantage=std; there is no critic, and a baseline is the group's own",
-        )
-    c.set(
-        "objective.advantage",
-        known.get(estimator, "std"),
-        "algorithm.adv_estimator",
-        "algorithm.norm_adv_by_std_in_grpo",
-    )
+    estimator, by_std = c.value("algorithm.adv_estimator"), "algorithm.norm_adv_by_std_in_grpo"
+    if estimator not in ESTIMATORS:
+        c.lacks("algorithm.adv_estimator", NO_CRITIC)
+    advantage = ESTIMATORS.get(estimator, "std")
+    advantage = "mean_only" if str(estimator).startswith("grpo") and not c.truth(by_std) else advantage
+    c.set("objective.advantage", advantage, f"algorithm.adv_estimator {by_std}")
     mode, aggregation = c.value(f"{ACTOR}.policy_loss.loss_mode"), c.value(f"{ACTOR}.loss_agg_mode")
-    names = (f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode")
     if aggregation not in AGGREGATIONS:
-        c.lacks(names[1], "nearest: objective.loss=dapo")
+        c.lacks(f"{ACTOR}.loss_agg_mode", "nearest: objective.loss=dapo")
     loss = mode if mode in ("gspo", "cispo") else AGGREGATIONS.get(aggregation, "dapo")
     if mode not in ("vanilla", "gspo", "cispo"):
-        c.lacks(names[0], f"nearest: objective.loss={loss}")
-    c.set("objective.loss", loss, *names)
+        c.lacks(f"{ACTOR}.policy_loss.loss_mode", f"nearest: objective.loss={loss}")
+    c.set("objective.loss", loss, f"{ACTOR}.policy_loss.loss_mode {ACTOR}.loss_agg_mode")
     _aggregation_notes(c, loss, aggregation)
-    c.set("objective.clip_high", number(c.value(f"{ACTOR}.clip_ratio_high")), f"{ACTOR}.clip_ratio_high")
+    low = f"{ACTOR}.clip_ratio_low"
     if loss != "cispo":
-        c.set("objective.clip_low", number(c.value(f"{ACTOR}.clip_ratio_low")), f"{ACTOR}.clip_ratio_low")
-    elif number(c.value(f"{ACTOR}.clip_ratio_low")) < 1:
-        c.lacks(f"{ACTOR}.clip_ratio_low", "objective.loss=cispo caps the ratio from above only")
-    c.value(f"{ACTOR}.clip_ratio_c")
+        c.set("objective.clip_low", c.number(low), low)
+    elif c.number(low) < 1:
+        c.lacks(low, "objective.loss=cispo caps the ratio from above only")
     if mode == "vanilla":
         c.differs.append(
             "verl bounds the loss of A < 0 at clip_ratio_c |A|, here it is not bounded; the same with one update a step"
         )
-    is_level = c.value(f"{CORRECTION}.rollout_is")
-    if is_level in ("token", "sequence"):
-        c.set("objective.importance", f"{is_level}_tis", f"{CORRECTION}.rollout_is")
-        c.set(
-            "objective.importance_cap",
-            number(c.value(f"{CORRECTION}.rollout_is_threshold")),
-            f"{CORRECTION}.rollout_is_threshold",
-        )
-    c.refuse(f"{CORRECTION}.rollout_rs", (None,), "samples are weighted, never rejected")
-    if truth(c.value("algorithm.filter_groups.enable")):
-        c.set("objective.dynamic_sampling", True, "algorithm.filter_groups.enable")
-        rounds = whole(c.value("algorithm.filter_groups.max_num_gen_batches"))
-        c.set(
-            "objective.dynamic_sampling_rounds",
-            rounds or 1000,
-            "algorithm.filter_groups.max_num_gen_batches",
-            why="" if rounds else "no bound",
-        )
-        if c.value("algorithm.filter_groups.metric") not in (
-            "reward",
-            "score",
-            "acc",
-            "seq_reward",
-            "seq_final_reward",
-        ):
-            c.lacks("algorithm.filter_groups.metric", "groups are dropped where all rewards are equal")
+    filtering = "algorithm.filter_groups"
+    if c.truth(f"{filtering}.enable"):
+        c.set("objective.dynamic_sampling", True, f"{filtering}.enable")
+        rounds, most = c.whole(f"{filtering}.max_num_gen_batches"), f"{filtering}.max_num_gen_batches"
+        c.set("objective.dynamic_sampling_rounds", rounds or 1000, most, "" if rounds else "no bound")
+        if c.value(f"{filtering}.metric") not in ("reward", "score", "acc", "seq_reward", "seq_final_reward"):
+            c.lacks(f"{filtering}.metric", "groups are dropped where all rewards are equal")
 
 
 def _aggregation_notes(c: Conversion, loss: str, aggregation: Any) -> None:
@@ -246,33 +160,35 @@ def _aggregation_notes(c: Conversion, loss: str, aggregation: Any) -> None:
             "seq-mean-token-sum is max_new_tokens times objective.loss=dr_grpo: one direction, clipped at another "
             "length"
         )
-    scale = c.value(f"{ACTOR}.loss_scale_factor")
-    if scale is not None and loss == "dr_grpo" and whole(scale) != whole(c.value("data.max_response_length")):
-        c.lacks(f"{ACTOR}.loss_scale_factor", "the constant is rollout.max_new_tokens")
+    scale = f"{ACTOR}.loss_scale_factor"
+    if c.value(scale) is not None and loss == "dr_grpo" and c.whole(scale) != c.whole("data.max_response_length"):
+        c.lacks(scale, "the constant is rollout.max_new_tokens")
+
+
+def _correction(c: Conversion) -> None:
+    """Weights for the engine's other arithmetic."""
+    level, cap = c.value(f"{CORRECTION}.rollout_is"), f"{CORRECTION}.rollout_is_threshold"
+    if level in ("token", "sequence"):
+        c.set("objective.importance", f"{level}_tis", f"{CORRECTION}.rollout_is")
+        c.set("objective.importance_cap", c.number(cap), cap)
 
 
 def _kl(c: Conversion) -> None:
-    in_loss = truth(c.value(f"{ACTOR}.use_kl_loss"))
-    kind = c.value(f"{ACTOR}.kl_loss_type")
-    if in_loss and kind not in KL_LOSSES:
-        c.lacks(f"{ACTOR}.kl_loss_type", "nearest: objective.kl=k3")
-    c.set(
-        "objective.kl",
-        KL_LOSSES.get(kind, "k3") if in_loss else "none",
-        f"{ACTOR}.use_kl_loss",
-        *([f"{ACTOR}.kl_loss_type"] if in_loss else []),
-    )
-    c.set(
-        "objective.kl_coef",
-        number(c.value(f"{ACTOR}.kl_loss_coef")) if in_loss else 0.0,
-        f"{ACTOR}.kl_loss_coef" if in_loss else f"{ACTOR}.use_kl_loss",
-    )
-    if in_loss and str(kind).endswith("+"):
-        c.differs.append(
-            "objective.kl=k2 has the gradient of verl's straight-through estimators; what is logged as KL is d^2/2"
-        )
-    coefficient = number(c.value("algorithm.kl_ctrl.kl_coef"))
-    if truth(c.value("algorithm.use_kl_in_reward")) and coefficient > 0:
+    name, kind = f"{ACTOR}.use_kl_loss", c.value(f"{ACTOR}.kl_loss_type")
+    if not c.truth(name):
+        c.set("objective.kl", "none", name)
+        c.set("objective.kl_coef", 0.0, name)
+    else:
+        if kind not in KL_LOSSES:
+            c.lacks(f"{ACTOR}.kl_loss_type", "nearest: objective.kl=k3")
+        c.set("objective.kl", KL_LOSSES.get(kind, "k3"), f"{name} {ACTOR}.kl_loss_type")
+        c.set("objective.kl_coef", c.number(f"{ACTOR}.kl_loss_coef"), f"{ACTOR}.kl_loss_coef")
+        if str(kind).endswith("+"):
+            c.differs.append(
+                "objective.kl=k2 has the gradient of verl's straight-through estimators; what is logged as KL is d^2/2"
+            )
+    coefficient = c.number("algorithm.kl_ctrl.kl_coef")
+    if c.truth("algorithm.use_kl_in_reward") and coefficient > 0:
         c.set("objective.kl_in_reward", True, "algorithm.use_kl_in_reward")
         c.set("objective.kl_reward_coef", coefficient, "algorithm.kl_ctrl.kl_coef")
         if c.value("algorithm.kl_penalty") not in ("kl", "k1"):
@@ -282,117 +198,67 @@ def _kl(c: Conversion) -> None:
 
 
 def _optimizer(c: Conversion) -> None:
-    betas = c.value(f"{OPTIM}.betas")
-    c.set("learner.beta1", number(betas[0]), f"{OPTIM}.betas")
-    c.set("learner.beta2", number(betas[1]), f"{OPTIM}.betas")
-    steps = whole(c.value(f"{OPTIM}.lr_warmup_steps") or 0)
-    ratio = number(c.value(f"{OPTIM}.lr_warmup_steps_ratio") or 0)
+    set_betas(c, f"{OPTIM}.betas")
+    updates = c.ours("objective.mini_batches") * c.ours("objective.epochs")  # verl's schedule counts steps
+    names = (f"{OPTIM}.lr_warmup_steps", f"{OPTIM}.lr_warmup_steps_ratio")
+    steps, ratio = (c.checked(name, lambda value: number(value or 0)) for name in names)
     if steps > 0:
-        c.set(
-            "learner.warmup_steps",
-            steps * _updates(c),
-            f"{OPTIM}.lr_warmup_steps",
-            why="in updates" if _updates(c) > 1 else "",
-        )
+        why = "in updates" if updates > 1 else ""
+        c.set("learner.warmup_steps", whole(steps) * updates, f"{OPTIM}.lr_warmup_steps", why)
     elif ratio > 0:
         c.set_warmup(ratio, f"{OPTIM}.lr_warmup_steps_ratio")
-    if number(c.value(f"{OPTIM}.weight_decay")) > 0:
+    if c.ours("learner.weight_decay") > 0:
         c.differs.append("weight decay is of matrices only here, of every parameter in verl")
-    if "learner.lora_rank" in c.settings and c.settings["learner.lora_rank"].value > 0:
-        c.set("learner.lora_alpha", number(c.value(f"{MODEL}.lora_alpha")), f"{MODEL}.lora_alpha")
-        c.set(
-            "learner.lora_targets",
-            [str(name) for name in as_list(c.value(f"{MODEL}.target_modules"))],
-            f"{MODEL}.target_modules",
-        )
-        c.refuse(f"{MODEL}.lora_adapter_path", (None,), "merge it first (python -m infsample_rl merge)")
-
-
-def _updates(c: Conversion) -> int:
-    """verl's scheduler counts steps, ours updates."""
-    prompts, mini = whole(c.value("data.train_batch_size")), whole(c.value(f"{ACTOR}.ppo_mini_batch_size"))
-    return max(1, prompts // mini) * whole(c.value(f"{ACTOR}.ppo_epochs"))
+    if c.ours("learner.lora_rank") > 0:
+        c.set("learner.lora_alpha", c.number(f"{MODEL}.lora_alpha"), f"{MODEL}.lora_alpha")
+        targets = [str(name) for name in c.list(f"{MODEL}.target_modules")]
+        c.set("learner.lora_targets", targets, f"{MODEL}.target_modules")
 
 
 def _evaluation(c: Conversion) -> None:
-    every, count = whole(c.value("trainer.test_freq")), whole(c.value("data.val_max_samples"))
-    if "data.eval_source" not in c.settings:
-        c.set("data.eval_source", None, "data.val_files")
-        return
-    c.set("run.eval_every", max(0, every), "trainer.test_freq")
-    c.set(
-        "run.eval_prompts",
-        count if count > 0 else ALL_PROBLEMS,
-        "data.val_max_samples",
-        why="all of them" if count <= 0 else "",
-    )
-    greedy = not truth(c.value(f"{ROLLOUT}.val_kwargs.do_sample"))
-    names = [f"{ROLLOUT}.val_kwargs.do_sample"] if greedy else [f"{ROLLOUT}.val_kwargs.temperature"]
-    temperature = 0.0 if greedy else number(c.value(f"{ROLLOUT}.val_kwargs.temperature"))
-    c.set("run.eval_temperature", temperature, *names)
+    files = [local_path(file) for file in c.list("data.val_files")]
+    if not files:
+        return c.set("data.eval_source", None, "data.val_files")
+    if len(files) > 1:
+        c.lacks("data.val_files", f"{', '.join(files[1:])} beside {files[0]}; data.eval_source is one: join them")
+    count = max(0, c.whole("data.val_max_samples"))
+    set_evaluations(c, files[0], every="trainer.test_freq", of="data.val_files", count=count)
+    kwargs = f"{ROLLOUT}.val_kwargs"
+    name = f"{kwargs}.temperature" if c.truth(f"{kwargs}.do_sample") else f"{kwargs}.do_sample"
+    temperature = c.number(name) if name.endswith("temperature") else 0.0
+    c.set("run.eval_temperature", temperature, name)
     for name in ("top_p", "top_k"):
-        if temperature > 0 and c.value(f"{ROLLOUT}.val_kwargs.{name}") != c.value(f"{ROLLOUT}.{name}"):
-            c.lacks(f"{ROLLOUT}.val_kwargs.{name}", f"evaluations sample with rollout.{name}")
+        if temperature > 0 and c.value(f"{kwargs}.{name}") != c.value(f"{ROLLOUT}.{name}"):
+            c.lacks(f"{kwargs}.{name}", f"evaluations sample with rollout.{name}")
 
 
 def _rewards(c: Conversion) -> None:
-    path = c.value("reward.custom_reward_function.path")
-    kwargs = dict(c.value("reward.custom_reward_function.reward_kwargs") or {})
-    if truth(c.value("reward.reward_model.enable") or False) and c.value("reward.reward_model.model_path"):
-        c.set(
-            "reward.functions",
-            [reward_entry(f"model:{c.value('reward.reward_model.model_path')}")],
-            "reward.reward_model.model_path",
-        )
+    path, model = c.value(f"{CUSTOM}.path"), c.value("reward.reward_model.model_path")
+    kwargs = dict(c.value(f"{CUSTOM}.reward_kwargs") or {})
+    if c.truth("reward.reward_model.enable") and model:
+        c.set("reward.functions", [reward_entry(f"model:{model}")], "reward.reward_model.model_path")
     elif path:
-        name = f"{local_path(str(path))}:{c.value('reward.custom_reward_function.name')}"
-        theirs = [
-            f"reward.custom_reward_function.{key}" for key in ("path", "name", *(["reward_kwargs"] if kwargs else []))
-        ]
-        c.set("reward.functions", [reward_entry(name, **kwargs)], *theirs)
+        entry = reward_entry(f"{local_path(path)}:{c.value(f'{CUSTOM}.name')}", **kwargs)
+        names = f"{CUSTOM}.path {CUSTOM}.name" + (f" {CUSTOM}.reward_kwargs" if kwargs else "")
+        c.set("reward.functions", [entry], names)
     else:
-        c.set(
-            "reward.functions",
-            [reward_entry("data_source")],
-            why="the rule of each row's data_source, as verl's default does",
-        )
+        why = "the rule of each row's data_source, as verl's default does"
+        c.set("reward.functions", [reward_entry("data_source")], why=why)
         c.differs.append(
             "reward data_source scores with the rules gsm8k and math here: maths answers by math-verify, 1 or 0"
         )
-    manager = c.value("reward.reward_manager.name")
-    if manager not in ("naive", "dapo", "batch", "prime"):
-        c.lacks("reward.reward_manager.name", "reward functions are called one sample at a time")
-    shaping = "reward.reward_kwargs.overlong_buffer_cfg"
-    if truth(c.value(f"{shaping}.enable") or False):
-        c.set("objective.overlong_buffer_tokens", whole(c.value(f"{shaping}.len")), f"{shaping}.len")
-        c.set(
-            "objective.overlong_penalty",
-            number(c.value(f"{shaping}.penalty_factor") or 1.0),
-            f"{shaping}.penalty_factor",
-        )
+    if c.truth(f"{OVERLONG}.enable"):
+        c.set("objective.overlong_buffer_tokens", c.whole(f"{OVERLONG}.len"), f"{OVERLONG}.len")
+        c.set("objective.overlong_penalty", c.number(f"{OVERLONG}.penalty_factor"), f"{OVERLONG}.penalty_factor")
     else:
-        for name in ("len", "penalty_factor"):
-            c.value(f"{shaping}.{name}")
+        c.value(f"{OVERLONG}.len"), c.value(f"{OVERLONG}.penalty_factor")
 
 
 def _workers(c: Conversion) -> None:
-    gpus = whole(c.value("trainer.n_gpus_per_node")) * whole(c.value("trainer.nnodes"))
-    separate = c.settings.get("objective.kl_in_reward") is not None
-    place_colocated(c, gpus, "trainer.n_gpus_per_node", "trainer.nnodes", separate_reference=separate)
-    if not separate and c.settings.get("objective.kl") is not None and c.settings["objective.kl"].value != "none":
-        c.set("reference.placement", "learner", f"{ACTOR}.use_kl_loss", why="beside the policy, as in verl")
-        c.set(
-            "reference.offload", truth(c.value(f"{REF}.fsdp_config.param_offload")), f"{REF}.fsdp_config.param_offload"
-        )
-    if whole(c.value(f"{ROLLOUT}.tensor_model_parallel_size")) > 1:
-        c.lacks(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            "an engine is whole on one GPU: the policy in 16 bits and its KV pool must fit there",
-        )
-    place_reward_model(c)
-    loggers = [str(name) for name in as_list(c.value("trainer.logger"))]
-    c.set("logging.wandb", "auto" if "wandb" in loggers else "disabled", "trainer.logger")
-    if "tensorboard" in loggers:
-        c.set("logging.tensorboard", True, "trainer.logger")
-    for name in sorted(set(loggers) - {"console", "wandb", "tensorboard", "file"}):
-        c.no_equivalent.append(f"trainer.logger={name}: metrics.jsonl holds everything; W&B and TensorBoard are there")
+    gpus, in_reward = c.whole("trainer.n_gpus_per_node") * c.whole("trainer.nnodes"), c.ours("objective.kl_in_reward")
+    place_colocated(c, gpus, "trainer.n_gpus_per_node trainer.nnodes", separate_reference=in_reward)
+    if not in_reward and c.truth(f"{ACTOR}.use_kl_loss"):
+        offload = f"{REF}.fsdp_config.param_offload"
+        c.set("reference.placement", "learner", f"{ACTOR}.use_kl_loss", "beside the policy, as in verl")
+        c.set("reference.offload", c.truth(offload), offload)
+    finish_places(c, [str(name) for name in c.list("trainer.logger")], "trainer.logger")

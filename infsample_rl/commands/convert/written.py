@@ -4,10 +4,6 @@ what is left."""
 from __future__ import annotations
 
 import json
-import re
-from typing import Any
-
-import yaml
 
 from infsample_rl.commands.convert.conversion import Conversion, Setting
 from infsample_rl.config.loading import SECTIONS
@@ -17,7 +13,7 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
     """The text of configs/experiment/NAME.yaml."""
     lines = [
         "# @package _global_",
-        f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.version}.",
+        f"# Made by `{' '.join(command.split())}`; what it leaves out has the defaults of {conversion.peer.version}.",
         f"# Save it as DIR/experiment/{name}.yaml and run: python -m infsample_rl.main --config-dir DIR "
         f"+experiment={name}",
     ]
@@ -38,17 +34,5 @@ def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:
 
 
 def _line(key: str, setting: Setting) -> str:
-    return f"  {key}: {_flow(setting.value)}  # {' '.join(setting.origin.split())}"
-
-
-def _flow(value: Any) -> str:
-    """A value on one line of YAML: JSON where texts need quotes, 1.0e-06 for small numbers."""
-    if isinstance(value, float):
-        return yaml.safe_dump(value).split("\n")[0]
-    if isinstance(value, str) and re.fullmatch(r"[A-Za-z/][\w./-]*", value) and isinstance(yaml.safe_load(value), str):
-        return value
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_flow(str(key))}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_flow(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
+    value = json.dumps(setting.value, ensure_ascii=False)  # flow style of YAML, on one line
+    return f"  {key}: {value}  # {' '.join(setting.origin.split())}"

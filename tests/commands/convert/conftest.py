@@ -9,36 +9,43 @@ from infsample_rl.config.loading import load_config
 
 
 class Converted:
-    """What the command printed, and the checked Config it composes to."""
+    """The exit code, what the command printed, and the checked Config it composes to."""
 
-    def __init__(self, text, folder):
+    def __init__(self, code, printed, folder):
         experiment = folder / "mine" / "experiment" / "theirs.yaml"
         experiment.parent.mkdir(parents=True, exist_ok=True)
-        experiment.write_text(text)
-        self.text = text
+        experiment.write_text(printed.out)
+        self.code, self.text, self.said = code, printed.out, printed.err
         self.config = load_config(["+experiment=theirs"], str(folder / "mine"))
 
     def under(self, heading):
         """The comment lines below a heading, joined."""
-        lines = self.text.split("\n")
-        start = lines.index(f"# {heading}:") + 1 if f"# {heading}:" in lines else len(lines)
-        found = [line for line in lines[start:] if line]
-        return "\n".join(
-            found[: next((index for index, line in enumerate(found) if not line.startswith("#   ")), len(found))]
-        )
+        return self.text.partition(f"\n# {heading}:\n")[2].partition("\n\n")[0].strip()
+
+    def values(self, *names):
+        """Settings by their dotted names."""
+        return tuple(getattr(getattr(self.config, section), key) for section, key in (n.split(".") for n in names))
+
+    def has(self, expected):
+        """The part of the Config that `expected` names, to compare with it."""
+        return dict(zip(expected, self.values(*expected), strict=True))
 
 
 @pytest.fixture
 def convert(tmp_path, capsys):
-    """convert("trl", "file.yaml", text, *arguments) -> Converted; the command must end with 0."""
+    """convert("trl", "file.yaml", text, *arguments) -> Converted: 3 and the dropped on stderr, or 0 and nothing."""
 
     def run(peer, name, text, *arguments):
-        path = tmp_path / name
-        path.write_text(text)
-        code = main([peer, str(path), *arguments])
+        (tmp_path / name).write_text(text)
+        code = main([peer, str(tmp_path / name), *arguments])
         printed = capsys.readouterr()
-        assert code == 0, printed.err
-        return Converted(printed.out, tmp_path)
+        assert code in (0, 3), printed.err  # which of the two is told below
+        found = Converted(code, printed, tmp_path)
+        dropped = [found.under(heading) for heading in ("No equivalent here", "Unknown, not converted")]
+        lines = [line.removeprefix("#   ") for text in dropped for line in text.split("\n") if line]
+        assert found.said.splitlines() == [f"not converted: {line}" for line in lines]
+        assert code == (3 if lines else 0)
+        return found
 
     return run
 
@@ -48,9 +55,10 @@ def refused(tmp_path, capsys):
     """refused("trl", "file.yaml", text, *arguments) -> the one line it says, with exit code 2."""
 
     def run(peer, name, text, *arguments):
-        path = tmp_path / name
-        path.write_text(text)
-        assert main([peer, str(path), *arguments]) == 2
-        return capsys.readouterr().err.strip()
+        (tmp_path / name).write_text(text)
+        assert main([peer, str(tmp_path / name), *arguments]) == 2
+        said = capsys.readouterr().err.strip()
+        assert "\n" not in said
+        return said
 
     return run

@@ -36,85 +36,55 @@ python3 -m openrlhf.cli.train_ppo_ray --pretrain a/b --remote_rm_url grade.py --
 
 def test_a_ray_job_keeps_units_and_objective(convert, tmp_path):
     found = convert("openrlhf", "train.sh", SCRIPT)
-    config = found.config
-    assert (config.data.prompts_per_step, config.rollout.group_size, config.objective.mini_batches) == (64, 8, 2)
-    assert (config.data.source, config.data.prompt_field, config.data.answer_field) == (
-        "someone/sums",
-        "question",
-        "gold",
-    )
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.apply_chat_template) == (
-        1024,
-        2048,
-        True,
-    )
-    objective = config.objective
-    assert (objective.loss, objective.advantage, objective.clip_high, objective.entropy_coef) == (
-        "dapo",
-        "std",
-        0.3,
-        0.01,
-    )
-    assert (objective.kl, objective.kl_coef, config.reference.placement) == ("k3", 1e-3, "learner")
-    assert [entry.name for entry in config.reward.functions] == [f"{tmp_path.parent}/rewards/grade.py:reward_func"]
-    assert (
-        config.learner.lr_schedule,
-        config.learner.min_lr_ratio,
-        config.learner.beta2,
-    ) == ("cosine", 0.1, 0.95)
-    assert (
-        config.learner.backend,
-        config.learner.zero_stage,
-        config.cluster.colocate,
-        config.cluster.learner_ranks,
-    ) == ("deepspeed", 3, True, 4)
-    assert (config.data.eval_source, config.run.eval_temperature, config.run.eval_samples) == (
-        "someone/sums_test",
-        0.6,
-        4,
-    )
-    assert (config.run.seed, config.run.epochs, config.run.checkpoint_every) == (42, 3.0, 20)
+    expected = {
+        **{"data.prompts_per_step": 64, "rollout.group_size": 8, "objective.mini_batches": 2},
+        **{"data.source": "someone/sums", "data.prompt_field": "question", "data.answer_field": "gold"},
+        **{"data.max_prompt_tokens": 1024, "rollout.max_new_tokens": 2048, "data.apply_chat_template": True},
+        **{"objective.loss": "dapo", "objective.advantage": "std", "objective.clip_high": 0.3},
+        **{"objective.entropy_coef": 0.01, "objective.kl": "k3", "objective.kl_coef": 1e-3},
+        **{"learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.1, "learner.beta2": 0.95},
+        **{"learner.backend": "deepspeed", "learner.zero_stage": 3, "reference.placement": "learner"},
+        **{"cluster.colocate": True, "cluster.learner_ranks": 4, "rollout.kv_budget_bytes": "auto"},
+        **{"data.eval_source": "someone/sums_test", "run.eval_temperature": 0.6, "run.eval_samples": 4},
+        **{"run.eval_prompts": 1_000_000, "run.eval_every": 10},
+        **{"run.seed": 42, "run.epochs": 3.0, "run.checkpoint_every": 20},
+    }
+    assert found.has(expected) == expected
+    assert [entry.name for entry in found.config.reward.functions] == [
+        f"{tmp_path.parent}/rewards/grade.py:reward_func"
+    ]
 
 
 def test_nothing_of_a_script_is_dropped_and_keys_are_never_shown(convert):
-    found = convert("openrlhf", "train.sh", SCRIPT)
+    found = convert("openrlhf", "train.sh", SCRIPT.replace("--rollout.batch_size 64", "--rollout.batch_size $NOWHERE"))
     flags = [word[2:] for word in SCRIPT.partition("-- python3")[2].split() if word.startswith("--")]
     assert [flag for flag in flags if f"{flag}=" not in found.text] == []
     assert "no.such.flag=3" in found.under("Unknown, not converted")
-    assert "abcdef0123456789" not in found.text
-    found = convert("openrlhf", "train.sh", SCRIPT.replace("--rollout.batch_size 64", "--rollout.batch_size $NOWHERE"))
-    assert "# rollout.batch_size is given, line 19, and could not be resolved;" in found.text
+    assert "rollout.batch_size=${NOWHERE}, line 19" in found.under("Unknown, not converted")
+    assert "# rollout.batch_size is given, line 19, and could not be resolved; 1024 is the default" in found.text
+    assert "actor.lr_warmup_ratio=0.03, the default of OpenRLHF 0.11.2" in found.under("No equivalent here")
+    assert "abcdef0123456789" not in found.text + found.said
 
 
 def test_flags_of_older_versions_are_the_same_settings(convert):
-    config = convert("openrlhf", "old.sh", OLD).config
-    assert (config.model.path, config.data.prompts_per_step, config.objective.advantage, config.objective.kl) == (
-        "a/b",
-        16,
-        "mean_only",
-        "none",
-    )
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.run.max_staleness) == (512, 1024, 1)
-    assert (config.cluster.rollout_workers, config.cluster.learner_ranks, config.cluster.colocate) == (2, 2, False)
-    assert config.data.apply_chat_template is False
-
-
-def test_evaluations_are_of_the_whole_set_and_a_constant_rate_has_no_warm_up(convert, refused):
-    found = convert("openrlhf", "one.sh", SCRIPT)
-    assert (found.config.run.eval_prompts, found.config.run.eval_every) == (1_000_000, 10)
-    assert "set learner.warmup_steps, 0.03 times the updates" in found.under("No equivalent here")
-    constant = convert("openrlhf", "two.sh", SCRIPT.rstrip() + " --actor.lr_scheduler constant\n")
-    assert constant.config.learner.lr_schedule == "constant"
-    assert "learner.warmup_steps" not in constant.under("No equivalent here")
-    assert "rollout.max_new_tokens=1k, line" in refused(
-        "openrlhf", "three.sh", SCRIPT.replace("max_new_tokens 2048", "max_new_tokens 1k")
-    )
+    expected = {
+        **{
+            "model.path": "a/b",
+            "data.prompts_per_step": 16,
+            "objective.advantage": "mean_only",
+            "objective.kl": "none",
+        },
+        **{"data.max_prompt_tokens": 512, "rollout.max_new_tokens": 1024, "run.max_staleness": 1},
+        **{"cluster.rollout_workers": 2, "cluster.learner_ranks": 2, "cluster.colocate": False},
+        **{"data.apply_chat_template": False, "learner.lr": 1e-6},
+    }
+    assert convert("openrlhf", "old.sh", OLD).has(expected) == expected
 
 
 @pytest.mark.parametrize(
     ("added", "settings", "said"),
     [
-        ("--actor.policy_loss_type gspo", {"loss": "gspo"}, ""),
+        ("--actor.policy_loss_type gspo --actor.lr_scheduler constant", {"loss": "gspo"}, ""),
         (
             "--algo.kl.init_coef 0.02",
             {"kl_in_reward": True, "kl_reward_coef": 0.02},
@@ -133,28 +103,25 @@ def test_evaluations_are_of_the_whole_set_and_a_constant_rate_has_no_warm_up(con
         ),
         ("--reward.overlong_buffer_len 256", {"overlong_buffer_tokens": 256, "overlong_penalty": 1.0}, ""),
         ("--algo.dynamic_filtering_enable --max_staleness_is_off", {"dynamic_sampling": True}, "groups are dropped"),
+        ("--actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log", {"clip_high": 0.3}, ""),
     ],
 )
 def test_objectives_by_their_name(convert, added, settings, said):
-    script = OLD.replace(" --async_train", "").rstrip() + f" {added}\n"
-    found = convert("openrlhf", "one.sh", script)
-    assert {name: getattr(found.config.objective, name) for name in settings} == settings
+    found = convert("openrlhf", "one.sh", OLD.replace(" --async_train", "").rstrip() + f" {added}\n")
+    expected = {f"objective.{name}": value for name, value in settings.items()}
+    assert found.has(expected) == expected
     assert said in found.under("No equivalent here") + found.under("Differs in meaning")
+    assert ("lr_warmup_ratio" in found.said) == ("lr_scheduler constant" not in added)
 
 
-def test_what_is_missing_is_one_line(refused):
-    assert "what reward.functions is to be; add --reward.remote_url" in refused(
-        "openrlhf", "one.sh", OLD.replace("--remote_rm_url grade.py", "")
-    )
-    assert "holds no command with openrlhf.cli.train_ppo_ray" in refused("openrlhf", "one.sh", "echo\n")
-
-
-def test_where_output_goes_is_no_setting(convert, refused):
-    script = OLD.replace(" --async_train", "").rstrip()
-    assert (
-        convert(
-            "openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log\n"
-        ).config.objective.clip_high
-        == 0.3
-    )
-    assert "eps_clip_low_high" in refused("openrlhf", "one.sh", script + " --actor.eps_clip_low_high 0.2\n")
+@pytest.mark.parametrize(
+    ("before", "after", "error"),
+    [
+        ("--remote_rm_url grade.py", "", "what reward.functions is to be; add --reward.remote_url"),
+        ("-m openrlhf.cli.train_ppo_ray", "-m train", "holds no command with openrlhf.cli.train_ppo_ray"),
+        ("--generate_max_len 1024", "--generate_max_len 1k", "generate_max_len=1k, line 4 is not a value"),
+        ("--bf16", "--actor.eps_clip_low_high 0.2", "eps_clip_low_high=0.2, line 4 is not a value"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_line(refused, before, after, error):
+    assert error in refused("openrlhf", "one.sh", OLD.replace(before, after))

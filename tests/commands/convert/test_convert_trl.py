@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from infsample_rl.commands.convert import recording
+
 RECIPE = """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
 dtype: bfloat16
@@ -80,10 +82,55 @@ def main():
         reward_funcs=[correct, shortness, think_format_reward, get_soft_overlong_punishment(max_completion_len=1024, soft_punish_cache=128)],
     )
     trainer.train()
+    raise AssertionError
 
 if __name__ == "__main__":
     main()
 '''
+
+QUICK_START = """
+from datasets import load_dataset
+from trl import GRPOTrainer
+from trl.rewards import accuracy_reward
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=dataset)
+trainer.train()
+raise SystemExit("train() returned")
+"""
+
+PARSED = """
+from dataclasses import dataclass, field
+import numpy, torch, math_verify_of_nowhere
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+@dataclass
+class Mine(ScriptArguments):
+    scale: float = field(default=1.0)
+
+@dataclass
+class Config(GRPOConfig):
+    flavour: str = "plain"
+
+def rewards(kind):
+    def made(completions, **kwargs):
+        return [0.0] * len(completions)
+    return made
+
+if __name__ == "__main__":
+    script, args, model = TrlParser((Mine, Config, ModelConfig)).parse_args_and_config()
+    for exponent in range(5, 7):
+        args.learning_rate = float(f"1e-{exponent}") * script.scale
+    if args.num_generations == 8:  # TRL's default
+        args.num_generations, args.max_grad_norm = 4, torch.finfo(torch.float16).max
+    data = load_dataset("json", data_files=["a.jsonl", "b.jsonl"], split="train").filter(lambda row: row["ok"]).shuffle(seed=1)
+    policy = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, dtype=torch.bfloat16, device_map="auto")
+    trainer = GRPOTrainer(policy, [rewards("a"), f"{script.dataset_name}/judge"], args, data, peft_config=get_peft_config(model))
+    trainer.add_callback(print)
+    trainer.train()
+"""
 
 COMMAND = """
 #!/bin/bash
@@ -96,124 +143,128 @@ accelerate launch --num_processes 4 --config_file zero2.yaml train_gspo.py \\
 """
 
 
+LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
+
+
 def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
     found = convert("trl", "recipe.yaml", RECIPE, "--num_processes", "2")
-    config = found.config
-    assert (config.model.path, config.model.dtype) == ("Qwen/Qwen2.5-0.5B-Instruct", "bfloat16")
-    assert (config.data.source, config.data.eval_source, config.data.eval_split) == (
-        "someone/sums:easy",
-        "someone/sums:easy",
-        "test",
-    )
-    # a generation batch is 4 x 2 processes x 16 = 128 responses, 8 groups of 16; an update 4 x 2 x 8 = 64: two updates,
-    # twice
-    assert (config.data.prompts_per_step, config.rollout.group_size) == (8, 16)
-    assert (config.objective.mini_batches, config.objective.epochs) == (2, 2)
-    # TRL counts updates, 4 a step here
-    assert (config.run.steps, config.run.checkpoint_every, config.run.eval_every) == (100, 20, 10)
-    assert (config.learner.lr, config.learner.lr_schedule, config.learner.min_lr_ratio) == (2e-6, "cosine", 0.1)
-    assert config.learner.warmup_steps == -(-config.run.steps * 4 // 20), "of four updates a step"
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.data.long_prompts) == (
-        256,
-        768,
-        "truncate",
-    )
-    objective = config.objective
-    assert (objective.loss, objective.advantage, objective.clip_low, objective.clip_high) == (
-        "dr_grpo",
-        "mean_only",
-        0.2,
-        0.28,
-    )
-    assert (objective.kl, objective.kl_coef) == ("k2", 0.04)  # the gradient of TRL's k3 times the ratio
-    assert (objective.importance, objective.importance_cap) == ("token_tis", 2.5)
-    assert [(entry.name.rpartition("/")[2], entry.weight) for entry in config.reward.functions] == [
-        ("my_rewards.py:format_reward", 0.25),
-        ("math", 1.0),
-    ]
-    assert (config.cluster.colocate, config.cluster.rollout_workers, config.cluster.learner_ranks) == (True, 2, 2)
-    assert (config.run.seed, config.rollout.temperature, config.rollout.top_k, config.run.keep_checkpoints) == (
-        7,
-        0.9,
-        50,
-        3,
-    )
+    expected = {
+        **{"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "model.dtype": "bfloat16"},
+        **{"data.source": "someone/sums:easy", "data.eval_source": "someone/sums:easy", "data.eval_split": "test"},
+        # a generation batch is 4 x 2 processes x 16 = 128 responses, 8 groups of 16; an update 4 x 2 x 8 = 64: two
+        # updates, twice
+        **{"data.prompts_per_step": 8, "rollout.group_size": 16, "objective.mini_batches": 2, "objective.epochs": 2},
+        # TRL counts updates, 4 a step here
+        **{"run.steps": 100, "run.checkpoint_every": 20, "run.eval_every": 10, "learner.warmup_steps": 20},
+        **{"learner.lr": 2e-6, "learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.1},
+        **{"data.max_prompt_tokens": 256, "rollout.max_new_tokens": 768, "data.long_prompts": "truncate"},
+        **{"objective.loss": "dr_grpo", "objective.advantage": "mean_only", "objective.clip_low": 0.2},
+        # k2 has the gradient of TRL's k3 times the ratio
+        **{"objective.clip_high": 0.28, "objective.kl": "k2", "objective.kl_coef": 0.04},
+        **{"objective.importance": "token_tis", "objective.importance_cap": 2.5, "rollout.kv_budget_bytes": "auto"},
+        **{"cluster.colocate": True, "cluster.rollout_workers": 2, "cluster.learner_ranks": 2},
+        **{"run.seed": 7, "rollout.temperature": 0.9, "rollout.top_k": 50, "run.keep_checkpoints": 3},
+    }
+    assert found.has(expected) == expected
+    functions = [(entry.name.rpartition("/")[2], entry.weight) for entry in found.config.reward.functions]
+    assert functions == [("my_rewards.py:format_reward", 0.25), ("math", 1.0)]
 
 
-def test_every_key_of_a_recipe_is_in_the_printed_text(convert):
-    text = convert("trl", "recipe.yaml", RECIPE).text
-    keys = [line.partition(":")[0] for line in RECIPE.strip().split("\n")]
-    assert [key for key in keys if f"{key}=" not in text] == []
-
-
-def test_no_key_is_printed_and_no_value_leaves_its_comment(convert):
+def test_every_key_of_a_recipe_is_printed_but_no_secret_and_no_line_leaves_its_comment(convert):
     recipe = RECIPE + 'model_init_kwargs: {note: "first\\nrun:\\n  seed: 777"}\n'
-    text = convert("trl", "recipe.yaml", recipe, "--hub_token", "hf_SECRET").text
-    assert "hf_SECRET" not in text and "--hub_token '(not shown)'" in text
-    assert "#   model_init_kwargs.note=first run: seed: 777" in text
-
-
-def test_what_has_no_equivalent_differs_or_is_unknown_is_said(convert):
-    found = convert("trl", "recipe.yaml", RECIPE)
+    found = convert("trl", "recipe.yaml", recipe, "--hub_token", "hf_SECRET")
+    keys = [line.partition(":")[0] for line in RECIPE.strip().split("\n")]
+    assert [key for key in keys if f"{key}=" not in found.text] == []
+    assert "hf_SECRET" not in found.text + found.said and "--hub_token '(not shown)'" in found.text
+    assert "#   model_init_kwargs.note=first run: seed: 777" in found.text
     assert "mask_truncated_completions=True, recipe.yaml" in found.under("No equivalent here")
-    assert "k2" in found.under("Differs in meaning") and "one GPU is taken; add --num_processes N" in found.under(
-        "Differs in meaning"
-    )
+    assert "k2" in found.under("Differs in meaning")
+    assert "one GPU is taken; add --num_processes N" in found.under("Differs in meaning")
     assert "vllm_gpu_memory_utilization=0.35, recipe.yaml: the engine here" in found.under(
         "Changes nothing that is learnt"
     )
     assert found.under("Unknown, not converted") == "#   warp_speed=9, recipe.yaml"
 
 
-def test_a_script_is_read_and_never_run(convert, tmp_path):
-    found = convert("trl", "train.py", SCRIPT + "\nraise SystemExit('this script was run')\n")
-    config = found.config
-    assert (config.model.path, config.model.dtype) == ("Qwen/Qwen3-0.6B", "float32")
-    assert (config.data.source, config.data.split, config.data.prompt_field) == ("someone/sums", "train[:10%]", "sum")
-    assert config.data.system_prompt == "Think, then answer."
-    assert (config.objective.loss, config.objective.clip_high) == ("gspo", 4e-4)
-    assert (config.data.prompts_per_step, config.rollout.max_new_tokens, config.learner.max_grad_norm) == (2, 1024, 0.2)
-    assert (config.learner.lora_rank, config.learner.lora_alpha, config.learner.lora_targets) == (
-        32,
-        64.0,
-        ["all-linear"],
-    )
-    names = [(entry.name.removeprefix(f"{tmp_path}/"), entry.weight) for entry in config.reward.functions]
+def test_a_script_is_run_to_its_train(convert, tmp_path):
+    found = convert("trl", "train.py", SCRIPT)
+    expected = {
+        **{"model.path": "Qwen/Qwen3-0.6B", "model.dtype": "float32", "data.source": "someone/sums"},
+        **{"data.split": "train[:10%]", "data.prompt_field": "sum", "data.system_prompt": "Think, then answer."},
+        **{"objective.loss": "gspo", "objective.clip_high": 4e-4, "data.prompts_per_step": 2},
+        **{"rollout.max_new_tokens": 1024, "learner.max_grad_norm": 0.2, "learner.lora_rank": 32},
+        **{"learner.lora_alpha": 64.0, "learner.lora_targets": ["all-linear"]},
+        **{"objective.overlong_buffer_tokens": 128, "objective.overlong_penalty": 0.75},
+    }
+    assert found.has(expected) == expected and found.code == 0
+    names = [(entry.name.removeprefix(f"{tmp_path}/"), entry.weight) for entry in found.config.reward.functions]
     assert names[0][0].endswith("scoring/sums.py:correct")
     assert names[1:] == [("train.py:shortness", 0.5), ("think_format", 0.25)]
-    assert (config.objective.overlong_buffer_tokens, config.objective.overlong_penalty) == (128, 0.75)
-    assert ".map(to_chat) is not run" in found.under("No equivalent here")
-    assert (
-        "the script is imported for its reward functions, with what it imports (datasets, peft, scoring, trl)"
-        in found.under("No equivalent here")
-    )
+    assert "imported for its reward functions, with what it imports (datasets, peft, scoring, torch, trl)" in found.text
+    other = convert("trl", "train.py", SCRIPT.replace('row["sum"]}]', 'row["sum"] + "?"}]'))
+    assert ".map(to_chat) is not run: save what it makes" in other.said
+
+
+def test_the_quick_start_of_trl_loses_nothing(convert):
+    found = convert("trl", "quick.py", QUICK_START)
+    assert (found.code, found.said) == (0, "")
+    assert found.values("model.path", "data.source") == ("Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/DeepMath-103K")
+    assert [entry.name for entry in found.config.reward.functions] == ["math"]
+
+
+def test_parsers_loops_and_conditionals_of_a_script_come_out_right(convert):
+    flags = "--model_name_or_path a/b --dataset_name c --scale 0.5 --lora_r 8 --use_peft --num_processes 2 --odd 1"
+    found = convert("trl", "parsed.py", PARSED, *flags.split())
+    assert found.values("learner.lr", "rollout.group_size", "learner.lora_rank") == (5e-7, 4, 8)
+    assert found.values("model.path", "model.dtype", "cluster.learner_ranks") == ("a/b", "bfloat16", 2)
+    assert [entry.name for entry in found.config.reward.functions] == ["model:c/judge"]
+    assert "rewards.<locals>.made is made by code" in found.said and ".filter(<lambda>) is not run" in found.said
+    assert "max_grad_norm=$(torch.finfo().max), line 26: it could not be resolved" in found.said
+    assert "b.jsonl" in found.said and "odd=1" in found.said
+    assert "scale=" not in found.said and "flavour=" not in found.said
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("import os\nos.fork()\nimport time\ntime.sleep(99)", "did not end within 4 s before GRPOTrainer"),
+        (
+            "import trl\nopen('OUTSIDE', 'w')",
+            "PermissionError: [Errno 13] Permission denied: 'OUTSIDE' (line 2)) (it may",
+        ),
+        ("import urllib.request as u\nu.urlopen('http://127.0.0.1')", "Operation not permitted"),
+        ("raise SystemExit(3)", "ended with exit code 3 before GRPOTrainer or RLOOTrainer had anything to train"),
+        ("x = 1\nx.y", "ended with exit code 1 (AttributeError: 'int' object has no attribute 'y' (line 2)) before"),
+        ("if x", "SyntaxError"),
+        ("from trl import SFTTrainer\nSFTTrainer().train()", "ended before GRPOTrainer or RLOOTrainer had anything"),
+    ],
+)
+def test_a_script_that_does_not_get_to_train_is_one_line(refused, monkeypatch, tmp_path, script, error):
+    monkeypatch.setattr(recording, "TIME_LIMIT_S", 4.0)
+    outside = f"{tmp_path}_outside"
+    assert error.replace("OUTSIDE", outside) in refused("trl", "bad.py", script.replace("OUTSIDE", outside))
 
 
 def test_trl_defaults_that_are_not_ours_are_written_out(convert):
-    minimal = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
-    config = convert("trl", "minimal.yaml", minimal).config
-    assert (config.objective.loss, config.objective.kl, config.learner.lr_schedule, config.run.epochs) == (
-        "dapo",
-        "none",
-        "linear",
-        3.0,
-    )
-    assert (config.run.seed, config.rollout.max_new_tokens, config.learner.activation_checkpointing) == (42, 512, 1)
-    assert (config.data.prompts_per_step, config.data.eval_source, config.run.checkpoint_every) == (1, None, 500)
+    expected = {
+        **{"objective.loss": "dapo", "objective.kl": "none", "learner.lr_schedule": "linear", "run.epochs": 3.0},
+        **{"run.seed": 42, "rollout.max_new_tokens": 512, "learner.activation_checkpointing": 1},
+        **{"data.prompts_per_step": 1, "data.eval_source": None, "run.checkpoint_every": 500},
+    }
+    found = convert("trl", "minimal.yaml", LEAST)
+    assert found.has(expected) == expected and found.code == 0
 
 
 def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(convert, tmp_path):
-    (tmp_path / "train_gspo.py").write_text(
-        SCRIPT.replace('model="Qwen/Qwen3-0.6B"', "model=model_args.model_name_or_path")
-    )
-    config = convert("trl", "run.sh", COMMAND).config
-    assert (config.model.path, config.rollout.group_size, config.cluster.learner_ranks) == ("Qwen/Qwen3-1.7B", 8, 4)
-    assert (config.run.dir.endswith("out/Qwen3-1.7B"), config.learner.lora_targets) == (True, ["q_proj", "v_proj"])
-    assert config.objective.loss == "gspo"
+    (tmp_path / "train_gspo.py").write_text(SCRIPT.replace('model="Qwen/Qwen3-0.6B"', "model=None"))
+    found = convert("trl", "run.sh", COMMAND)
+    expected = {
+        **{"model.path": "Qwen/Qwen3-1.7B", "rollout.group_size": 8, "cluster.learner_ranks": 4},
+        **{"learner.lora_targets": ["q_proj", "v_proj"], "objective.loss": "gspo"},
+    }
+    assert found.has(expected) == expected and found.config.run.dir.endswith("out/Qwen3-1.7B")
     unclear = convert("trl", "run.sh", COMMAND.replace("${G:-8}", "$NOWHERE")).text
-    assert (
-        "group_size: 8  # num_generations is given, line 6, and could not be resolved; 8 is the default of" in unclear
-    )
+    assert "group_size: 8  # num_generations is given, line 6, and could not be resolved; 8 is the default" in unclear
 
 
 @pytest.mark.parametrize(
@@ -229,14 +280,16 @@ def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(
     ],
 )
 def test_objectives_by_their_name(convert, changed, settings, said):
-    found = convert(
-        "trl", "one.yaml", f"model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n{changed}\n"
-    )
-    assert {name: getattr(found.config.objective, name) for name in settings} == settings
+    found = convert("trl", "one.yaml", f"{LEAST}{changed}\n")
+    expected = {f"objective.{name}": value for name, value in settings.items()}
+    assert found.has(expected) == expected
     assert said in found.under("No equivalent here") + found.under("Differs in meaning")
 
 
-LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
+def test_rloo_has_its_own_defaults(convert):
+    found = convert("trl", "rloo.py", QUICK_START.replace("GRPO", "RLOO"))
+    expected = {"objective.advantage": "rloo", "objective.kl_in_reward": True, "objective.kl_reward_coef": 0.05}
+    assert found.has(expected | {"rollout.group_size": 2}) == expected | {"rollout.group_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -261,22 +314,24 @@ LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_rewa
 )
 def test_evaluations_are_of_as_much_and_as_often(convert, changed, settings, said):
     found = convert("trl", "one.yaml", f"{LEAST}gradient_accumulation_steps: 1\n{changed}\n")
-    assert {name: getattr(found.config.run, name) for name in settings} == settings
+    expected = {f"run.{name}": value for name, value in settings.items()}
+    assert found.has(expected) == expected
     assert said in found.under("No equivalent here")
 
 
 @pytest.mark.parametrize(
-    ("changed", "warmup"),
+    ("changed", "warmup", "dropped"),
     [
-        ("lr_scheduler_type: constant\nwarmup_steps: 100", 0),
-        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100", 100),
-        ("warmup_ratio: 0.1", 100),
+        ("lr_scheduler_type: constant\nwarmup_steps: 100\nmax_steps: 1000", 0, "constant has no warm-up"),
+        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100\nmax_steps: 1000", 100, ""),
+        ("warmup_ratio: 0.1\nmax_steps: 1000", 100, ""),
+        ("warmup_ratio: 0.1", 0, "set learner.warmup_steps, 0.1 times the updates of the run"),
     ],
 )
-def test_a_constant_rate_has_no_warm_up_in_transformers(convert, changed, warmup):
-    found = convert("trl", "one.yaml", f"{LEAST}max_steps: 1000\n{changed}\n")
+def test_warm_up_is_counted_in_updates(convert, changed, warmup, dropped):
+    found = convert("trl", "one.yaml", f"{LEAST}{changed}\n")
     assert found.config.learner.warmup_steps == warmup
-    assert ("constant has no warm-up" in found.under("No equivalent here")) == ("constant\n" in changed)
+    assert dropped in found.said and found.code == (3 if dropped else 0)
 
 
 @pytest.mark.parametrize(
@@ -312,4 +367,3 @@ def test_a_constant_rate_has_no_warm_up_in_transformers(convert, changed, warmup
 )
 def test_what_cannot_be_converted_is_one_line(refused, text, error):
     assert error in refused("trl", "one.yaml", text)
-    assert "\n" not in refused("trl", "one.yaml", text)
