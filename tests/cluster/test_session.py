@@ -229,14 +229,14 @@ def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_
     with pytest.raises(ValueError, match="without a GPU: cluster.learner_gpus=0"):
         gpus.open()
     ray.shutdown()
+    joined = [f"cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true", "objective=no_kl"]
     hold = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from infsample_rl.config.loading import load_config
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.session import Session
-settings = ["run.dir={tmp_path}/first", "objective=no_kl", "cluster.address={two_nodes.address}", "cluster.allow_unauthenticated=true"]
-Session(load_config(settings), print, Interruption()).open()
+Session(load_config({[f"run.dir={tmp_path}/first", *joined]!r}), print, Interruption()).open()
 print("open", flush=True)
 time.sleep(600)
 """
