@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from infsample_rl.__main__ import COMMANDS
 from infsample_rl.config.command_line import describe
 from infsample_rl.config.fields import default_of
 from infsample_rl.config.loading import SECTIONS, config_folder
@@ -20,7 +21,7 @@ from infsample_rl.config.reward import RewardFunctionConfig
 from infsample_rl.observe.metric_names import GROUPS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE, BENCHMARKS = ROOT / "infsample_rl", ROOT / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 OUT = ROOT / "docs" / "reference"
 WRITTEN = "Written by `python scripts/write_reference.py`; a test fails when it is not what the code says.\n"
 LAUNCHERS = ("local.sh", "submit.sh", "slurm.sbatch")
@@ -136,11 +137,11 @@ def commands_page() -> str:
         "Exit codes, where nothing else is said: 0 done, 1 failed, 2 a setting or an input is wrong (one line says "
         "which).\n"
     )
-    found = [path for folder in (PACKAGE, BENCHMARKS) for path in folder.rglob("*.py") if _is_command(path)]
-    found.sort(key=lambda path: (path.parent == BENCHMARKS, path.name != "main.py", path.as_posix()))
-    for path in found:
-        module = _module(path)
-        parts += [f"## {module}\n", _text(ast.get_docstring(ast.parse(path.read_text())) or ""), *_arguments(path)]
+    commands = [(name, ROOT / f"{module.replace('.', '/')}.py") for name, (module, _) in COMMANDS.items()]
+    measurements = [(_module(path), path) for path in sorted(BENCHMARKS.glob("*.py")) if _is_command(path)]
+    for name, path in [*commands, *measurements]:
+        usage = _text(ast.get_docstring(ast.parse(path.read_text())) or "")
+        parts += [f"## {name}\n", usage, *_arguments(path)]
     for path in sorted((ROOT / "scripts").glob("*.py")):
         usage = ast.get_docstring(ast.parse(path.read_text())) or ""
         if f"python scripts/{path.name}" in usage:
