@@ -147,9 +147,9 @@ def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path, monke
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path):
     run = timeline(tmp_path)
-    (tmp_path / "trace.json.tmp").mkdir()  # as a full disk
+    (tmp_path / ".trace.json.tmp").mkdir()  # as a full disk
     run_steps(run, 1, 2)
-    (tmp_path / "trace.json.tmp").rmdir()
+    (tmp_path / ".trace.json.tmp").rmdir()
     run.close()
     assert {event["args"]["step"] for event in events(tmp_path)} == {1, 2}
 
