@@ -47,28 +47,12 @@ PHASES = [  # what is aimed at: (role, phase)
 ]
 AIM_S = 40.0  # how long a phase is waited for before another is drawn
 QUIET_S = 6.0  # longest random pause before a kill
-SETTINGS = [
-    *(
-        "+experiment=kk_tiny",
-        "run.deterministic=true",
-        "run.eval_prompts=0",
-        "run.checkpoint_every=2",
-        "logging.wandb=disabled",
-    ),
-    *(
-        "data.prompts_per_step=4",
-        "rollout.group_size=8",
-        "rollout.slots=4",
-        "rollout.max_new_tokens=48",
-        "rollout.micro_group_size=2",
-    ),
-    *(
-        "objective.kl=k3",
-        "objective.kl_coef=0.01",
-        "learner.max_tokens_per_micro_batch=512",
-    ),
-    *("cluster.max_restarts=1000", "cluster.progress_timeout_s=120"),
-]
+SETTINGS = """
+    +experiment=kk_tiny run.deterministic=true run.eval_prompts=0 run.checkpoint_every=2 logging.wandb=disabled
+    data.prompts_per_step=4 rollout.group_size=8 rollout.slots=4 rollout.max_new_tokens=48 rollout.micro_group_size=2
+    objective.kl=k3 objective.kl_coef=0.01 learner.max_tokens_per_micro_batch=512
+    cluster.max_restarts=1000 cluster.progress_timeout_s=120
+""".split()
 
 
 class Kill(NamedTuple):

@@ -1,6 +1,9 @@
-"""Settings of a run whose trackers are off, and what its driver logs."""
+"""Settings of a run whose trackers are off, what its driver logs, and which names of metrics are known."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
 
 from infsample_rl.config import (
     Config,
@@ -12,6 +15,7 @@ from infsample_rl.config import (
     RolloutConfig,
     RunConfig,
 )
+from infsample_rl.observe.metric_names import METRICS
 
 
 def logged_config(name: str = "tiny", **logging: object) -> Config:
@@ -33,3 +37,9 @@ def sample(step: int, index: int = 0, reward: float | None = 1.0) -> dict:
         "reward": reward, "components": {"kk": reward}, "advantage": 0.5, "length": 2, "finish_reason": "stop",
         "policy_version": step - 1,
     }  # fmt: skip
+
+
+def undescribed(names: Iterable[str]) -> list[str]:
+    """Those of `names` that the table of metrics does not have, sorted. `step` is what all are plotted over."""
+    known = re.compile("step|" + "|".join(re.sub("<.*?>", ".+", name) for name in METRICS))
+    return sorted(name for name in set(names) if known.fullmatch(name) is None)

@@ -79,21 +79,32 @@ class WandbTracker:
 
 
 def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[Any, str]:
-    """Start a W&B run, online or offline. Returns it and, when online did not work and it went offline, the reason
-    (else "")."""
+    """Start a W&B run, silent, online with a bounded wait for the server, or offline. Returns it and, when online did
+    not work and it went offline, the reason (else "")."""
     import wandb
 
-    reason, quiet = "", wandb.Settings(silent=True)
-    wandb.setup(quiet)  # the login message comes before the settings of init apply
+    def init(mode: str) -> Any:
+        wandb.setup(wandb.Settings(silent=True))  # the login message comes before the settings of init apply
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S),
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+        )
+        place = {"project": config.logging.wandb_project, "name": config.run.name, "dir": run_dir}
+        known = {"id": run_id, "resume": "allow", "config": dataclasses.asdict(config)}
+        return wandb.init(mode=mode, settings=settings, **place, **known)
+
+    reason = ""
     try:
-        run = init_wandb(config, run_dir, mode, run_id)
+        run = init(mode)
     except wandb.errors.Error as error:
         if mode == "offline":
             raise
         reason = str(error).splitlines()[0]
         wandb.teardown()  # the failed run still holds the id
-        wandb.setup(quiet)
-        run = init_wandb(config, run_dir, "offline", run_id)
+        run = init("offline")
     # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
     # dropped.
     run.define_metric("step", hidden=True)
@@ -101,29 +112,6 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
         run.define_metric(name, step_metric="step")
     run.define_metric("eval/accuracy", step_metric="step", summary="max,last")
     return run, reason
-
-
-def init_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> Any:
-    """wandb.init: silent, stdout left alone, offline or with a bounded wait for the server."""
-    import wandb
-
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S),
-        finish_timeout=FINISH_TIMEOUT_S,
-        finish_timeout_raises=True,
-    )
-    return wandb.init(
-        project=config.logging.wandb_project,
-        name=config.run.name,
-        dir=run_dir,
-        mode=mode,
-        id=run_id,
-        resume="allow",
-        config=dataclasses.asdict(config),
-        settings=settings,
-    )
 
 
 def wandb_table(samples: list[dict[str, Any]]) -> Any:
