@@ -50,11 +50,11 @@ def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     ours += [f"cluster.{role}_gpus={gpus}" for role in ("learner", "reference")]
     ours += ["cluster.rollout_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
-    for name in (override.partition("=")[0] for override in overrides):
-        section, _, key = name.lstrip("+~").partition(".")
+    for override in overrides:
+        section, _, key = override.partition("=")[0].lstrip("+~").partition(".")
         is_read = section not in ("data", "reward", "logging", "rollout") or key in ("temperature", "max_new_tokens")
         if not is_read:  # it made what is recorded, and the update does not read it
-            raise ValueError(f"{name} would change nothing: samples, rewards and advantages are the recorded ones")
+            raise ValueError(f"{override} would change nothing: samples, rewards and advantages are the recorded ones")
     return load_run_config(run_dir, [*ours, *overrides])
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from infsample_rl.observe.live_view import LiveView, written
@@ -61,18 +60,9 @@ class Screen:
         self._write_log(printable(text))
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """A rich table on a terminal, aligned lines elsewhere and in run.log."""
-        rows = [(printable(name), printable(value)) for name, value in rows]
-        width = max((len(name) for name, _ in rows), default=0)
-        plain = "\n".join([printable(title), *(f"  {name:<{width}}  {value}" for name, value in rows)])
-        self._write_log(plain)
-        if self._console is None:
-            self._print(plain)
-            return
-        table = Table(title=Text(printable(title), style="bold"), title_justify="left", show_header=False)
-        for name, value in rows:
-            table.add_row(Text(name, style="cyan"), Text(value, overflow="fold"))
-        self._console.print(table)
+        """Names and values, aligned."""
+        width = max((len(printable(name)) for name, _ in rows), default=0)
+        self.line("\n".join([title, *(f"  {printable(name):<{width}}  {value}" for name, value in rows)]))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Bring the view up to date, or print the step's line."""

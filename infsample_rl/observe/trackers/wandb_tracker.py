@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import netrc
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+from requests.utils import get_netrc_auth
 
 from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import GROUPS
 from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
 
 # of the public server, the older name and the one since 0.31
-PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+PUBLIC_SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
 
@@ -42,12 +42,7 @@ def has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     own = os.environ.get("WANDB_BASE_URL")
-    hosts = (urlsplit(own).netloc,) if own else PUBLIC_HOSTS
-    try:
-        entries = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
-    except (OSError, netrc.NetrcParseError):  # no file, or not one W&B could read either
-        return False
-    return any(entry is not None and bool(entry[2]) for entry in map(entries.authenticators, hosts))
+    return any(filter(None, map(get_netrc_auth, [own] if own else PUBLIC_SERVERS)))
 
 
 class WandbTracker:
