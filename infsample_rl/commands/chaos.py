@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infsample_rl.commands.measurements import print_table
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.observe.phases import phase_of
 from infsample_rl.observe.records import read_records
@@ -47,28 +48,12 @@ PHASES = [  # what is aimed at: (role, phase)
 ]
 AIM_S = 40.0  # how long a phase is waited for before another is drawn
 QUIET_S = 6.0  # longest random pause before a kill
-SETTINGS = [
-    *(
-        "+experiment=kk_tiny",
-        "run.deterministic=true",
-        "run.eval_prompts=0",
-        "run.checkpoint_every=2",
-        "logging.wandb=disabled",
-    ),
-    *(
-        "data.prompts_per_step=4",
-        "rollout.group_size=8",
-        "rollout.slots=4",
-        "rollout.max_new_tokens=48",
-        "rollout.micro_group_size=2",
-    ),
-    *(
-        "objective.kl=k3",
-        "objective.kl_coef=0.01",
-        "learner.max_tokens_per_micro_batch=512",
-    ),
-    *("cluster.max_restarts=1000", "cluster.progress_timeout_s=120"),
-]
+SETTINGS = """
+    +experiment=kk_tiny run.deterministic=true run.eval_prompts=0 run.checkpoint_every=2 logging.wandb=disabled
+    data.prompts_per_step=4 rollout.group_size=8 rollout.slots=4 rollout.max_new_tokens=48 rollout.micro_group_size=2
+    objective.kl=k3 objective.kl_coef=0.01 learner.max_tokens_per_micro_batch=512
+    cluster.max_restarts=1000 cluster.progress_timeout_s=120
+""".split()
 
 
 class Kill(NamedTuple):
@@ -216,17 +201,15 @@ def _kill(pid: int) -> bool:
 def differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """What differs between two runs, in words: weights of the last checkpoint, and metrics that are not times or counts
     of restarts."""
-    found = []
-    checkpoints = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in (undisturbed, disturbed)]
+    found, runs = [], (undisturbed, disturbed)
+    checkpoints = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in runs]
     if checkpoints[0].name != checkpoints[1].name:
         found.append(f"the last checkpoints are {checkpoints[0].name} and {checkpoints[1].name}")
     for path in sorted(checkpoints[0].rglob("*.safetensors")):
         name = path.relative_to(checkpoints[0])
         if path.read_bytes() != (checkpoints[1] / name).read_bytes():
             found.append(f"{name} differs")
-    rows = [
-        {record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in (undisturbed, disturbed)
-    ]
+    rows = [{record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in runs]
     if list(rows[0]) != list(rows[1]):
         found.append(f"metrics.jsonl has steps {list(rows[0])} and {list(rows[1])}")
     for step in rows[0].keys() & rows[1].keys():
@@ -239,11 +222,8 @@ def _run(arguments: list[str]) -> int:
     options, settings = parse_with_settings(arguments, ChaosOptions)
 
     def say(kill: Kill) -> None:
-        print(
-            f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}",
-            file=sys.stderr if options.json else sys.stdout,
-            flush=True,
-        )
+        text = f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}"
+        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
     folder = Path(options.out or tempfile.mkdtemp(prefix="chaos_")).absolute()
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
@@ -266,25 +246,17 @@ def _run(arguments: list[str]) -> int:
     found = differences(*runs)
     hits = Counter(f"{kill.role}/{kill.phase}" for kill in kills)
     if options.json:
-        report = {
-            "kills": [kill._asdict() for kill in kills],
-            "hits": hits,
-            "driver_starts": target.starts,
-            "seconds": seconds,
-            "differences": found,
-        }
-        print(json.dumps(report))
-    else:
-        print("\n".join(f"  {name:<20} {count}" for name, count in sorted(hits.items())))
-        print(
-            f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, "
-            f"{seconds[1]:.0f} s with kills"
-        )
-        print(
-            "\n".join(found) if found else "the same weights, rewards and samples, bit for bit",
-            f"in {folder}",
-            sep="\n",
-        )
+        report = {"kills": [kill._asdict() for kill in kills], "hits": hits, "driver_starts": target.starts}
+        print(json.dumps(report | {"seconds": seconds, "differences": found}))
+        return 1 if found else 0
+    print_table(
+        [{"name": name, "kills": count} for name, count in sorted(hits.items())], {"name": "", "kills": "kills"}
+    )
+    print(
+        f"{len(kills)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, "
+        f"{seconds[1]:.0f} s with kills"
+    )
+    print(*(found or ["the same weights, rewards and samples, bit for bit"]), f"in {folder}", sep="\n")
     return 1 if found else 0
 
 

@@ -19,7 +19,7 @@ from typing import TextIO
 import torch
 
 from infsample_rl.commands.merge import load_policy_folder
-from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted, run_of
+from infsample_rl.commands.run_settings import load_run_config, model_and_run, quoted
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.fields import LEAST_TEMPERATURE, check_temperature
@@ -67,23 +67,15 @@ class Chat:
         it then stays as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
-        options = {
-            "step": self.turn,
-            "sample_indices": [[0]],
-            "evaluation": True,
-            "temperature": self.temperature,
-            "pause_every": 1,
-        }
-        stream, shown, said = self.engine.stream([prompt.token_ids.tolist()], self.seed, **options), "", ""
+        options = {"step": self.turn, "evaluation": True, "temperature": self.temperature, "pause_every": 1}
+        stream = self.engine.stream([prompt.token_ids.tolist()], self.seed, sample_indices=[[0]], **options)
+        shown, said = "", ""
         try:
-            for micro_group in stream:
-                tokens = (
-                    micro_group[0].token_ids.tolist()
-                    if micro_group
-                    else self.engine.unfinished_tokens().get((0, 0), [])
-                )
+            for ended in stream:
+                unfinished = self.engine.unfinished_tokens().get((0, 0), [])
+                tokens = ended[0].token_ids.tolist() if ended else unfinished
                 said = response_text(self.tokenizer, tokens, self.config.rollout.stop_strings)
-                whole = said if micro_group else said.rstrip(_INCOMPLETE)
+                whole = said if ended else said.rstrip(_INCOMPLETE)
                 if whole.startswith(shown) and len(whole) > len(shown):
                     yield whole[len(shown) :]
                     shown = whole
@@ -112,26 +104,11 @@ class Chat:
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
     """The run's settings with what a talk needs. ValueError in one line."""
     check_temperature("temperature", options.temperature)
-    folder = checkpoint_folder(checkpoint)
-    run_dir = None if folder is None else run_of(folder)
-    ours = [
-        f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}",
-        "model.tokenizer_path=null",
-    ]
-    ours += ["rollout.group_size=1", "rollout.micro_group_size=null", "rollout.slots=1", "rollout.prompts_at_once=1"]
-    ours += [
-        "rollout.schedule=token_budget",
-        "rollout.predictor=none",
-        "rollout.prefix_tokens=null",
-        "objective.advantage=mean_only",
-    ]
+    ours, run_dir = model_and_run(checkpoint)
+    ours += ["rollout.group_size=1", "rollout.slots=1", "rollout.prompts_at_once=1"]
     # one response needs its own length, whatever the run had
     ours += ["rollout.kv_budget_tokens=null", "rollout.kv_budget_bytes=null"]
-    ours += [
-        f"rollout.max_new_tokens={options.max_new_tokens}",
-        "objective.overlong_buffer_tokens=0",
-        "run.max_staleness=0",
-    ]
+    ours += [f"rollout.max_new_tokens={options.max_new_tokens}", "objective.overlong_buffer_tokens=0"]
     ours += [f"{row}.max_tokens_per_micro_batch={2**30}" for row in ("learner", "reference")]  # nothing is trained here
     if run_dir is None:
         ours += ["data.source=none.jsonl", "reward.functions=[{name: math}]"]  # nothing reads them

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from infsample_rl.commands.measurements import print_table
 from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.pass_at_k import Estimate, mean_over_problems, pass_at_k
-from infsample_rl.commands.run_settings import checkpoint_folder, load_run_config, quoted, run_of
+from infsample_rl.commands.run_settings import load_run_config, model_and_run
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.data.prompts import build_eval_prompts
@@ -81,49 +81,46 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
 
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
     """The run's settings, made fit for sampling alone. ValueError in one line."""
-    folder = checkpoint_folder(checkpoint)
-    run_dir = None if folder is None else run_of(folder)
-    model = checkpoint if folder is None else str(folder.absolute())
+    ours, run_dir = model_and_run(checkpoint)
     names = {override.partition("=")[0].lstrip("+") for override in overrides}
     if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
-        lies = "is a hub name" if folder is None else "lies in no run folder"
         raise ValueError(
-            f"CHECKPOINT={checkpoint} {lies}: nothing says what to evaluate it on; give data.source=FILE and a reward, "
-            "as reward=math"
-        )
-    ours = [
-        f"model.path={quoted(model)}",
-        "model.tokenizer_path=null",
-        f"rollout.group_size={options.samples}",
-        "rollout.micro_group_size=null",
-    ]
-    ours += ["objective.advantage=mean_only", "run.max_staleness=0", "rollout.schedule=token_budget"]
-    ours += ["rollout.predictor=none", "rollout.prefix_tokens=null"]
-    config = load_run_config(run_dir, [*ours, *overrides])
-    if config.rollout.group_size != options.samples:
-        wrong, right = config.rollout.group_size, options.samples
-        raise ValueError(
-            f"rollout.group_size must be samples = {right} here, got {wrong}; give samples={wrong} instead"
+            f"CHECKPOINT={checkpoint} lies in no run folder: nothing says what to evaluate it on; give "
+            "data.source=FILE and a reward, as reward=math"
         )
     if "run.eval_samples" in names:
         raise ValueError("run.eval_samples is of the evaluations during a run; give samples= here")
+    config = load_run_config(run_dir, [*ours, f"rollout.group_size={options.samples}", *overrides])
+    wanted = config.rollout.group_size
+    if wanted != options.samples:
+        raise ValueError(
+            f"rollout.group_size must be samples = {options.samples} here, got {wanted}; give samples={wanted} instead"
+        )
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
-    if "run.eval_prompts" in names:
-        if config.run.eval_prompts == 0:
-            raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
-    # of generated problems there are as many as one asks for
-    elif (config.data.held_out or "").startswith("reasoning_gym:"):
-        config.run = dataclasses.replace(config.run, eval_prompts=config.run.eval_prompts or RunConfig().eval_prompts)
-    elif run_dir is None or has_own_data or config.run.eval_prompts == 0:  # a run that was not evaluated has 0
-        config.run = dataclasses.replace(config.run, eval_prompts=ALL_PROBLEMS)
     if config.data.held_out is None:
         raise ValueError(
             f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source "
             "to evaluate on"
         )
+    config.run = dataclasses.replace(
+        config.run, eval_prompts=_num_problems(config, names, run_dir is None or has_own_data)
+    )
     return config
+
+
+def _num_problems(config: Config, names: set[str], is_own: bool) -> int:
+    """What was asked for; else all problems of data that the run was not evaluated on, and else as many as the run's
+    evaluations took. `is_own`: whether the data is not the run's."""
+    given = config.run.eval_prompts
+    if "run.eval_prompts" in names:
+        if given == 0:
+            raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
+        return given
+    if (config.data.held_out or "").startswith("reasoning_gym:"):  # there are as many as one asks for
+        return given or RunConfig().eval_prompts
+    return ALL_PROBLEMS if is_own or given == 0 else given
 
 
 def sample_all(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> Iterator[tuple[int, list[Completion]]]:
@@ -148,9 +145,10 @@ def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list
     worker = RewardWorker(config)
     try:
         with ThreadPoolExecutor(1) as scorer:
-            scored = []
-            for place, completions in sample_all(config, lm, prompts):
-                scored.append((place, completions, scorer.submit(worker.score, prompts[place], completions)))
+            scored = [
+                (place, completions, scorer.submit(worker.score, prompts[place], completions))
+                for place, completions in sample_all(config, lm, prompts)
+            ]
             for place, completions, future in scored:
                 _enter(found[place], completions, future.result())
     finally:
@@ -210,34 +208,23 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
     """The figures as a table."""
     rows = []
     for name, value in figures.items():
-        if isinstance(value, Estimate):
-            form = ",.1f" if name == "length" else ".4f"
-            interval = f"{format(value.low, form)} to {format(value.high, form)}"
-            rows.append(
-                {
-                    "name": name,
-                    "value": format(value.value, form),
-                    "interval": interval,
-                    "method": f"{value.interval} over problems",
-                }
+        row = {"name": name, "value": f"{value:,}" if isinstance(value, int) else "", "interval": "", "method": ""}
+        if isinstance(value, float):
+            row["value"] = f"{value:.4f}"
+        elif isinstance(value, Estimate):
+            middle, low, high = (
+                format(x, ",.1f" if name == "length" else ".4f") for x in (value.value, value.low, value.high)
             )
-        else:
-            rows.append(
-                {
-                    "name": name,
-                    "value": f"{value:.4f}" if isinstance(value, float) else f"{value:,}",
-                    "interval": "",
-                    "method": "",
-                }
-            )
+            row |= {"value": middle, "interval": f"{low} to {high}", "method": f"{value.interval} over problems"}
+        rows.append(row)
     print(title)
     print_table(rows, {"name": "", "value": "value", "interval": "95 % interval", "method": ""})
 
 
 def _check_out(path: Path, config: Config) -> None:
     """ValueError for a file that could not be written when all is sampled, or that is read."""
-    read = [source for source in (config.data.source, config.data.eval_source) if source]
-    if any(path.resolve() == Path(source).expanduser().resolve() for source in read):
+    read = [Path(source).expanduser().resolve() for source in (config.data.source, config.data.eval_source) if source]
+    if path.resolve() in read:
         raise ValueError(f"out={path} is the data that is evaluated on; give another file")
     if not path.parent.is_dir():
         raise ValueError(f"out={path}: there is no folder {path.parent}")
@@ -252,28 +239,17 @@ def _run(arguments: list[str]) -> int:
         _check_out(Path(options.out).absolute(), config)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
-    found = evaluate(
-        config, lm, [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)]
-    )
+    prompts = [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)]
+    found = evaluate(config, lm, prompts)
     if options.out is not None:
         write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)
     if options.json:
-        print(
-            json.dumps(
-                {
-                    name: dataclasses.asdict(value) if isinstance(value, Estimate) else value
-                    for name, value in figures.items()
-                }
-            )
-        )
-    else:
-        temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
-        show(
-            figures,
-            f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}, a sample passes at a reward of "
-            f"{options.threshold:g}",
-        )
+        print(json.dumps(figures, default=dataclasses.asdict))
+        return 0
+    temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
+    title = f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}"
+    show(figures, f"{title}, a sample passes at a reward of {options.threshold:g}")
     return 0
 
 

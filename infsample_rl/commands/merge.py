@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -65,67 +66,63 @@ def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
     return load_merged(folder, trust_remote_code=model.trust_remote_code).to(device, getattr(torch, model.dtype)).eval()
 
 
-@torch.no_grad()
 def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what cannot be
     merged."""
+    try:
+        settings, tensors = _read_adapters(checkpoint)
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        path = settings["base_model_name_or_path"]
+        lm = load_model(ModelConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code))
+        _merge(lm, tensors, settings["lora_alpha"] / settings["r"])
+    except _CannotMerge as error:
+        raise ValueError(f"CHECKPOINT={checkpoint} {error}") from None
+    return lm
+
+
+class _CannotMerge(Exception):
+    pass
+
+
+def _read_adapters(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     settings = read_adapter_settings(checkpoint)
     if settings is None:
-        raise ValueError(
-            f"CHECKPOINT={checkpoint} has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole "
-            "weights"
-        )
+        raise _CannotMerge(f"has no {ADAPTER_CONFIG}: it holds no adapters; a run without LoRA saves whole weights")
     used = [name for name in VARIANTS if settings.get(name)]
     if str(settings.get("init_lora_weights")).startswith(OWN_BASES):
         used.append(f"init_lora_weights={settings['init_lora_weights']}")
     if settings["peft_type"] != "LORA" or settings.get("bias", "none") != "none" or used:
-        raise ValueError(
-            f"CHECKPOINT={checkpoint} is not plain LoRA ({', '.join(used) or settings['peft_type']}): merge it with "
-            "peft itself"
-        )
+        kind = ", ".join(used) or settings["peft_type"]
+        raise _CannotMerge(f"is not plain LoRA ({kind}): merge it with peft itself")
     try:
         tensors = load_file(checkpoint / ADAPTER_WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} cannot be read: {error}") from None
+        raise _CannotMerge(f"is damaged: {ADAPTER_WEIGHTS} cannot be read: {error}") from None
     if not tensors:
-        raise ValueError(f"CHECKPOINT={checkpoint}: {ADAPTER_WEIGHTS} holds no adapters")
-    dtype = next(iter(tensors.values())).dtype
-    base = ModelConfig(
-        path=settings["base_model_name_or_path"],
-        dtype=str(dtype).removeprefix("torch."),
-        trust_remote_code=trust_remote_code,
-    )
-    lm = load_model(base)
-    scale = settings["lora_alpha"] / settings["r"]
+        raise _CannotMerge(f"is empty: {ADAPTER_WEIGHTS} holds no adapters")
+    return settings, tensors
+
+
+@torch.no_grad()
+def _merge(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], scale: float) -> None:
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         layer = name.removesuffix(".lora_A.weight")
         weight = _weight_of(lm, layer.removeprefix(PEFT_PREFIX))
         a, b = tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight", None)
-        if weight is None or b is None or (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
-            wrong = (
-                "has no such layer"
-                if weight is None
-                else "does not fit it"
-                if b is not None
-                else "has no lora_B for it"
-            )
-            raise ValueError(
-                f"CHECKPOINT={checkpoint} adapts {layer}, but {'the base model' if weight is None else 'the adapter'} "
-                f"{wrong}"
-            )
+        if weight is None:
+            raise _CannotMerge(f"adapts {layer}, but the base model has no such layer")
+        if b is None:
+            raise _CannotMerge(f"adapts {layer}, but the adapter has no lora_B for it")
+        if (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
+            raise _CannotMerge(f"adapts {layer}, but the adapter does not fit it")
         if not (a.isfinite().all() and b.isfinite().all()):
-            raise ValueError(f"CHECKPOINT={checkpoint}: the adapter of {layer} is not finite")
+            raise _CannotMerge(f"is damaged: the adapter of {layer} is not finite")
         if weight is lm.get_input_embeddings().weight:
-            raise ValueError(
-                f"CHECKPOINT={checkpoint} adapts {layer}, whose weight is the embedding too: merge it with peft itself"
-            )
+            raise _CannotMerge(f"adapts {layer}, whose weight is the embedding too: merge it with peft itself")
         weight.copy_(merge_weight(weight, a, b, scale))
     if tensors:
-        raise ValueError(
-            f"CHECKPOINT={checkpoint} holds {next(iter(tensors))}, which is no adapter of a linear layer: merge it "
-            "with peft itself"
-        )
-    return lm
+        left = next(iter(tensors))
+        raise _CannotMerge(f"holds {left}, which is no adapter of a linear layer: merge it with peft itself")
 
 
 def _weight_of(lm: PreTrainedModel, layer: str) -> torch.Tensor | None:

@@ -35,9 +35,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     <= num_samples."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"k must be between 1 and samples = {num_samples}, got {k}")
-    if num_samples - num_right < k:
-        return 1.0
-    return 1.0 - math.prod((num_samples - num_right - i) / (num_samples - i) for i in range(k))
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def mean_over_problems(values: Sequence[float], *, seed: int = 0) -> Estimate:

@@ -32,7 +32,7 @@ from infsample_rl.controller.step_metrics import Metrics, update_metrics
 from infsample_rl.learner.reference_worker import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
-from infsample_rl.types import Completion, ReferenceResult, SampleSpec, TrainingSample
+from infsample_rl.types import Completion, ReferenceResult, TrainingSample
 
 
 @dataclass(kw_only=True)
@@ -46,29 +46,16 @@ class ReplayOptions:
 def replay_config(run_dir: Path, overrides: list[str]) -> Config:
     """The run's settings for one learner rank in this process. ValueError in one line."""
     gpus = int(torch.cuda.is_available())
-    ours = [
-        "cluster.learner_ranks=1",
-        f"cluster.learner_gpus={gpus}",
-        f"cluster.reference_gpus={gpus}",
-        "cluster.colocate=false",
-    ]
+    ours = ["cluster.learner_ranks=1", "cluster.colocate=false", "learner.backend=fsdp", "learner.shard_ranks=null"]
+    ours += [f"cluster.{role}_gpus={gpus}" for role in ("learner", "reference")]
     ours += ["cluster.rollout_workers=1", "cluster.max_workers=null", "cluster.rollout_gpus=0"]
-    ours += ["learner.backend=fsdp", "learner.shard_ranks=null"]
     ours += ["objective.kl_in_reward=false", "objective.kl_reward_coef=0"]  # it is in the recorded advantages
-    without_effect = [override for override in overrides if _is_recorded(override.partition("=")[0])]
-    if without_effect:
-        raise ValueError(
-            f"{without_effect[0]} would change nothing: samples, rewards and advantages are the recorded ones"
-        )
+    for override in overrides:
+        section, _, key = override.partition("=")[0].lstrip("+~").partition(".")
+        is_read = section not in ("data", "reward", "logging", "rollout") or key in ("temperature", "max_new_tokens")
+        if not is_read:  # it made what is recorded, and the update does not read it
+            raise ValueError(f"{override} would change nothing: samples, rewards and advantages are the recorded ones")
     return load_run_config(run_dir, [*ours, *overrides])
-
-
-def _is_recorded(name: str) -> bool:
-    """Whether a setting made what is recorded, and is not read by the update too."""
-    section, _, key = name.lstrip("+~").partition(".")
-    return section in ("data", "reward", "logging") or (
-        section == "rollout" and key not in ("temperature", "max_new_tokens")
-    )
 
 
 def start_of(run_dir: Path, step: int) -> Path | None:
@@ -93,11 +80,8 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
     plans = [list(_rows(batch, recorded, references, config)) for batch in batches]
     worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
     worker.setup("", 0, None if checkpoint is None else str(checkpoint))
-    ids = (
-        {id(row): number for number, row in enumerate(row for plan in plans for row in plan)}
-        if objective.updates_per_step > 1
-        else {}
-    )
+    rows = [row for plan in plans for row in plan]
+    ids = {id(row): number for number, row in enumerate(rows)} if objective.updates_per_step > 1 else {}
     try:
         for row in (row for plan in plans[1:] for row in plan):  # their first pass comes after an update
             worker.remember(row, ids[id(row)])
@@ -140,20 +124,18 @@ def _rows(
         {index: len(ids) for index, ids in prompts.items()},
         long_rows=config.long_rows,
     )
-    rows: list[list[SampleSpec]] = [
-        row for group in groups for row in planner.add_group(trainable_specs(group, config))
-    ]
+    rows = [row for group in groups for row in planner.add_group(trainable_specs(group, config))]
     for row in rows + planner.flush():
         yield assemble(row, prompts, samples, references)
 
 
 def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:
-    """Both figures of every name and their difference relative to the run's."""
+    """Both figures of every name and their difference relative to the run's, as text."""
     rows = []
     for name in (name for name in run if run[name] is not None and replayed.get(name) is not None):
         was, now = float(run[name]), float(replayed[name])
         difference = abs(now - was) / abs(was) if was else abs(now)
-        rows.append({"name": name, "run": was, "replay": now, "difference": difference})
+        rows.append({"name": name, "run": f"{was:.6g}", "replay": f"{now:.6g}", "difference": f"{difference:.1e}"})
     return rows
 
 
@@ -162,9 +144,8 @@ def _run(arguments: list[str]) -> int:
         raise ValueError("give a run folder first: python -m infsample_rl replay RUN step=K")
     run_dir = Path(arguments[0]).expanduser().absolute()
     if not is_run_folder(run_dir):
-        raise ValueError(
-            f"RUN={arguments[0]} {'is no run folder: it has no config.yaml' if run_dir.is_dir() else 'is no folder'}"
-        )
+        what = "is no run folder: it has no config.yaml" if run_dir.is_dir() else "is no folder"
+        raise ValueError(f"RUN={arguments[0]} {what}")
     options, overrides = parse_with_settings(arguments[1:], ReplayOptions)
     if options.step == 0:
         raise ValueError("give the step: python -m infsample_rl replay RUN step=K")
@@ -174,16 +155,10 @@ def _run(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps({"step": options.step, "run": recorded.metrics, "replay": replayed}))
         return 0
-    print(
-        f"step {options.step} of {run_dir}, from {checkpoint or config.model.path}: {len(recorded.completions)} samples"
-    )
-    rows = [
-        row | {name: f"{row[name]:.6g}" for name in ("run", "replay")} for row in compare(recorded.metrics, replayed)
-    ]
-    print_table(
-        [row | {"difference": f"{row['difference']:.1e}"} for row in rows],
-        {"name": "", "run": "run", "replay": "replay", "difference": "relative"},
-    )
+    start = checkpoint or config.model.path
+    print(f"step {options.step} of {run_dir}, from {start}: {len(recorded.completions)} samples")
+    columns = {"name": "", "run": "run", "replay": "replay", "difference": "relative"}
+    print_table(compare(recorded.metrics, replayed), columns)
     return 0
 
 

@@ -14,6 +14,15 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.config.removed import without_removed
 from infsample_rl.controller.checkpoints import checkpoints
 
+SAMPLING_ALONE = (
+    "model.tokenizer_path=null",
+    "rollout.micro_group_size=null",
+    "rollout.schedule=token_budget",
+    "rollout.predictor=none",
+    "rollout.prefix_tokens=null",
+    "objective.advantage=mean_only",
+    "run.max_staleness=0",
+)
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
@@ -51,6 +60,14 @@ def run_of(checkpoint: Path) -> Path | None:
         if path.parent.name == "checkpoints" and (path.parent.parent / "config.yaml").is_file():
             return path.parent.parent
     return None
+
+
+def model_and_run(checkpoint: str) -> tuple[list[str], Path | None]:
+    """Settings that sample from CHECKPOINT alone, without what only training reads, and its run's folder, if it has
+    one."""
+    folder = checkpoint_folder(checkpoint)
+    ours = [f"model.path={quoted(checkpoint if folder is None else str(folder.absolute()))}", *SAMPLING_ALONE]
+    return ours, None if folder is None else run_of(folder)
 
 
 def load_run_config(run_dir: Path | None, overrides: list[str]) -> Config:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Put `content` in place of the file: killed halfway, the old one stands. Text is written as UTF-8; a lone
     surrogate, which a model may sample, becomes \\udxxx, which is how JSON writes it. OSError where it cannot be
     written."""
     aside = path.with_name(f".{path.name}.tmp")
-    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")
     try:
         with aside.open("wb") as file:
-            file.write(data)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())  # else a crash of the machine may leave an empty file under the name
         os.replace(aside, path)

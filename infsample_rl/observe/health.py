@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from infsample_rl.config import Config
-from infsample_rl.observe.health_rules import BASELINE_STEPS, LONGEST_WINDOW, RULES, Finding, Steps
+from infsample_rl.observe.health_rules import BASELINE_STEPS, LONGEST_WINDOW, RULES, Steps
 
 WORSE = 1.5  # how many times as bad something must be to be said again
 # after which what still holds is said again: a line an hour, not one a step, in a run whose steps take half a minute
@@ -18,9 +18,15 @@ REMIND_STEPS = 100
 FORGET_STEPS = 10  # without it after which something is new again
 
 
-class _Said(NamedTuple):
-    step: int
-    severity: float
+class Finding(NamedTuple):
+    """Something wrong.
+
+    Example: Finding(rule="all_cut", severity=0.97, text="97% of the last 5 steps' samples ...: set ...")
+    """
+
+    rule: str
+    severity: float  # grows as it gets worse; every rule has its own scale
+    text: str  # one line: what, with numbers, over how many steps, and what to do
 
 
 class Health:
@@ -32,7 +38,7 @@ class Health:
         self._config = config
         self._first: list[dict[str, Any]] = []
         self._recent: deque[dict[str, Any]] = deque(maxlen=LONGEST_WINDOW)
-        self._said: dict[str, _Said] = {}
+        self._said: dict[str, tuple[int, float]] = {}  # rule -> step, severity
         self._held_at: dict[str, int] = {}  # rule -> the last step at which it held
         self.num_holding = 0  # rules that hold now
         for record in history:
@@ -44,7 +50,8 @@ class Health:
             return []
         self._take({**metrics, "step": step})
         steps = Steps(self._first, list(self._recent))
-        found = [finding for rule in RULES if (finding := rule(self._config, steps)) is not None]
+        verdicts = {rule.__name__: rule(self._config, steps) for rule in RULES}
+        found = [Finding(rule, *verdict) for rule, verdict in verdicts.items() if verdict is not None]
         self.num_holding = len(found)
         return [finding for finding in found if self._is_news(step, finding)]
 
@@ -52,7 +59,7 @@ class Health:
         """Forget the steps after `step`, which are done again, and what was said of them."""
         self._first = _until(self._first, step)
         self._recent = deque(_until(self._recent, step), maxlen=LONGEST_WINDOW)
-        self._said = {rule: said for rule, said in self._said.items() if said.step <= step}
+        self._said = {rule: said for rule, said in self._said.items() if said[0] <= step}
         self._held_at = {rule: min(at, step) for rule, at in self._held_at.items()}
 
     def _take(self, record: dict[str, Any]) -> None:
@@ -63,12 +70,13 @@ class Health:
         self._recent.append(record)
 
     def _is_news(self, step: int, finding: Finding) -> bool:
-        said, held_at = self._said.get(finding.rule), self._held_at.get(finding.rule, step)
-        self._held_at[finding.rule] = step
-        known = said is not None and step - held_at <= FORGET_STEPS
-        if known and finding.severity < WORSE * said.severity and step - said.step < REMIND_STEPS:
+        rule, severity, _ = finding
+        said_at, was = self._said.get(rule, (None, 0.0))
+        held_at, self._held_at[rule] = self._held_at.get(rule, step), step
+        known = said_at is not None and step - held_at <= FORGET_STEPS
+        if known and severity < WORSE * was and step - said_at < REMIND_STEPS:
             return False
-        self._said[finding.rule] = _Said(step, finding.severity)
+        self._said[rule] = step, severity
         return True
 
 

@@ -6,8 +6,6 @@ hold it against the package's sources and against what real runs log. Names are 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -134,25 +132,3 @@ METRICS = {
     "cluster/restarts": Metric("workers", "workers started again since the run began"),
     "health/warnings": Metric("rules", "rules of docs/warnings.md that hold now"),
 }
-
-
-def described(name: str) -> Metric | None:
-    """The table's entry for a logged name.
-
-    Example: described("eval/mean@8") is METRICS["eval/mean@<k>"]
-    """
-    if name in METRICS:
-        return METRICS[name]
-    return next(
-        (
-            metric
-            for entry, metric in METRICS.items()
-            if "<" in entry and re.fullmatch(re.sub("<.*?>", ".+", entry), name)
-        ),
-        None,
-    )
-
-
-def undescribed(names: Iterable[str]) -> list[str]:
-    """Those of `names` that the table does not have, sorted. `step` is what all are plotted over."""
-    return sorted(name for name in set(names) if name != "step" and described(name) is None)

@@ -1,5 +1,4 @@
-"""What a process is doing, and what it has done: named phases with their times. Standard library only; no torch, no
-Ray.
+"""What a process is doing, and what it has done: named phases with their times, and where its threads stand.
 
     with phase("backward"):
         ...
@@ -11,18 +10,24 @@ the name twice (docs/observability.md).
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import ContextDecorator
 from pathlib import Path
 
-from infsample_rl.types import Phase, WorkerPhases
+from infsample_rl.types import Phase, WorkerPhases, WorkerStatus
 
-KEPT = 20_000  # finished phases a process keeps until they are taken; older ones are dropped and counted
+KEPT = 20_000  # finished phases a process keeps until they are taken; older ones are dropped
 IDLE = "idle"  # the name between phases
 NAME_BYTES = 15  # Linux cuts a process's name here
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_FRAMES = 6  # of a thread, the innermost
 
 
 class phase(ContextDecorator):  # noqa: N801 -- reads as a statement: with phase("decode")
@@ -55,7 +60,6 @@ class _Recorder:
         self._threads: dict[int, int] = {}  # threading.get_ident() -> number
         self._idle_since = time.time()
         self._seconds: dict[str, float] = {}
-        self.num_dropped = 0
         self._comm = _open_comm()
 
     def begin(self, opened: phase) -> float:
@@ -70,7 +74,6 @@ class _Recorder:
             now = max(start, time.time())  # the clock may be set back
             self._open.remove((opened, start))
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            self.num_dropped += len(self._ended) == KEPT
             self._ended.append(Phase(opened.name, start, now, thread))
             self._seconds[opened.name] = self._seconds.get(opened.name, 0.0) + now - start
             if not self._open:
@@ -102,14 +105,9 @@ def current() -> tuple[str, float]:
     return _recorder.current()
 
 
-def take_phases() -> list[Phase]:
-    """Phases that have ended since the last call, in the order of their ends. An inner phase comes before the one
-    around it."""
-    return _recorder.take()[0]
-
-
 def report_phases(role: str, index: int, node: str) -> WorkerPhases:
-    """take_phases(), signed."""
+    """Phases that have ended since the last call, in the order of their ends (an inner phase comes before the one
+    around it), signed with the worker they are of."""
     phases, until = _recorder.take()
     return WorkerPhases(role, index, node, phases, until)
 
@@ -117,11 +115,6 @@ def report_phases(role: str, index: int, node: str) -> WorkerPhases:
 def phase_seconds() -> dict[str, float]:
     """Seconds spent in every phase since the process started, those of inner phases counted in outer ones too."""
     return _recorder.seconds()
-
-
-def num_dropped() -> int:
-    """Phases that were lost because nobody took them."""
-    return _recorder.num_dropped
 
 
 def phase_of(pid: int) -> str | None:
@@ -133,6 +126,53 @@ def phase_of(pid: int) -> str | None:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except OSError:
         return None
+
+
+class _LastLine(logging.Handler):
+    """Keeps the newest log record's text."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = f"{record.name}: {record.getMessage()}"
+
+
+_last_line = _LastLine(logging.INFO)
+
+
+def watch_log() -> None:
+    """Keep this process's last log line from now on, for status()."""
+    if _last_line not in logging.getLogger().handlers:
+        logging.getLogger().addHandler(_last_line)
+
+
+def status() -> WorkerStatus:
+    """What this process says when the driver asks why nothing moves; from any of its threads, also while another
+    computes or waits."""
+    name, since = current()
+    return WorkerStatus(
+        pid=os.getpid(),
+        node=socket.gethostname(),
+        phase=name,
+        phase_s=max(0.0, time.time() - since),
+        last_line=_last_line.text,
+        stack=_stack(),
+    )
+
+
+def _stack() -> str:
+    """The innermost frames of every thread that is in this package, this one left out."""
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        frames = traceback.extract_stack(frame)
+        if ident != threading.get_ident() and any(entry.filename.startswith(_PACKAGE) for entry in frames):
+            texts.append(
+                "\n".join(
+                    f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}: {entry.line}"
+                    for entry in frames[-_FRAMES:]
+                )
+            )
+    return "\n\n".join(texts)
 
 
 def _open_comm() -> int | None:

@@ -11,21 +11,20 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TextIO
 
+from infsample_rl.observe.files import write_atomically
+
 
 def open_records(path: Path, start_step: int) -> TextIO:
     """Open a JSONL file for appending. For a new run, `start_step` 0, it is empty: an older file is set aside."""
     if start_step == 0:
         set_aside(path)
     file = _append_to(path)
-    if file.tell() and not _ends_whole(path):
-        file.write("\n")  # behind the part of a line that a killed process has left
+    if file.tell():
+        with path.open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            if written.read() != b"\n":
+                file.write("\n")  # behind the part of a line that a killed process has left
     return file
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
@@ -38,12 +37,11 @@ def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
 def amend_record(file: TextIO, path: Path, step: int, values: dict[str, Any]) -> TextIO:
     """Add values to the record that an open file has of a step, and go on with it."""
     file.close()
-    _rewrite(
-        path,
-        lambda record, line: (
-            _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line
-        ),
-    )
+
+    def amended(record: dict[str, Any], line: bytes) -> bytes:
+        return _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line
+
+    _rewrite(path, amended)
     return _append_to(path)
 
 
@@ -84,19 +82,11 @@ def cut_back(path: Path, step: int) -> None:
 
 
 def _rewrite(path: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
-    """Write for every record and its line what `change` makes of them; torn lines go.
-
-    The file is replaced in one move: killed halfway, the old one stands.
-    """
-    rewritten = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, rewritten.open("wb") as new:
-        for line in old:
-            record = parse_record(line)
-            if record is not None:
-                new.write(change(record, line.rstrip(b"\n") + b"\n"))  # the bytes as they are: numbers keep every digit
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(rewritten, path)
+    """Write for every record and its line what `change` makes of them; torn lines go."""
+    with path.open("rb") as old:
+        records = ((parse_record(line), line.rstrip(b"\n") + b"\n") for line in old)
+        # the bytes as they are: numbers keep every digit
+        write_atomically(path, (change(record, line) for record, line in records if record is not None))
 
 
 def set_aside(path: Path) -> None:

@@ -25,13 +25,8 @@ from infsample_rl.observe.timeline_picture import draw_timeline, newest_step
 from infsample_rl.observe.trackers.trackers import start_trackers
 from infsample_rl.types import ClusterNow
 
-METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE = (
-    "metrics.jsonl",
-    "completions.jsonl",
-    "samples.jsonl",
-    "lengths.jsonl",
-)
-WARNINGS_FILE = "warnings.jsonl"
+METRICS_FILE, COMPLETIONS_FILE, WARNINGS_FILE = "metrics.jsonl", "completions.jsonl", "warnings.jsonl"
+SAMPLES_FILE, LENGTHS_FILE = "samples.jsonl", "lengths.jsonl"
 # with a step: cut back where steps are done again
 RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)
 REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
@@ -67,9 +62,8 @@ class RunLogger:
         # kind of warning -> step it was said at, how many were kept back since
         self._seldom: dict[str, tuple[int, int]] = {}
         self._say_of_trackers()
-        for tracker in self._trackers:
-            if tracker.place:
-                self.note(tracker.place)
+        for place in filter(None, (tracker.place for tracker in self._trackers)):
+            self.note(place)
 
     def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Print names and values below a title."""
@@ -121,7 +115,7 @@ class RunLogger:
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
         append_records(self._files[METRICS_FILE], [{"step": step, **values}])
         append_records(self._files[COMPLETIONS_FILE], samples)
-        known = {name: value for name, value in values.items() if value is not None}
+        known = _known(values)
         for tracker in self._trackers:
             tracker.log(step, known, samples)
         if time.monotonic() >= self._picture_due_at:
@@ -140,11 +134,9 @@ class RunLogger:
         values = json_value(metrics)
         self._files[METRICS_FILE] = amend_record(self._files[METRICS_FILE], self._run_dir / METRICS_FILE, step, values)
         for tracker in self._trackers:
-            tracker.log(step, {name: value for name, value in values.items() if value is not None}, [])
+            tracker.log(step, _known(values), [])
         self._say_of_trackers()
-        self._screen.step(
-            step, {name: value for name, value in (self.record_of(step) or {}).items() if value is not None}
-        )
+        self._screen.step(step, _known(self.record_of(step) or {}))
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""
@@ -185,9 +177,8 @@ class RunLogger:
         """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first
         evaluation too."""
         for name, file in self._files.items():  # a warning before the first step stays
-            self._files[name] = rewind_records(
-                file, self._run_dir / name, step if name == WARNINGS_FILE else step or -1
-            )
+            last = step if name == WARNINGS_FILE else step or -1
+            self._files[name] = rewind_records(file, self._run_dir / name, last)
         self._health.rewind(step)
         self._step, self._pictured = step, min(self._pictured, step)
         self._screen.rewind(step)
@@ -206,3 +197,7 @@ class RunLogger:
             self._trackers = []
         for file in (*self._files.values(), self._screen):
             file.close()
+
+
+def _known(values: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -3,6 +3,7 @@ run.log."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -12,12 +13,18 @@ from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from infsample_rl.observe.live_view import LiveView
+from infsample_rl.observe.live_view import LiveView, written
 
 RATE_STEPS = 20  # time left is estimated over this many steps
+LINE = {  # a step in one line
+    "reward/mean": "reward {:.3f}",
+    "response/length_mean": "length {:.0f}",
+    "timing/tokens_per_s": "{:,.0f} tok/s",
+    "timing/step": "{:.1f} s",
+    "eval/accuracy": "held-out accuracy {:.3f}",
+}
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -31,8 +38,10 @@ class Screen:
         self._marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)  # (step, time it ended)
         self._rate: float | None = None  # seconds a step
         self._view = view
-        self._terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._console = Console(file=sys.stdout, force_terminal=True) if self._terminal else None
+        terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        self._console = Console(file=sys.stdout, force_terminal=True) if terminal else None
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt in Greek must not end a run whose terminal is ASCII
+            sys.stdout.reconfigure(errors="replace" if terminal else "backslashreplace")
         self._live: Live | None = None
 
     def warn(self, text: str) -> None:
@@ -51,18 +60,9 @@ class Screen:
         self._write_log(printable(text))
 
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """A rich table on a terminal, aligned lines elsewhere and in run.log."""
-        rows = [(printable(name), printable(value)) for name, value in rows]
-        width = max((len(name) for name, _ in rows), default=0)
-        plain = "\n".join([printable(title), *(f"  {name:<{width}}  {value}" for name, value in rows)])
-        self._write_log(plain)
-        if self._console is None:
-            self._print(plain)
-            return
-        table = Table(title=Text(printable(title), style="bold"), title_justify="left", show_header=False)
-        for name, value in rows:
-            table.add_row(Text(name, style="cyan"), Text(value, overflow="fold"))
-        self._console.print(table)
+        """Names and values, aligned."""
+        width = max((len(printable(name)) for name, _ in rows), default=0)
+        self.line("\n".join([title, *(f"  {printable(name):<{width}}  {value}" for name, value in rows)]))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Bring the view up to date, or print the step's line."""
@@ -70,10 +70,8 @@ class Screen:
         self._marks.append((step, time.monotonic()))
         (first_step, first_time), (_, last_time) = self._marks[0], self._marks[-1]
         self._rate = (last_time - first_time) / (step - first_step) if step > first_step else metrics.get("timing/step")
-        figures, accuracy = step_figures(metrics), metrics.get("eval/accuracy")
-        held_out = "" if accuracy is None else f"held-out accuracy {accuracy:.3f}"
-        seconds = f"{metrics['timing/step']:.1f} s" if "timing/step" in metrics else ""
-        text = "  ".join(filter(None, [self._position(), figures, seconds, held_out, self._time_left()]))
+        said = written(metrics, LINE)
+        text = "  ".join(filter(None, [self._position(), *said, self._time_left()]))
         self._write_log(text)
         if not self._progress:
             return
@@ -82,8 +80,8 @@ class Screen:
         if self._live is None:
             self._print(text)
             return
-        if held_out:
-            self._print(f"{self._position()}  {held_out}", "bold")
+        if metrics.get("eval/accuracy") is not None:
+            self._print(f"{self._position()}  {said[-1]}", "bold")
         self._live.refresh()
 
     def rewind(self, step: int) -> None:
@@ -106,7 +104,8 @@ class Screen:
         self._live = Live(
             console=self._console,
             get_renderable=self._render,
-            refresh_per_second=2,
+            refresh_per_second=1,
+            vertical_overflow="crop",
             redirect_stderr=sys.stderr.isatty(),
         )
         self._live.start(refresh=True)
@@ -125,9 +124,8 @@ class Screen:
 
     def _render(self) -> Group:
         width, height = self._console.size
-        unicode = self._console.encoding.startswith("utf")
         # Two lines are left: a view as high as the terminal would push itself out of the top.
-        return Group(*self._view.lines(width, height - 2, time_left=self._time_left(), unicode=unicode))
+        return self._view.render(width, height - 2, time_left=self._time_left())
 
     def _position(self) -> str:
         return f"step {self._step:>{len(str(self._total))}}/{self._total}"
@@ -141,9 +139,6 @@ class Screen:
         return f"{duration(left)} left" if left >= 1 else ""
 
     def _print(self, text: str, style: str = "") -> None:
-        # What the output's encoding lacks is escaped: a prompt in Greek must not end a run whose terminal is ASCII.
-        encoding = sys.stdout.encoding or "utf-8"
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
         if self._console is None:
             print(text, flush=True)
         else:
@@ -153,16 +148,6 @@ class Screen:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._log.writelines(f"{stamp} {line}\n" for line in text.splitlines())
         self._log.flush()
-
-
-def step_figures(metrics: dict[str, float]) -> str:
-    """Reward, response length and speed of a step, those that are there: "reward 0.431  length 57  1,234 tok/s"."""
-    formats = {
-        "reward/mean": "reward {:.3f}",
-        "response/length_mean": "length {:.0f}",
-        "timing/tokens_per_s": "{:,.0f} tok/s",
-    }
-    return "  ".join(text.format(metrics[name]) for name, text in formats.items() if metrics.get(name) is not None)
 
 
 def duration(seconds: float) -> str:

@@ -31,7 +31,11 @@ FILES = {  # what a run folder may hold, in the order it is listed
     "wandb": "W&B files; to upload those of offline runs: wandb sync DIR/offline-run-*",
     "tensorboard": "TensorBoard files; to see them: tensorboard --logdir DIR",
 }
-REWARD_COLOUR, ACCURACY_COLOUR, LENGTH_COLOUR = "#1f5fa8", "#d1620a", "#2a7f4f"
+CURVES = {
+    "reward/mean": ("reward", "#1f5fa8"),
+    "eval/accuracy": ("held-out accuracy", "#d1620a"),
+    "response/length_mean": ("response length (tokens)", "#2a7f4f"),
+}
 
 
 def write_summary(config: Config, run_dir: Path, *, checkpoint: Path | None, seconds: float) -> str:
@@ -132,72 +136,26 @@ def smooth(values: list[float]) -> list[float]:
 
 
 def draw_curves(records: list[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Write a PNG: reward and held-out accuracy above, response length below, over the steps."""
+    """Write a PNG: reward, held-out accuracy where it was measured, and response length over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
     from matplotlib.figure import Figure
 
+    shown = [name for name in CURVES if series(records, name)[1]]
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    steps = [record for record in records if record["step"] > 0]
-    draw_line(top, steps, "reward/mean", "reward", REWARD_COLOUR)
-    draw_accuracy(top, records)
-    top.set_title(title, parse_math=False)
-    top.legend(loc="best", framealpha=0.9)
-    draw_line(bottom, steps, "response/length_mean", "response length", LENGTH_COLOUR)
-    bottom.set_ylabel("response length (tokens)")
-    bottom.set_xlabel("step")
-    bottom.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (top, bottom):
+    panels = figure.subplots(max(1, len(shown)), 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].set_title(title, parse_math=False)
+    for axes, name in zip(panels, shown, strict=False):
+        label, colour = CURVES[name]
+        at, values = series(records, name)
+        is_sparse = len(values) < 30
+        axes.plot(at, values, color=colour, alpha=0.35, linewidth=1, marker="." if is_sparse else "")
+        axes.plot(at, smooth(values) if len(values) >= 8 else values, color=colour, linewidth=2.2)
+        axes.set_ylabel(label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a run's name in letters that no font here has: boxes
         figure.savefig(path)
-
-
-def draw_line(axes: Any, steps: list[dict[str, Any]], name: str, label: str, colour: str) -> None:
-    """One metric per step, thin, with its smoothed line over it."""
-    at, values = series(steps, name)
-    marker = "." if len(values) < 30 else ""
-    axes.plot(at, values, color=colour, alpha=0.35, linewidth=1, marker=marker, label=f"{label} of a step")
-    if len(values) >= 8:
-        axes.plot(at, smooth(values), color=colour, linewidth=2.2, label=f"{label}, smoothed")
-
-
-def draw_accuracy(axes: Any, records: list[dict[str, Any]]) -> None:
-    """Held-out accuracy as points: on the reward's axis when rewards lie in [0, 1], else on an axis of its own."""
-    at, values = series(records, "eval/accuracy")
-    rewards = series(records, "reward/mean")[1]
-    shared = all(0 <= reward <= 1 for reward in rewards)
-    axes.set_ylabel("reward, held-out accuracy" if shared and values else "reward")
-    if not values:
-        return
-    if not shared:
-        twin = axes.twinx()
-        twin.set_ylabel("held-out accuracy", color=ACCURACY_COLOUR)
-        # one legend for both axes
-        axes.plot([], [], color=ACCURACY_COLOUR, linestyle="--", marker="o", label="held-out accuracy (right)")
-        axes = twin
-    size = 6 if len(values) < 30 else 3
-    axes.plot(
-        at,
-        values,
-        color=ACCURACY_COLOUR,
-        linestyle="--",
-        linewidth=1,
-        marker="o",
-        markersize=size,
-        label="held-out accuracy",
-    )
-    box = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1}
-    for step, value in {at[0]: values[0], at[-1]: values[-1]}.items():
-        axes.annotate(
-            f"{value:.2f}",
-            (step, value),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="center",
-            color=ACCURACY_COLOUR,
-            bbox=box,
-        )

@@ -14,14 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infsample_rl.observe.critical_path import critical_path, intervals_of, outermost, path_line
-from infsample_rl.observe.phases import IDLE
+from infsample_rl.observe.critical_path import critical_path, intervals_of, path_line
 from infsample_rl.observe.trace import Event, TraceFile
 from infsample_rl.types import Phase, WorkerPhases
 
 ROLES = ("driver", "rollout", "reward", "reference", "learner", "colocated")  # in this order they are shown
 MOST_WORKERS = 100_000  # of one role: process numbers of the trace are (place of the role) x this + index
-IDLE_S = 0.001  # shorter gaps are not shown
 
 
 class Step(NamedTuple):
@@ -45,7 +43,6 @@ class Timeline:
         self._say = say
         self._steps: list[Step] = []  # the last to be drawn, and those to draw
         self._phases: dict[tuple[str, int], WorkerPhases] = {}  # not drawn yet
-        self._drawn_until: dict[tuple[str, int], float] = {}
         self._thread = ThreadPoolExecutor(1, "timeline")
         self._handed_in: deque[Future[None]] = deque()  # what is not known to have gone well
 
@@ -101,33 +98,14 @@ class Timeline:
             until = min(worker.until, step.ended)
             drawn = [phase for phase in worker.phases if phase.start < until]
             self._phases[key] = worker._replace(phases=[phase for phase in worker.phases if phase.start >= until])
-            # what it does beside its phases is its own work too
-            gaps = self._gaps(key, drawn, until) if worker.role != "driver" else []
-            for phase in drawn + gaps:  # one whose answer came late belongs to an earlier step than is drawn
+            for phase in drawn:  # one whose answer came late belongs to an earlier step than is drawn
                 number = known[min(bisect_right(ends, phase.start), len(known) - 1)].number
                 events.append(_event(worker.role, worker.index, phase, number))
         self._trace.add(sorted(events, key=lambda event: (event["ts"], -event["dur"])))
 
-    def _gaps(self, key: tuple[str, int], drawn: list[Phase], until: float) -> list[Phase]:
-        """Where a worker did nothing, from where it was drawn to last. What it did before its first phase is not
-        known."""
-        busy = outermost("", (phase._replace(thread=0) for phase in drawn))
-        now = self._drawn_until.get(key, busy[0].start if busy else until)
-        gaps = []
-        for interval in busy:
-            if interval.start - now > IDLE_S:
-                gaps.append(Phase(IDLE, now, interval.start, 0))
-            now = max(now, interval.end)
-        if until - now > IDLE_S:
-            gaps.append(Phase(IDLE, now, until, 0))
-        self._drawn_until[key] = max(now, until)
-        return gaps
-
     def _name(self, worker: WorkerPhases) -> None:
-        pid, title = (
-            _pid(worker.role, worker.index),
-            f"{worker.role} {worker.index}" if worker.role != "driver" else "driver",
-        )
+        pid = _pid(worker.role, worker.index)
+        title = f"{worker.role} {worker.index}" if worker.role != "driver" else "driver"
         self._trace.name({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{title} on {worker.node}"}})
         self._trace.name({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
 

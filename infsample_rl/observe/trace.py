@@ -1,19 +1,18 @@
 """trace.json: a run's last steps in Chrome's Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON array format). The
-file is replaced in one move, so a run killed at any moment leaves a whole one.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (JSON array format).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from infsample_rl.observe.files import write_atomically
 from infsample_rl.observe.records import set_aside
 
 WRITE_EVERY_S = 10.0  # short steps are written together
@@ -54,14 +53,10 @@ class TraceFile:
             return
         self._written_at = time.monotonic()
         lines = [*map(json.dumps, self._names.values()), *(line for step in self._steps for line in step)]
-        partial = self._path.with_name(self._path.name + ".tmp")
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-                file.write("[\n" + ",\n".join(lines) + "\n]\n")
-            os.replace(partial, self._path)
-        except OSError:  # no run ends for its timeline; of a full disk the checkpoint's warning tells
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        with contextlib.suppress(
+            OSError
+        ):  # no run ends for its timeline; of a full disk the checkpoint's warning tells
+            write_atomically(self._path, "[\n" + ",\n".join(lines) + "\n]\n")
 
     def _restore(self, start_step: int) -> None:
         steps: dict[int, list[str]] = {}

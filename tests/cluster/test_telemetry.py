@@ -211,7 +211,6 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
         ("rollout", "decode"),
         ("rollout", "prefill"),
         ("rollout", "sync"),
-        ("rollout", "idle"),
         ("reward", "reward"),
     }
     assert shown >= {

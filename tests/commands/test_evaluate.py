@@ -52,18 +52,9 @@ def test_figures_are_those_of_the_completions_written(arguments, tmp_path, capsy
 
 def test_a_failed_reward_never_passes():
     prompt = Prompt(prompt_index=0, row=1, messages=[], text="", token_ids=np.zeros(1, np.int32))
-    ended = {
-        index: Completion(
-            **{
-                "prompt_index": 0,
-                "sample_index": index,
-                "token_ids": np.zeros(2, np.int32),
-                "logprobs": np.zeros(2, np.float32),
-            },
-            **{"sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0},
-        )
-        for index in range(2)
-    }
+    shared = {"prompt_index": 0, "sampling_logprobs": None, "finish_reason": "stop", "policy_version": 0}
+    tokens = {"token_ids": np.zeros(2, np.int32), "logprobs": np.zeros(2, np.float32)}
+    ended = {index: Completion(sample_index=index, **tokens, **shared) for index in range(2)}
     found = evaluate.Sampled(prompt=prompt, completions=ended, rewards={0: None, 1: 0.0})
     figures = evaluate.summarise([found], evaluate.EvaluateOptions(samples=2, k=[1], threshold=0.0), seed=0)
     assert figures["pass@1"].value == 0.5 and figures["failed rewards"] == 1
@@ -79,10 +70,7 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
         ([f"out={tmp_path}"], "is a folder; give a file"),
         ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),
         (["threshold=nan"], "threshold must be a finite reward, got nan"),
-        (
-            ["samples=4", "rollout.group_size=2"],
-            "rollout.group_size must be samples = 4 here, got 2; give samples=2 instead",
-        ),
+        (["samples=4", "rollout.group_size=2"], "rollout.group_size must be samples = 4 here, got 2; give samples=2"),
         (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
@@ -97,51 +85,35 @@ def test_a_run_that_was_never_evaluated_has_all_its_problems(tiny_qwen3, tmp_pat
     data, run = tmp_path / "problems.jsonl", tmp_path / "run"
     data.write_text(json.dumps({"question": "1 + 1 = ?", "answer": "2"}) + "\n")
     (run / "checkpoints" / "step_000001").mkdir(parents=True)
-    settings = {
-        "model": {"path": str(tiny_qwen3)},
-        "run": {"eval_prompts": 0},
-        "data": {"source": "gsm8k", "eval_source": str(data)},
-    }
+    data_settings = {"source": "gsm8k", "eval_source": str(data)}
+    settings = {"model": {"path": str(tiny_qwen3)}, "run": {"eval_prompts": 0}, "data": data_settings}
     (run / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "gsm8k"}]}}))
     checkpoint = str(run / "checkpoints" / "step_000001")
-    assert (
-        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), []).run.eval_prompts == evaluate.ALL_PROBLEMS
-    )
-    assert (
-        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["run.eval_prompts=7"]).run.eval_prompts == 7
-    )
-    assert (
-        evaluate.evaluation_config(checkpoint, evaluate.EvaluateOptions(), ["++data.source=math"]).data.eval_source
-        == "math"
-    )
+
+    def config(*overrides: str, folder: str = checkpoint):
+        return evaluate.evaluation_config(folder, evaluate.EvaluateOptions(), list(overrides))
+
+    assert config().run.eval_prompts == evaluate.ALL_PROBLEMS and config("run.eval_prompts=7").run.eval_prompts == 7
+    assert config("++data.source=math").data.eval_source == "math"
     (tmp_path / "latest").symlink_to(checkpoint)
-    assert evaluate.evaluation_config(str(tmp_path / "latest"), evaluate.EvaluateOptions(), []).data.eval_source == str(
-        data
-    )
+    assert config(folder=str(tmp_path / "latest")).data.eval_source == str(data)
     (run / "checkpoints" / "step_000001" / "driver_state.json").write_text("{}")
     with pytest.raises(ValueError, match=f"CHECKPOINT={run} is a run folder; give a checkpoint of it: {checkpoint}"):
-        evaluate.evaluation_config(str(run), evaluate.EvaluateOptions(), [])
+        config(folder=str(run))
 
 
 def test_of_generated_problems_there_are_as_many_as_a_run_would_take(tiny_qwen3):
     generated = ["data.source=reasoning_gym:leg_counting", "reward.functions=[{name: reasoning_gym}]"]
-    assert evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), generated).run.eval_prompts == 100
-    assert (
-        evaluate.evaluation_config(
-            str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, "run.eval_prompts=7"]
-        ).run.eval_prompts
-        == 7
-    )
+    for changed, expected in (([], 100), (["run.eval_prompts=7"], 7)):
+        config = evaluate.evaluation_config(str(tiny_qwen3), evaluate.EvaluateOptions(), [*generated, *changed])
+        assert config.run.eval_prompts == expected
 
 
 def test_a_talk_does_not_need_the_runs_memory(tiny_qwen3, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    settings = {
-        "model": {"path": str(tiny_qwen3)},
-        "rollout": {"kv_budget_tokens": 512},
-        "data": {"source": "none.jsonl", "max_prompt_tokens": 64},
-    }
+    data = {"source": "none.jsonl", "max_prompt_tokens": 64}
+    settings = {"model": {"path": str(tiny_qwen3)}, "rollout": {"kv_budget_tokens": 512}, "data": data}
     (tmp_path / "run" / "config.yaml").write_text(json.dumps(settings | {"reward": {"functions": [{"name": "math"}]}}))
     config = chat_config(str(checkpoint), ChatOptions(max_new_tokens=512), [])
     assert (config.rollout.max_new_tokens, config.rollout.kv_budget_tokens) == (512, None)
@@ -161,10 +133,8 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
     assert one.obey("/temperature 0.3") == "temperature 0.3" and one.temperature == 0.3
     for wrong in ("hot", "0.0005", "nan"):
-        assert (
-            one.obey(f"/temperature {wrong}")
-            == f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
-        )
+        said = f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
+        assert one.obey(f"/temperature {wrong}") == said
     with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001, got nan"):
         chat_config(str(tiny_qwen3), ChatOptions(temperature=float("nan")), [])
     assert one.obey("/help") == chat.HELP

@@ -30,30 +30,17 @@ from infsample_rl.types import MicroGroupHeader, RewardResult
 @pytest.fixture
 def arguments(tiny_qwen3, sums_file, tmp_path):
     """Settings of a small run in tmp_path/run."""
-    return [
-        *(
-            f"model.path={tiny_qwen3}",
-            f"data.source={sums_file}",
-            "data.eval_source=null",
-            "data.max_prompt_tokens=64",
-            "data.prompts_per_step=3",
-        ),
-        *(
-            "rollout.group_size=4",
-            "rollout.slots=2",
-            "rollout.max_new_tokens=24",
-            "learner.max_tokens_per_micro_batch=96",
-            "learner.lr=1e-3",
-        ),
-        *(
-            "objective.kl=k3",
-            "objective.kl_coef=0.01",
-            "run.steps=2",
-            f"run.dir={tmp_path / 'run'}",
-            "cluster.learner_ranks=1",
-        ),
-        *("cluster.rollout_workers=1", "logging.wandb=disabled", "logging.record_every=1", "run.checkpoint_every=1"),
+    model = [
+        f"model.path={tiny_qwen3}",
+        f"data.source={sums_file}",
+        "data.eval_source=null",
+        "data.max_prompt_tokens=64",
     ]
+    sizes = "data.prompts_per_step=3 rollout.group_size=4 rollout.slots=2 rollout.max_new_tokens=24 run.steps=2"
+    update = "learner.max_tokens_per_micro_batch=96 learner.lr=1e-3 objective.kl=k3 objective.kl_coef=0.01"
+    workers = "cluster.learner_ranks=1 cluster.rollout_workers=1"
+    kept = "logging.wandb=disabled logging.record_every=1 run.checkpoint_every=1"
+    return [*model, f"run.dir={tmp_path / 'run'}", *f"{sizes} {update} {workers} {kept}".split()]
 
 
 @pytest.fixture
@@ -71,19 +58,15 @@ def recorded_run(arguments, tmp_path):
     for completions in engine.stream([prompt.token_ids.tolist() for prompt in prompts], seed=0):
         key, lengths = len(micro_groups), [len(completion.token_ids) for completion in completions]
         micro_groups.append(completions)
-        indices, reasons = (
-            [completion.sample_index for completion in completions],
-            [completion.finish_reason for completion in completions],
-        )
+        indices = [completion.sample_index for completion in completions]
+        reasons = [completion.finish_reason for completion in completions]
         known = {"prompt_index": completions[0].prompt_index, "policy_version": 0, "finished_at": 0.0}
-        groups.add_micro_group(
-            key, MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known)
-        )
+        header = MicroGroupHeader(sample_indices=indices, lengths=lengths, finish_reasons=reasons, **known)
+        groups.add_micro_group(key, header)
         sums = [int(completion.token_ids.sum()) for completion in completions]
         rewards = [None if value % 5 == 0 else float(value % 11) for value in sums]
-        groups.add_rewards(
-            key, RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0)
-        )
+        result = RewardResult(rewards=rewards, components={}, failures=[], started_at=0.0, finished_at=0.0)
+        groups.add_rewards(key, result)
     trained = groups.take_complete()
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
     learner_config = load_config([*arguments, "reference.placement=learner"])
@@ -94,9 +77,8 @@ def recorded_run(arguments, tmp_path):
         learner.accumulate(assemble(row, by_prompt, micro_groups, []), provisional_totals(config))
     metrics = learner.step(loss_totals(trained, config))
     assert write_recording(run_dir, groups, lambda key: micro_groups[key], metrics, step=1, total_steps=2)
-    return SimpleNamespace(
-        folder=run_dir, config=config, groups=groups, metrics=metrics, fetch=lambda key: micro_groups[key]
-    )
+    found = {"folder": run_dir, "config": config, "groups": groups, "metrics": metrics}
+    return SimpleNamespace(**found, fetch=lambda key: micro_groups[key])
 
 
 def test_the_learner_alone_finds_the_runs_loss_and_gradient(recorded_run, capsys):
@@ -125,9 +107,8 @@ def test_a_reference_of_its_own_is_asked_as_the_runs_workers_were(recorded_run, 
     recorded = read_recording(recorded_run.folder, 1)
 
     def kl(*changes: str) -> float:
-        return replay.replay(replay.replay_config(recorded_run.folder, [*adapters, *changes]), recorded, None)[
-            "learner/kl"
-        ]
+        config = replay.replay_config(recorded_run.folder, [*adapters, *changes])
+        return replay.replay(config, recorded, None)["learner/kl"]
 
     own = kl(f"reference.path={tmp_path / 'other'}")
     assert own > 1e-4 and kl() < 1e-6
@@ -171,17 +152,23 @@ def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
 def test_a_step_is_kept_as_the_settings_say_and_forgotten_when_it_is_done_again(recorded_run, tmp_path):
     config, folder = recorded_run.config, tmp_path / "kept"
     log = RunLogger(config, folder, total_steps=2, start_step=0)
-    workers = SimpleNamespace(completions=recorded_run.fetch)
-    run = SimpleNamespace(config=config, run_dir=folder, log=log, total_steps=2, step=1, cluster=workers)
+    micro_groups = SimpleNamespace(completions=recorded_run.fetch)
+    run = SimpleNamespace(
+        config=config,
+        run_dir=folder,
+        log=log,
+        total_steps=2,
+        step=1,
+        cluster=SimpleNamespace(micro_groups=micro_groups),
+    )
     recorder = StepRecorder(run, load_tokenizer(config.model))
     try:
         shown = recorder.record(recorded_run.groups, recorded_run.metrics)
         assert len(shown) == config.logging.completions_per_step == 4
-        assert [
-            record["lengths"] for record in map(json.loads, (folder / "lengths.jsonl").read_text().splitlines())
-        ] == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
+        kept = [json.loads(line)["lengths"] for line in (folder / "lengths.jsonl").read_text().splitlines()]
+        assert kept == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
         assert len(read_recording(folder, 1).completions) == 12
-        run.step, workers.completions = 2, lambda key: None  # their worker is gone
+        run.step, micro_groups.completions = 2, lambda key: None  # their worker is gone
         recorder.record(recorded_run.groups, recorded_run.metrics)
         assert not (folder / "recordings" / "step_000002").exists()
         log.rewind(1)
@@ -197,16 +184,10 @@ def test_a_real_run_replays(arguments, tmp_path):
         "def vowels(prompts, completions, **columns):\n    return [sum(c in 'aeiou' for c in text) / 9 for text in "
         "completions]\n"
     )
-    run = [
-        *arguments,
-        f"reward.functions=[{{name: '{reward}:vowels'}}]",
-        "objective.mini_batches=2",
-        "objective.epochs=2",
-        "run.keep_checkpoints=9",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "infsample_rl.main", *run], capture_output=True, text=True, timeout=500
-    )
+    two_updates = ["objective.mini_batches=2", "objective.epochs=2", "run.keep_checkpoints=9"]
+    run = [*arguments, f"reward.functions=[{{name: '{reward}:vowels'}}]", *two_updates]
+    main = [sys.executable, "-m", "infsample_rl.main", *run]
+    done = subprocess.run(main, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     command = [sys.executable, "-m", "infsample_rl", "replay", str(tmp_path / "run"), "step=2", "json=true"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout)

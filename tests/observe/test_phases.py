@@ -1,7 +1,8 @@
-"""What a process is doing: recorded for its owner, and readable from outside."""
+"""What a process is doing: recorded for its owner, told when asked, and readable from outside."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -12,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.observe import phases
-from infsample_rl.observe.phases import current, phase, phase_of, phase_seconds, report_phases, take_phases
+from infsample_rl.observe.phases import current, phase, phase_of, phase_seconds, report_phases, status, watch_log
+from infsample_rl.types import Phase
 
 linux = pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="process names are read from /proc")
+
+
+def take_phases() -> list[Phase]:
+    return report_phases("rollout", 0, "here").phases
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +82,13 @@ def test_a_phase_that_is_not_over_is_not_reported_as_settled():
     assert [found.name for found in report_phases("rollout", 3, "here").phases] == ["decode"]
 
 
-def test_nobody_takes_them_and_the_oldest_are_dropped_and_counted(monkeypatch):
+def test_nobody_takes_them_and_the_oldest_are_dropped(monkeypatch):
     monkeypatch.setattr(phases, "KEPT", 3)
     monkeypatch.setattr(phases, "_recorder", phases._Recorder())
     for name in ("a", "b", "c", "d", "e"):
         with phase(name):
             pass
-    assert [found.name for found in take_phases()] == ["c", "d", "e"] and phases.num_dropped() == 2
+    assert [found.name for found in take_phases()] == ["c", "d", "e"]
     assert set(phase_seconds()) == {"a", "b", "c", "d", "e"}
 
 
@@ -126,3 +133,23 @@ def test_a_forked_child_has_phases_and_a_name_of_its_own():
         assert os.read(read, 100) == b"child reward child"
         os.close(read), os.close(write)
     assert [found.name for found in take_phases()] == ["reward"]
+
+
+def test_phase_last_log_line_and_the_place_a_thread_waits_at_are_told():
+    watch_log()
+    logging.getLogger("infsample_rl.test").warning("about to wait")
+    begun, done = threading.Event(), Interruption()
+
+    def work() -> None:
+        with phase("decode"):
+            begun.set()
+            done.sleep(1.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    found = status()
+    assert found.pid == os.getpid() and found.phase == "decode" and 0 <= found.phase_s < 30
+    assert found.last_line == "infsample_rl.test: about to wait"
+    assert "interruption.py" in found.stack and "in sleep" in found.stack
+    thread.join()

@@ -8,27 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import Config
 from infsample_rl.observe.summary import sampled_text, smooth, write_summary
+from tests.observe.logged import logged_config
 
 
 def config() -> Config:
     """Two prompts of four samples a step."""
-    return Config(
-        run=RunConfig(name="a $tiny_run$"),
-        model=ModelConfig(path="model"),
-        data=DataConfig(source="rows.jsonl", prompts_per_step=2),
-        rollout=RolloutConfig(group_size=4, max_new_tokens=3),
-        reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
-    )
+    return logged_config("a $tiny_run$")
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
@@ -53,7 +40,7 @@ def picture(path: Path) -> np.ndarray:
     return imread(path)
 
 
-def test_summary_of_a_hand_written_run(tmp_path: Path) -> None:
+def test_summary_of_a_hand_written_run(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", twelve_steps())
     checkpoint = tmp_path / "checkpoints" / "step-12"
     checkpoint.mkdir(parents=True)
@@ -83,7 +70,7 @@ def test_sampled_tokens_are_those_that_were_counted_where_a_step_has_more_sample
     assert sampled_text([{**step, "response/tokens": None}], 8) == "800 tokens, 80 tokens/s over 10 s of steps"
 
 
-def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path: Path) -> None:
+def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", twelve_steps())
     write_summary(config(), tmp_path, checkpoint=None, seconds=1.0)
     pixels = picture(tmp_path / "reward_curve.png")
@@ -125,7 +112,7 @@ def test_smoothing_is_a_centred_mean() -> None:
 
 
 @pytest.mark.slow
-def test_the_printed_command_samples_from_the_checkpoint(tmp_path: Path) -> None:
+def test_the_printed_command_samples_from_the_checkpoint(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -133,34 +120,24 @@ def test_the_printed_command_samples_from_the_checkpoint(tmp_path: Path) -> None
     words = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>").save_pretrained(checkpoint)
-    sizes = {
-        "vocab_size": 3,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=1, head_dim=16)).save_pretrained(checkpoint)
+    sizes = {"vocab_size": 3, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(checkpoint)
     run_dir = checkpoint.parent.parent
     write_lines(run_dir / "metrics.jsonl", [{"step": 1, "reward/mean": 0.5}])
     (run_dir / "completions.jsonl").write_text(json.dumps({"step": 1, "prompt": "one 'two' \"one\""}) + "\n")
-    line = next(
-        line
-        for line in write_summary(config(), run_dir, checkpoint=checkpoint, seconds=1.0).splitlines()
-        if "try it" in line
-    )
-    done = subprocess.run(
-        line[21:], shell=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    lines = write_summary(config(), run_dir, checkpoint=checkpoint, seconds=1.0).splitlines()
+    (line,) = [line for line in lines if "try it" in line]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line[21:], shell=True, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("one 'two' \"one\"")
 
 
-def test_a_name_in_letters_that_the_font_lacks_is_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_name_in_letters_that_the_font_lacks_is_no_warning(tmp_path, recwarn):
     write_lines(tmp_path / "metrics.jsonl", twelve_steps())
     settings = config()
     settings.run.name = "\u8bad\u7ec3 1"
     write_summary(settings, tmp_path, checkpoint=None, seconds=1.0)
-    assert (tmp_path / "reward_curve.png").is_file() and [
-        str(each.message) for each in recwarn if "Glyph" in str(each.message)
-    ] == []
+    assert (tmp_path / "reward_curve.png").is_file()
+    assert not any("Glyph" in str(each.message) for each in recwarn)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infsample_rl.observe.metric_names import undescribed
+from tests.observe.logged import undescribed
 
 REWARD = '''
 def vowels(prompts, completions, answer, **columns):

@@ -68,7 +68,6 @@ POLICY = (
     ),
     Curve("Loss", "loss", {"learner/loss": "loss"}),
     Curve("Gradient norm", "norm", {"learner/grad_norm": "before clipping"}),
-    Curve("Learning rate", "rate", {"learner/lr": "learning rate"}),
     Curve("Clipped", "share of tokens", {"learner/clip_fraction": "outside the clip range"}, only_if_not_zero=True),
     Curve(
         "Effective sample size",
@@ -81,8 +80,6 @@ SPEED = (
     Curve("Speed of sampling", "tokens/s", {"timing/tokens_per_s": "all rollout workers"}),
     Curve("Decode steps", "running steps", {"rollout/running_steps": "slowest worker"}),
     Curve("Rows used", "share", {"rollout/row_utilisation": "rows that decode"}),
-    Curve("Computed again", "tokens", {"rollout/recomputed_tokens": "after preemption"}, only_if_not_zero=True),
-    Curve("Preemptions", "samples", {"rollout/preemptions": "gave their pages back"}, only_if_not_zero=True),
     Curve("Restarts", "workers", {"cluster/restarts": "so far"}, only_if_not_zero=True),
 )
 PREDICTOR = (
@@ -92,7 +89,6 @@ PREDICTOR = (
         {"predictor/log_error": "first prediction"},
         note="0.7: off by a factor of two; of samples that ended by themselves",
     ),
-    Curve("Error in tokens", "tokens", {"predictor/token_error": "first prediction"}),
     Curve(
         "Order within a prompt",
         "Kendall's tau",
@@ -104,12 +100,6 @@ PREDICTOR = (
         "running steps",
         {"predictor/steps_saved": "in replays of recent groups"},
         note="above 0 for long enough: predictions are used",
-    ),
-    Curve("Predictions in use", "1: yes", {"predictor/used": "in the step"}),
-    Curve(
-        "Time spent on predicting",
-        "s",
-        {"predictor/seconds": "a step, slowest worker", "predictor/fit_seconds": "the driver's fit after it"},
     ),
 )
 
@@ -139,28 +129,16 @@ def other_metrics(runs: Sequence[RunFolder]) -> dict[str, Chart]:
 
 def metric_names(runs: Sequence[RunFolder]) -> list[str]:
     """All metrics with a value somewhere, sorted."""
-    return sorted(
-        {name for run in runs for record in run.metrics for name, value in record.items() if value is not None}
-        - {"step"}
-    )
+    records = (record for run in runs for record in run.metrics)
+    return sorted({name for record in records for name, value in record.items() if value is not None} - {"step"})
 
 
 def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> Chart:
     lines, alone = [], len(runs) == 1
     for place, run in enumerate(runs):
-        for position, (name, label) in enumerate(curve.metrics.items()):
-            if not alone and position:
-                break
-            spread = curve.spread if alone and position == 0 else None
-            line = _line(run.metrics, name, spread, most)
-            if not line or (curve.only_if_not_zero and not any(line["y"])):
-                continue
-            twin = next(
-                (other for other in lines if alone and (other["x"], other["y"]) == (line["x"], line["y"])), None
-            )
-            if twin is not None:
-                twin["label"] += f" = {label}"  # one would hide the other
-            else:
+        for position, (name, label) in enumerate(list(curve.metrics.items())[: None if alone else 1]):
+            line = _line(run.metrics, name, curve.spread if alone and position == 0 else None, most)
+            if line and (any(line["y"]) or not curve.only_if_not_zero):
                 lines.append({"label": label if alone else run.label, "colour": position if alone else place, **line})
     values = [value for line in lines for value in line["y"] + line.get("low", [])]
     positive = bool(values) and min(values) > 0

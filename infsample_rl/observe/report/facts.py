@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,63 +21,51 @@ def settings_rows(run: RunFolder) -> list[list[Any]]:
     """[name, value, default where it differs, else None] of every setting in config.yaml."""
     defaults = _defaults()
     rows = []
-    for section, values in run.settings.items():
-        for key, value in values.items():
-            name = f"{section}.{key}"
-            default = defaults.get(name, value)
-            rows.append([name, text_of(value), None if default == value else text_of(default)])
+    for name, value in _settings(run).items():
+        default = defaults.get(name, value)
+        rows.append([name, text_of(value), None if default == value else text_of(default)])
     return rows
 
 
 def setting_differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """[name, value of each run] of the settings that are not equal in all, where the run wrote itself apart."""
-    names = dict.fromkeys(
-        f"{section}.{key}" for run in runs for section, values in run.settings.items() for key in values
-    )
-    rows = [
-        [name, *(text_of(run.setting(name)) if _has(run, name) else ABSENT for run in runs)]
-        for name in names
-        if name != "run.dir"
-    ]
+    settings = [{name: text_of(value) for name, value in _settings(run).items()} for run in runs]
+    names = dict.fromkeys(name for values in settings for name in values if name != "run.dir")
+    rows = [[name, *(values.get(name, ABSENT) for values in settings)] for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def version_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """[name, value of each run] of versions.json."""
     names = dict.fromkeys(str(name) for run in runs for name in run.versions)
-    return [[_version_name(name), *(_version_text(name, run.versions.get(name)) for run in runs)] for name in names]
+    return [
+        [name.removesuffix("_bytes"), *(_version_text(name, run.versions.get(name)) for run in runs)] for name in names
+    ]
 
 
 def figure_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
     """[name, value of each run]: what came out."""
     figures = [_figures(run) for run in runs]
-    return [
-        [name, *(found[name] for found in figures)]
-        for name in figures[0]
-        if any(found[name] != ABSENT for found in figures)
-    ]
+    rows = [[name, *(found[name] for found in figures)] for name in figures[0]]
+    return [row for row in rows if set(row[1:]) != {ABSENT}]
 
 
 def headline(run: RunFolder) -> list[list[str]]:
     """[name, value, what it is] of the few figures at the top of the page."""
-    steps = [record for record in run.metrics if record["step"] > 0]
-    _, accuracies = series(run.metrics, "eval/accuracy")
-    cards = [
-        ["steps", f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}"), state(run)]
-    ]
-    for title, values, form in (
-        ("held-out accuracy", accuracies, "{:.3f}"),
-        ("reward", series(steps, "reward/mean")[1], "{:.3f}"),
-        ("response length", series(steps, "response/length_mean")[1], "{:,.0f} tokens"),
+    steps = run.metrics_of_steps
+    done = f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}")
+    cards = [["steps", done, state(run)]]
+    for title, name, form in (
+        ("held-out accuracy", "eval/accuracy", "{:.3f}"),
+        ("reward", "reward/mean", "{:.3f}"),
+        ("response length", "response/length_mean", "{:,.0f} tokens"),
     ):
+        is_evaluation = name.startswith("eval/")
+        values = series(run.metrics if is_evaluation else steps, name)[1]
         if values:
-            first, last, n = (values[0], values[-1], 1) if title == "held-out accuracy" else ends(values)
-            before = (
-                "only measured once"
-                if len(values) == 1
-                else f"was {form.format(first)}" + (f"; means of {n} steps" if n > 1 else "")
-            )
-            cards.append([title, form.format(last), before])
+            first, last, n = (values[0], values[-1], 1) if is_evaluation else ends(values)
+            was = f"was {form.format(first)}" + (f"; means of {n} steps" if n > 1 else "")
+            cards.append([title, form.format(last), was if len(values) > 1 else "only measured once"])
     seconds = series(steps, "timing/step")[1]
     if seconds:
         _, last, n = ends(seconds)
@@ -102,29 +89,18 @@ def state(run: RunFolder) -> str:
 
 
 def description(run: RunFolder) -> str:
-    """Model, data, G and schedule in a line."""
+    """Model, data, G, schedule and, unless every sample has its own, the memory of KV, in a line."""
     model, source = (str(run.setting(name) or "").rstrip("/").split("/")[-1] for name in ("model.path", "data.source"))
-    group, schedule = (run.setting(f"rollout.{name}") for name in ("group_size", "schedule"))
-    parts = [
-        model,
-        source,
-        f"{run.setting('data.prompts_per_step')} prompts x G = {group}" if group else "",
-        ", ".join(filter(None, [str(schedule or ""), _kv_memory(run)])),
-    ]
-    return " · ".join(filter(None, parts))
-
-
-def _kv_memory(run: RunFolder) -> str:
-    """What the settings say of the memory of KV: a budget, else slots; nothing for a schedule that has it for every
-    sample."""
+    group, schedule = run.setting("rollout.group_size"), str(run.setting("rollout.schedule") or "")
     slots, tokens, given = (run.setting(f"rollout.{name}") for name in ("slots", "kv_budget_tokens", "kv_budget_bytes"))
-    if run.setting("rollout.schedule") == "full_group":
-        return ""
-    if given is not None:
-        return f"{given} of KV"
-    if tokens is not None:
-        return f"{tokens:,} KV tokens" if isinstance(tokens, int) else ""
-    return f"{slots} slots" if slots else ""
+    if schedule == "full_group":
+        memory = ""
+    elif given is not None or isinstance(tokens, int):
+        memory = f"{given} of KV" if given is not None else f"{tokens:,} KV tokens"
+    else:
+        memory = f"{slots} slots" if slots else ""
+    prompts = f"{run.setting('data.prompts_per_step')} prompts x G = {group}" if group else ""
+    return " · ".join(filter(None, [model, source, prompts, ", ".join(filter(None, [schedule, memory]))]))
 
 
 def text_of(value: Any) -> str:
@@ -133,43 +109,35 @@ def text_of(value: Any) -> str:
 
 
 def _figures(run: RunFolder) -> dict[str, str]:
-    records = run.metrics
-    steps = [record for record in records if record["step"] > 0]
+    records, steps = run.metrics, run.metrics_of_steps
     samples = (run.setting("data.prompts_per_step"), run.setting("rollout.group_size"))
-    whole = all(isinstance(count, int) for count in samples)
-    last = {
-        name: series(steps, name)[1][-1:]
-        for name in ("learner/entropy", "learner/kl", "learner/logprob_diff_mean", "predictor/tau")
-    }
+    are_known = bool(steps) and all(isinstance(count, int) for count in samples)
     peaks = [max(series(steps, name)[1], default=None) for name in ("rollout/peak_kv_bytes", "rollout/kv_pool_bytes")]
     seconds = series(steps, "timing/step")[1]
+    at, accuracies = series(records, "eval/accuracy")
+    best = max(zip(accuracies, at, strict=True), key=lambda found: found[0], default=None)
+
+    def last(name: str, unit: str) -> str:
+        values = series(steps, name)[1]
+        return f"{values[-1]:.4g} {unit}" if values else ABSENT
+
     figures = {
         "state": f"step {run.last_step:,}, {state(run)}",
         "held-out accuracy": accuracy_text(records),
-        "best held-out accuracy": _best(records),
+        "best held-out accuracy": f"{best[0]:.3f} (step {best[1]})" if best else ABSENT,
         "reward": before_after(steps, "reward/mean", "{:.3f}"),
         "response length": before_after(steps, "response/length_mean", "{:.1f}", " tokens"),
-        "sampled": sampled_text(steps, samples[0] * samples[1]) if whole and steps else ABSENT,
+        "sampled": sampled_text(steps, samples[0] * samples[1]) if are_known else ABSENT,
         "seconds of a step": f"{sum(seconds) / len(seconds):,.2f} (mean)" if seconds else ABSENT,
-        "entropy at the end": _last(last["learner/entropy"], " nats per token"),
-        "KL at the end": _last(last["learner/kl"], " nats per token"),
-        "mismatch at the end": _last(last["learner/logprob_diff_mean"], " nats"),
-        "order of predicted lengths at the end": _last(last["predictor/tau"], " (Kendall's tau)"),
+        "entropy at the end": last("learner/entropy", "nats per token"),
+        "KL at the end": last("learner/kl", "nats per token"),
+        "mismatch at the end": last("learner/logprob_diff_mean", "nats"),
+        "order of predicted lengths at the end": last("predictor/tau", "(Kendall's tau)"),
         "most KV held by a worker": " of ".join(bytes_text(peak) for peak in peaks if peak is not None) or ABSENT,
         "failed rewards": f"{sum(series(steps, 'reward/failed')[1]):,.0f}" if steps else ABSENT,
         "restarts": f"{max(series(steps, 'cluster/restarts')[1], default=0):,.0f}" if steps else ABSENT,
     }
     return {name: ABSENT if text in ("none measured", "not evaluated") else text for name, text in figures.items()}
-
-
-def _best(records: list[dict[str, Any]]) -> str:
-    at, values = series(records, "eval/accuracy")
-    best = max(range(len(values)), key=values.__getitem__, default=None)
-    return ABSENT if best is None else f"{values[best]:.3f} (step {at[best]})"
-
-
-def _last(values: list[float], unit: str) -> str:
-    return f"{values[0]:.4g}{unit}" if values else ABSENT
 
 
 def bytes_text(value: float) -> str:
@@ -188,13 +156,8 @@ def _version_text(name: str, value: Any) -> str:
     return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
 
 
-def _version_name(name: str) -> str:
-    return re.sub(r"_bytes$", "", name) if name != "infsample_rl" else name
-
-
-def _has(run: RunFolder, name: str) -> bool:
-    section, key = name.split(".", 1)
-    return key in run.settings.get(section, {})
+def _settings(run: RunFolder) -> dict[str, Any]:
+    return {f"{section}.{key}": value for section, values in run.settings.items() for key, value in values.items()}
 
 
 def _defaults() -> dict[str, Any]:
@@ -203,11 +166,6 @@ def _defaults() -> dict[str, Any]:
     for section in dataclasses.fields(Config):
         for spec in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
             default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-            found[f"{section.name}.{spec.name}"] = _plain(default)
+            if default is not dataclasses.MISSING:
+                found[f"{section.name}.{spec.name}"] = json.loads(json.dumps(default, default=dataclasses.asdict))
     return found
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

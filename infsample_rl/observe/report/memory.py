@@ -26,33 +26,12 @@ def memory_charts(runs: Sequence[RunFolder]) -> list[Chart]:
     return charts(runs, [KV, *measured, TRAFFIC])
 
 
-HOST_NOTE = (
-    "On the CPU measured is all that a process takes after its model is loaded: beside what is planned some 10 to 20 "
-    "MB of Python objects, of Ray "
-    "and of the allocator. They count where a model is as small as this one."
-)
-SMALL = 200e6  # bytes of a plan's sum below which they do
-
-
-def plan_note(run: RunFolder) -> str:
-    """What to know where predicted and measured stand side by side; "" where nothing is."""
-    small = [
-        process
-        for process in _processes(run)
-        if not process.get("gpus") and (number(process.get("sum_bytes")) or SMALL) < SMALL
-    ]
-    return HOST_NOTE if small else ""
-
-
 def plan_table(run: RunFolder) -> list[Record]:
     """plan.json, checked: [{"role", "lines": [[name, bytes]], "sum", "measured": [[metric, highest value]]}]. A role's
     metrics name it."""
-    return [_process(process, run) for process in _processes(run)]
-
-
-def _processes(run: RunFolder) -> list[Record]:
     processes = run.plan.get("processes")
-    return [process for process in processes if isinstance(process, dict)] if isinstance(processes, list) else []
+    processes = processes if isinstance(processes, list) else []
+    return [_process(process, run) for process in processes if isinstance(process, dict)]
 
 
 def _process(process: Record, run: RunFolder) -> Record:

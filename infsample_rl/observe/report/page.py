@@ -35,7 +35,7 @@ from infsample_rl.observe.report.facts import (
     state,
     version_rows,
 )
-from infsample_rl.observe.report.memory import memory_charts, plan_note, plan_table
+from infsample_rl.observe.report.memory import memory_charts, plan_table
 from infsample_rl.observe.report.run_folder import RunFolder
 from infsample_rl.observe.report.step_phases import phase_chart, traced_steps
 from infsample_rl.observe.report.timelines import choose_timelines
@@ -81,7 +81,6 @@ def _detail(run: RunFolder) -> Page:
         "headline": headline(run),
         "settings": settings_rows(run),
         "plan": plan_table(run),
-        "plan_note": plan_note(run),
         "phases": phase_chart(run),
         "trace": _guarded("trace.json", notes, lambda: traced_steps(run.path, notes)),
         "timelines": _guarded("samples.jsonl", notes, lambda: choose_timelines(run.path, notes)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,9 @@ from infsample_rl.observe.records import parse_record
 
 Record = dict[str, Any]
 
-CONFIG, METRICS, COMPLETIONS, SAMPLES, TRACE = (
-    "config.yaml",
-    "metrics.jsonl",
-    "completions.jsonl",
-    "samples.jsonl",
-    "trace.json",
-)
-VERSIONS, PLAN, LOG, WARNINGS = "versions.json", "plan.json", "run.log", "warnings.jsonl"
+CONFIG, VERSIONS, PLAN, LOG = "config.yaml", "versions.json", "plan.json", "run.log"
+METRICS, COMPLETIONS, SAMPLES, WARNINGS = "metrics.jsonl", "completions.jsonl", "samples.jsonl", "warnings.jsonl"
+TRACE = "trace.json"
 SIGNS = (CONFIG, METRICS, COMPLETIONS, LOG)  # one of them makes a folder a run's
 WARNINGS_SHOWN = 12
 
@@ -59,6 +54,11 @@ class RunFolder:
         return total if isinstance(total, int) else None
 
     @property
+    def metrics_of_steps(self) -> list[Record]:
+        """Without the evaluation before the first step."""
+        return [record for record in self.metrics if record["step"] > 0]
+
+    @property
     def last_step(self) -> int:
         """The last step in metrics.jsonl, 0: none."""
         return self.metrics[-1]["step"] if self.metrics else 0
@@ -71,10 +71,11 @@ def read_run(path: Path, label: str | None = None) -> RunFolder:
     if not any((path / name).exists() for name in SIGNS):
         raise ValueError(f"RUN={path} holds no run: none of {', '.join(SIGNS)} is in it")
     notes: list[str] = []
+    settings = _read_object(path / CONFIG, notes, yaml.safe_load)
     run = RunFolder(
         path=path,
         label=label or path.resolve().name,
-        settings=_read_settings(path / CONFIG, notes),
+        settings={name: part for name, part in settings.items() if isinstance(part, dict)},
         metrics=_numbers(read_lines(path / METRICS, notes)),
         versions=_read_object(path / VERSIONS, notes),
         plan=_read_object(path / PLAN, notes, needed=False),
@@ -114,11 +115,10 @@ def read_lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Record]]:
 def number(value: Any) -> float | None:
     """`value` if it is a finite number, else None."""
     try:
-        return (
-            value if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) else None
-        )
+        is_finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number of hundreds of digits
         return None
+    return value if is_finite else None
 
 
 def _numbers(records: Iterator[tuple[int, Record]]) -> list[Record]:
@@ -131,35 +131,21 @@ def _numbers(records: Iterator[tuple[int, Record]]) -> list[Record]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_settings(path: Path, notes: list[str]) -> dict[str, Record]:
+def _read_object(
+    path: Path, notes: list[str], parse: Callable[[str], Any] = json.loads, *, needed: bool = True
+) -> Record:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        notes.append(f"{path.name} is missing: settings are not known")
+        notes.extend([f"{path.name} is missing"] * needed)
         return {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path.name} cannot be read ({type(error).__name__})")
         return {}
     if not isinstance(found, dict):
-        notes.append(f"{path.name} holds no settings")
-        return {}
-    return {str(section): values for section, values in found.items() if isinstance(values, dict)}
-
-
-def _read_object(path: Path, notes: list[str], *, needed: bool = True) -> Record:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if needed:
-            notes.append(f"{path.name} is missing")
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read ({type(error).__name__})")
-        return {}
-    if not isinstance(found, dict):
         notes.append(f"{path.name} holds no object")
         return {}
-    return found
+    return {str(name): value for name, value in found.items()}
 
 
 def _read_warnings(path: Path) -> list[str]:

@@ -3,6 +3,7 @@ and the critical path."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from infsample_rl.observe.critical_path import critical_path, intervals_of, path_line
 from infsample_rl.observe.phases import IDLE
-from infsample_rl.observe.report.curves import Chart, short
+from infsample_rl.observe.report.curves import Chart, Curve, charts
 from infsample_rl.observe.report.run_folder import TRACE, RunFolder, number
 from infsample_rl.observe.timeline import MOST_WORKERS as MOST_OF_A_ROLE
 from infsample_rl.types import Phase, WorkerPhases
@@ -22,7 +23,6 @@ PARTS = {
     "timing/update": "optimizer",
     "timing/weight_sync": "weights to the engines",
 }
-MOST_POINTS = 300
 MOST_BARS = 12_000  # of all steps on the page together
 MOST_WORKERS = 48
 
@@ -30,37 +30,21 @@ MOST_WORKERS = 48
 def phase_chart(run: RunFolder) -> Chart | None:
     """Seconds of a step, stacked; None where no step has them. With run.max_staleness=1 sampling is beside the update:
     lines, not a stack."""
-    steps = [record for record in run.metrics if record.get("timing/step") is not None]
-    steps = steps[:: -(-len(steps) // MOST_POINTS)] if steps else []
-    if not steps:
-        return None
     overlaps = bool(run.setting("run.max_staleness"))
-    parts = {label: [record.get(name) or 0.0 for record in steps] for name, label in PARTS.items()}
-    whole = [record["timing/step"] for record in steps]
-    if not overlaps:
-        parts["the rest: driver, records"] = [
-            max(0.0, total - sum(values)) for total, *values in zip(whole, *parts.values(), strict=True)
-        ]
-    lines = [
-        {
-            "label": label,
-            "colour": place,
-            "x": [record["step"] for record in steps],
-            "y": [short(value) for value in values],
-        }
-        for place, (label, values) in enumerate(parts.items())
-        if any(values)
-    ]
-    if overlaps:
-        lines.append(
-            {
-                "label": "the step",
-                "colour": len(parts),
-                "x": [record["step"] for record in steps],
-                "y": [short(value) for value in whole],
-            }
-        )
-    return {"title": "Phases of a step", "unit": "s", "note": "", "log": False, "stack": not overlaps, "lines": lines}
+    whole, rest = "timing/step", "rest"
+    labels = PARTS | ({whole: "the step"} if overlaps else {rest: "the rest: driver, records"})
+    seconds = []
+    for record in run.metrics:
+        if record.get(whole) is not None:
+            parts = {name: record.get(name) or 0.0 for name in PARTS}
+            parts |= {"step": record["step"], whole: record[whole], rest: max(0.0, record[whole] - sum(parts.values()))}
+            seconds.append(parts)
+    curve = Curve("Phases of a step", "s", labels, only_if_not_zero=True)
+    found = charts([dataclasses.replace(run, metrics=seconds)], [curve])
+    if not found:
+        return None
+    lines = [{name: line[name] for name in ("label", "colour", "x", "y")} for line in found[0]["lines"]]
+    return found[0] | {"stack": not overlaps, "lines": lines}
 
 
 def traced_steps(run_dir: Path, notes: list[str]) -> dict[str, Any] | None:
@@ -124,14 +108,13 @@ def _draw(
     kept = sorted(order, key=lambda key: f"{key[0]} {key[1]}" not in on_path)[:MOST_WORKERS]
     order = [key for key in order if key in kept]
     place = {f"{role} {process}": index for index, (role, process) in enumerate(order)}
+
+    def span(name: str, start: float, end: float) -> list[Any]:
+        number_of_name = names.setdefault(name, len(names))
+        return [number_of_name, round(start - whole.start, 4), round(end - start, 4)]
+
     bars = [
-        [
-            index,
-            _number_of(phase.name, names),
-            round(phase.start - whole.start, 4),
-            round(phase.end - phase.start, 4),
-            depth,
-        ]
+        [index, *span(phase.name, phase.start, phase.end), depth]
         for index, key in enumerate(order)
         for phase, depth in _with_depth(by_worker[key])
     ]
@@ -140,18 +123,10 @@ def _draw(
     return {
         "step": step,
         "seconds": round(whole.end - whole.start, 4),
-        "workers": _worker_names(order),
+        "workers": [_worker_name(f"{role} {process}") for role, process in order],
         "left_out": len(by_worker) - len(order),
         "bars": bars,
-        "path": [
-            [
-                place.get(part.worker, -1),
-                _number_of(part.name, names),
-                round(part.start - whole.start, 4),
-                round(part.end - part.start, 4),
-            ]
-            for part in path
-        ],
+        "path": [[place.get(part.worker, -1), *span(part.name, part.start, part.end)] for part in path],
         "line": path_line([interval._replace(worker=_worker_name(interval.worker)) for interval in path]),
     }
 
@@ -164,14 +139,6 @@ def _with_depth(phases: list[Phase]) -> list[tuple[Phase, int]]:
         around[phase.thread] = [*outer, phase]
         found.append((phase, len(outer)))
     return found
-
-
-def _number_of(name: str, names: dict[str, int]) -> int:
-    return names.setdefault(name, len(names))
-
-
-def _worker_names(order: Sequence[tuple[str, int]]) -> list[str]:
-    return [_worker_name(f"{role} {process}") for role, process in order]
 
 
 def _worker_name(worker: str) -> str:

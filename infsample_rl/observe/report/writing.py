@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from infsample_rl.observe.files import write_atomically
 from infsample_rl.observe.report.page import page_of, render
 from infsample_rl.observe.report.run_folder import read_run
 
@@ -15,10 +15,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> list[str]:
     for folders without a run."""
     runs = [read_run(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
     page = page_of(runs)
-    partial = out.with_name(f".{out.name}.tmp")
-    # A lone surrogate, which a model may sample, becomes \udxxx, which is how JSON writes it.
-    partial.write_text(render(page), encoding="utf-8", errors="backslashreplace")
-    os.replace(partial, out)
+    write_atomically(out, render(page))
     return [note if len(runs) == 1 else f"{label}: {note}" for label, note in page["notes"]]
 
 

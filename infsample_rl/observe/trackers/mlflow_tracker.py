@@ -65,26 +65,19 @@ class MlflowTracker:
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         run_id = self._client.create_run(experiment_id, run_name=config.run.name).info.run_id
         path.write_text(run_id + "\n", encoding="utf-8")
-        settings = {
-            f"{section}.{key}": value
-            for section, keys in dataclasses.asdict(config).items()
-            for key, value in keys.items()
-        }
+        sections = dataclasses.asdict(config).items()
+        settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
         params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in settings.items()]
         for first in range(0, len(params), MOST_PARAMETERS):
             self._client.log_batch(run_id, params=params[first : first + MOST_PARAMETERS])
         return run_id
 
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        def send(client: Any) -> None:
-            from mlflow.entities import Metric
+        from mlflow.entities import Metric
 
-            now = int(time.time() * 1000)
-            client.log_batch(
-                self._run_id, metrics=[Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
-            )
-
-        self._try(send)
+        now = int(time.time() * 1000)
+        metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
+        self._try(lambda client: client.log_batch(self._run_id, metrics=metrics))
 
     def show(self, step: int, name: str, picture: Any) -> None:
         self._try(lambda client: client.log_image(self._run_id, picture, key=name, step=step))

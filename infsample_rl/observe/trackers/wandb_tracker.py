@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import netrc
 import os
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+from requests.utils import get_netrc_auth
 
 from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import GROUPS
 from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
 
 # of the public server, the older name and the one since 0.31
-PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+PUBLIC_SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
 
@@ -42,12 +42,7 @@ def has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     own = os.environ.get("WANDB_BASE_URL")
-    hosts = (urlsplit(own).netloc,) if own else PUBLIC_HOSTS
-    try:
-        entries = netrc.netrc(os.path.expanduser(os.environ.get("NETRC") or "~/.netrc"))
-    except (OSError, netrc.NetrcParseError):  # no file, or not one W&B could read either
-        return False
-    return any(entry is not None and bool(entry[2]) for entry in map(entries.authenticators, hosts))
+    return any(filter(None, map(get_netrc_auth, [own] if own else PUBLIC_SERVERS)))
 
 
 class WandbTracker:
@@ -79,21 +74,32 @@ class WandbTracker:
 
 
 def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[Any, str]:
-    """Start a W&B run, online or offline. Returns it and, when online did not work and it went offline, the reason
-    (else "")."""
+    """Start a W&B run, silent, online with a bounded wait for the server, or offline. Returns it and, when online did
+    not work and it went offline, the reason (else "")."""
     import wandb
 
-    reason, quiet = "", wandb.Settings(silent=True)
-    wandb.setup(quiet)  # the login message comes before the settings of init apply
+    def init(mode: str) -> Any:
+        wandb.setup(wandb.Settings(silent=True))  # the login message comes before the settings of init apply
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S),
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+        )
+        place = {"project": config.logging.wandb_project, "name": config.run.name, "dir": run_dir}
+        known = {"id": run_id, "resume": "allow", "config": dataclasses.asdict(config)}
+        return wandb.init(mode=mode, settings=settings, **place, **known)
+
+    reason = ""
     try:
-        run = init_wandb(config, run_dir, mode, run_id)
+        run = init(mode)
     except wandb.errors.Error as error:
         if mode == "offline":
             raise
         reason = str(error).splitlines()[0]
         wandb.teardown()  # the failed run still holds the id
-        wandb.setup(quiet)
-        run = init_wandb(config, run_dir, "offline", run_id)
+        run = init("offline")
     # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
     # dropped.
     run.define_metric("step", hidden=True)
@@ -101,29 +107,6 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
         run.define_metric(name, step_metric="step")
     run.define_metric("eval/accuracy", step_metric="step", summary="max,last")
     return run, reason
-
-
-def init_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> Any:
-    """wandb.init: silent, stdout left alone, offline or with a bounded wait for the server."""
-    import wandb
-
-    settings = wandb.Settings(
-        silent=True,
-        console="off",
-        init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT") or INIT_TIMEOUT_S),
-        finish_timeout=FINISH_TIMEOUT_S,
-        finish_timeout_raises=True,
-    )
-    return wandb.init(
-        project=config.logging.wandb_project,
-        name=config.run.name,
-        dir=run_dir,
-        mode=mode,
-        id=run_id,
-        resume="allow",
-        config=dataclasses.asdict(config),
-        settings=settings,
-    )
 
 
 def wandb_table(samples: list[dict[str, Any]]) -> Any:

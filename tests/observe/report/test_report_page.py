@@ -30,7 +30,7 @@ def test_everything_a_run_recorded_is_on_its_page(page):
     assert page["notes"] == [] and page["title"] == "kk_tiny"
     assert titles(page["learning"]) == ["Reward", "Held-out accuracy", "Response length", "Signal"]
     assert {"Entropy", "KL to the reference", "Mismatch of engine and learner"} <= set(titles(page["policy"]))
-    assert titles(page["predictor"])[:3] == ["Error", "Error in tokens", "Order within a prompt"]
+    assert titles(page["predictor"])[:3] == ["Error", "Order within a prompt", "Decode steps that predictions save"]
     assert titles(page["memory"])[0] == "KV cache of a rollout worker"
     assert page["phases"]["stack"] and [step["step"] for step in page["trace"]["steps"]] == [3]
     assert len(page["timelines"]["groups"]) == 4 and len(page["completions"]["rows"]) == 12
@@ -90,7 +90,7 @@ def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
     parser.feed((recorded_run / "report.html").read_text(encoding="utf-8"))
     assert "img" not in parser.found and parser.found.count("script") == 2
     page = page_in(recorded_run / "report.html")
-    assert page["completions"]["texts"][0][1] == HOSTILE and page["completions"]["prompts"] == [HOSTILE]
+    assert page["completions"]["rows"][0][-1] == HOSTILE and page["completions"]["prompts"] == [HOSTILE]
     assert page["timelines"]["groups"][0]["samples"][0]["text"] == HOSTILE
 
 

@@ -31,30 +31,29 @@ def test_the_page_of_ten_thousand_completions_is_small_and_soon_written(large_ru
     assert (timelines["groups"][0]["step"], timelines["groups"][-1]["step"]) == (1, 2500)
 
 
-def test_every_completion_is_listed_and_texts_keep_to_their_share(chosen):
-    assert chosen["recorded"] == len(chosen["rows"]) == 10_000
-    characters = sum(len(response) + len(chosen["prompts"][prompt]) for prompt, response in chosen["texts"])
+def test_texts_keep_to_their_share(chosen):
+    response = chosen["fields"].index("response")
+    characters = sum(len(row[response]) + len(chosen["prompts"][row[response - 1]]) for row in chosen["rows"])
     assert 0.8 * TEXT_CHARACTERS < characters <= TEXT_CHARACTERS + 2000
-    assert len(chosen["prompts"]) == 500
+    assert chosen["recorded"] == 10_000 and len(chosen["prompts"]) == 500
 
 
-def test_best_and_worst_are_those_of_their_step(chosen, large_run):
+def test_best_and_worst_are_those_of_their_step_and_the_random_choice_is_blind_to_the_reward(chosen, large_run):
     records = [json.loads(line) for line in (large_run / "completions.jsonl").open()]
-    place = {name: index for index, name in enumerate(chosen["fields"])}
-    for row, record in zip(chosen["rows"], records, strict=True):
-        same = [other["reward"] for other in records[(record["step"] - 1) * 4 : record["step"] * 4]]
-        if "b" in row[place["kinds"]]:
+    by_response = {record["response"]: record for record in records}
+    picked = []
+    for row in chosen["rows"]:
+        found = dict(zip(chosen["fields"], row, strict=True))
+        record, step = by_response[found["response"]], found["step"]
+        assert record["step"] == step
+        same = [other["reward"] for other in records[(step - 1) * 4 : step * 4]]
+        if "b" in found["kinds"]:
             assert record["reward"] == max(same) > min(same)
-        if "w" in row[place["kinds"]]:
+        if "w" in found["kinds"]:
             assert record["reward"] == min(same) < max(same)
-        if row[place["text"]] >= 0:
-            assert chosen["texts"][row[place["text"]]][1] == record["response"]
-
-
-def test_the_random_choice_is_blind_to_the_reward(chosen):
-    place = {name: index for index, name in enumerate(chosen["fields"])}
-    mean = sum(row[place["reward"]] for row in chosen["rows"]) / len(chosen["rows"])
-    picked = [row[place["reward"]] for row in chosen["rows"] if "r" in row[place["kinds"]]]
+        if "r" in found["kinds"]:
+            picked.append(record["reward"])
+    mean = sum(record["reward"] for record in records) / len(records)
     assert len(picked) > 1000 and sum(picked) / len(picked) == pytest.approx(mean, abs=0.04)  # 0.5 / sqrt(1000) = 0.016
 
 

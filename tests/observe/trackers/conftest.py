@@ -12,25 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RunConfig,
-)
 from infsample_rl.observe.run_log import RunLogger
-
-
-def sample(step: int) -> dict:
-    """A completion as the driver gives it."""
-    return {
-        "step": step, "prompt_index": 0, "sample_index": 0, "prompt": "1 + 1 = ?", "response": "2", "reward": 1.0,
-        "components": {"kk": 1.0},
-        "advantage": 0.5, "length": 2, "finish_reason": "stop", "policy_version": step - 1,
-    }  # fmt: skip
+from tests.observe.logged import logged_config, sample
 
 
 def trace_of(step: int) -> str:
@@ -52,22 +35,13 @@ def log_run():
     """A start of a run in `run_dir`: reward/mean is step / 10, one sample a step, a timeline of the last step."""
 
     def log(run_dir: Path, steps: range, *, start_step: int = 0, failed: bool = False, **logging: object) -> None:
-        config = Config(
-            run=RunConfig(name="tiny"),
-            model=ModelConfig(path="model"),
-            data=DataConfig(source="rows.jsonl"),
-            reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
-            logging=LoggingConfig(**{"wandb": "disabled", "progress": False, **logging}),
-        )
+        config = logged_config(**{"progress": False, **logging})
         logger = RunLogger(config, run_dir, total_steps=9, start_step=start_step)
         if start_step:
             logger.rewind(start_step)
         for step in steps:
-            logger.log_step(
-                step,
-                {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None},
-                [sample(step)],
-            )
+            metrics = {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None}
+            logger.log_step(step, metrics, [sample(step)])
         (run_dir / "trace.json").write_text(trace_of(steps[-1]))
         (run_dir / "config.yaml").write_text("run: {name: tiny}\n")
         logger.close(failed=failed)
@@ -129,43 +103,30 @@ class Recorder:
         entity = {"name": "team", "organization": None}
         project = {"id": "p", "name": "infsample_rl", "entity": entity}
         if name == "UpsertBucket":
-            run = {
-                "id": "r",
-                "name": variables["name"],
-                "displayName": "tiny",
-                "description": "",
-                "config": "{}",
-                "sweepName": None,
-            }
-            return {
-                "data": {
-                    "upsertBucket": {"bucket": run | {"project": project, "historyLineCount": 0}, "inserted": True}
-                }
-            }
+            run = {"id": "r", "name": variables["name"], "displayName": "tiny", "description": "", "config": "{}"}
+            run |= {"sweepName": None, "project": project, "historyLineCount": 0}
+            return {"data": {"upsertBucket": {"bucket": run, "inserted": True}}}
         if name == "CreateRunFiles":
             files = [{"name": file, "uploadUrl": f"{self.url}/upload/{file}"} for file in variables["files"]]
             return {"data": {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}}
         if name == "CreateArtifact":  # of the table; it is there already, so nothing of it is uploaded
             sequence = {"id": "s", "latestArtifact": {"id": "a", "versionIndex": 0}}
-            return {
-                "data": {
-                    "createArtifact": {"artifact": {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}}
-                }
-            }
+            artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}
+            return {"data": {"createArtifact": {"artifact": artifact}}}
         if body.get("query", "").lstrip().startswith("mutation"):
             return {"errors": [{"message": f"{name}: the recorder knows no such mutation"}]}
+        none = {"edges": []}
         viewer = {
             "id": "v",
             "entity": "team",
             "username": "me",
             "email": "",
             "flags": "{}",
-            "teams": {"edges": []},
-            "apiKeys": {"edges": []},
+            "teams": none,
+            "apiKeys": none,
         }
-        return {
-            "data": {"viewer": viewer, "serverInfo": {"features": []}, "model": None, "project": None, "entity": None}
-        }
+        known = {"viewer": viewer, "serverInfo": {"features": []}}
+        return {"data": known | dict.fromkeys(("model", "project", "entity"))}
 
     def stream(self, body: dict) -> dict:
         """A piece of the run's file stream."""
@@ -174,12 +135,8 @@ class Recorder:
 
     def history(self) -> list[dict]:
         """Rows of metrics that have come."""
-        lines = [
-            line
-            for body in self.streamed
-            for line in body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-        ]
-        return [json.loads(line) for line in lines]
+        files = [body.get("files", {}).get("wandb-history.jsonl", {}) for body in self.streamed]
+        return [json.loads(line) for file in files for line in file.get("content", [])]
 
 
 @pytest.fixture
@@ -189,11 +146,8 @@ def recorder(monkeypatch):
 
     wandb.teardown()  # a process reads the environment once
     server = Recorder()
-    for name, value in {
-        "WANDB_API_KEY": "local-" + "0" * 40,
-        "WANDB_BASE_URL": server.url,
-        "WANDB_MODE": "online",
-    }.items():
+    key = "local-" + "0" * 40
+    for name, value in (("WANDB_API_KEY", key), ("WANDB_BASE_URL", server.url), ("WANDB_MODE", "online")):
         monkeypatch.setenv(name, value)
     yield server
     wandb.teardown()

@@ -1,11 +1,10 @@
-// Recorded completions, to be filtered by step, kind and words; those with text are opened in place.
+// Recorded completions, to be filtered by step, kind and words.
 const PER_PAGE = 15;
 const KINDS = [
-  ['', 'all with text'],
+  ['', 'all'],
   ['b', 'best of each step'],
   ['w', 'worst of each step'],
   ['r', 'random'],
-  ['any', 'all recorded'],
 ];
 const ORDERS = {
   file: ['as recorded', null],
@@ -18,29 +17,25 @@ const rank = (reward, sign = -1) => (reward === null ? sign * Infinity : reward)
 
 function completionList(found) {
   const items = found.rows.map((row) => Object.fromEntries(found.fields.map((name, place) => [name, row[place]])));
-  const steps = [...new Set(items.map((item) => item.step))].sort((a, b) => a - b),
-    withText = items.filter((item) => item.text >= 0).length;
+  const steps = [...new Set(items.map((item) => item.step))].sort((a, b) => a - b);
   const shown = { step: '', kind: '', words: '', order: 'file', first: 0 },
     list = el('div', { class: 'completions' }),
     count = el('span', { class: 'quiet', role: 'status' });
-  const textsOf = (item) => (item.text < 0 ? null : { prompt: found.prompts[found.texts[item.text][0]], response: found.texts[item.text][1] });
+  const promptOf = (item) => found.prompts[item.prompt];
   const matches = (item) => {
     if (shown.step !== '' && item.step !== +shown.step) return false;
-    if (shown.kind === '' ? item.text < 0 : shown.kind !== 'any' && !item.kinds.includes(shown.kind)) return false;
-    if (!shown.words) return true;
-    const texts = textsOf(item);
-    return texts !== null && (texts.response.toLowerCase().includes(shown.words) || texts.prompt.toLowerCase().includes(shown.words));
+    if (!item.kinds.includes(shown.kind)) return false;
+    return [item.response, promptOf(item)].some((words) => words.toLowerCase().includes(shown.words));
   };
-  const noneMatches = withText < items.length ? `none of the ${text(withText)} whose text is here matches` : 'none matches';
   const update = () => {
     const matching = items.filter(matches);
     if (ORDERS[shown.order][1]) matching.sort(ORDERS[shown.order][1]);
     shown.first = clamp(shown.first, 0, Math.max(0, Math.floor((matching.length - 1) / PER_PAGE) * PER_PAGE));
     const last = Math.min(matching.length, shown.first + PER_PAGE);
-    count.textContent = matching.length ? `${text(shown.first + 1)} to ${text(last)} of ${text(matching.length)}` : noneMatches;
+    count.textContent = matching.length ? `${text(shown.first + 1)} to ${text(last)} of ${text(matching.length)}` : 'none matches';
     back.disabled = shown.first === 0;
     on.disabled = last >= matching.length;
-    list.replaceChildren(...matching.slice(shown.first, last).map((item) => completion(item, textsOf(item))));
+    list.replaceChildren(...matching.slice(shown.first, last).map((item) => completion(item, promptOf(item))));
   };
   const turn = (by) => {
     shown.first += by;
@@ -61,11 +56,11 @@ function completionList(found) {
     oninput: () => set('words')(search.value.toLowerCase()),
   });
   update();
-  const missing = found.recorded - withText;
-  const said = missing
-    ? `The run recorded ${plural(found.recorded, 'completion')}; ${text(withText)} are here with their texts: best and worst of ` +
-      `as many steps as fit, and a random choice. ${text(items.length)} are listed; every text is in completions.jsonl.`
-    : `All ${plural(found.recorded, 'recorded completion')} are here.`;
+  const said =
+    items.length < found.recorded
+      ? `The run recorded ${plural(found.recorded, 'completion')}; ${text(items.length)} are here: best and worst of as many ` +
+        'steps as fit, and a random choice. Every one is in completions.jsonl.'
+      : `All ${plural(found.recorded, 'recorded completion')} are here.`;
   return [
     el(
       'p',
@@ -91,7 +86,7 @@ function completionList(found) {
   ];
 }
 
-function completion(item, texts) {
+function completion(item, prompt) {
   const names = { b: 'best', w: 'worst', r: 'random' },
     parts = Object.entries(item.components);
   const facts = [
@@ -117,8 +112,7 @@ function completion(item, texts) {
           parts.map(([name, value]) => el('span', {}, `${name}: ${value === null ? 'failed' : text(value)}`)),
         )
       : null;
-  if (texts === null) return el('article', { class: 'completion' }, head, rewards, el('p', { class: 'quiet' }, 'its text is in completions.jsonl'));
-  const response = el('pre', { class: 'text clipped', dir: 'auto' }, texts.response || '(empty)');
+  const response = el('pre', { class: 'text clipped', dir: 'auto' }, item.response || '(empty)');
   const more = el(
     'button',
     {
@@ -140,7 +134,7 @@ function completion(item, texts) {
     { class: 'completion' },
     head,
     rewards,
-    el('details', {}, el('summary', {}, 'prompt'), el('pre', { class: 'text', dir: 'auto' }, texts.prompt)),
+    el('details', {}, el('summary', {}, 'prompt'), el('pre', { class: 'text', dir: 'auto' }, prompt)),
     response,
     more,
   );

@@ -58,7 +58,7 @@ function explorer() {
 }
 
 function planned() {
-  const tables = (page.plan || []).map((process) => {
+  return (page.plan || []).map((process) => {
     const rows = process.lines.map(([name, size]) => [name, bytes(size)]);
     rows.push(
       [el('b', {}, 'predicted: the sum'), el('b', {}, bytes(process.sum))],
@@ -66,7 +66,6 @@ function planned() {
     );
     return el('div', { class: 'planned' }, el('h3', {}, process.role), table(['', 'bytes'], rows, [1]));
   });
-  return page.plan_note ? [el('p', { class: 'note' }, page.plan_note), ...tables] : tables;
 }
 
 function settingsTable() {
