@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from infsample_rl.data.kk_puzzles import (
+from infsample_rl.reward.kk_roles import final_roles
+from infsample_rl.reward.rule_kk import gold_roles, score
+from scripts.kk_puzzles import (
     STYLES,
     answer_text,
     parse_answer,
@@ -13,8 +15,6 @@ from infsample_rl.data.kk_puzzles import (
     reasoning_text,
     record,
 )
-from infsample_rl.reward.kk_roles import final_roles
-from infsample_rl.reward.rule_kk import gold_roles, score
 
 PAIR = ["Zoey", "Ethan"]
 TRIO = ["Zoey", "Ethan", "Will"]
