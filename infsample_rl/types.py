@@ -1,8 +1,7 @@
-"""The records that cross process borders, each with a worked example.
+"""The records that cross process borders.
 
-Arrays are numpy (int32 ids, float32 log-probabilities), so Ray's object store hands them over without a copy. Records
-have no __slots__: those that have are pickled field by field in Python. One type per stage: Prompt -> Completion ->
-(rewards, reference log-probabilities) -> TrainingSample -> LearnerRow.
+Arrays are numpy, so Ray's object store hands them over without a copy. Records have no __slots__: those that have are
+pickled field by field in Python.
 """
 
 from __future__ import annotations
@@ -14,24 +13,16 @@ import numpy as np
 
 
 class Phase(NamedTuple):
-    """A phase that has ended.
-
-    Example: Phase(name="decode", start=1763630000.25, end=1763630001.5, thread=0)
-    """
+    """A phase that has ended."""
 
     name: str
     start: float  # time.time()
     end: float
-    # 0 for the first thread of the process that had a phase, 1 for the second, ...: phases of one thread nest
-    thread: int
+    thread: int  # of the process, counted from 0 as threads have their first phase; phases of one thread nest
 
 
 class WorkerPhases(NamedTuple):
-    """What one worker has done since it was last asked. Phases that started before `until` are all here, this time or
-    before.
-
-    Example: WorkerPhases(role="rollout", index=3, node="10.0.0.7", phases=[], until=1763630002.0)
-    """
+    """What one worker has done since it was last asked. Phases from before `until` are here, or were before."""
 
     role: str
     index: int
@@ -42,11 +33,7 @@ class WorkerPhases(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One problem of a step, ready to sample.
-
-    Example: Prompt(prompt_index=2, row=17, messages=[{"role": "user", "content": "1 + 1 = ?"}], text="<user>1 + 1 = ?",
-    token_ids=np.array([5, 9, 7], np.int32), columns={"answer": "2"})
-    """
+    """One problem of a step, ready to sample."""
 
     prompt_index: int  # position in the step's batch
     row: int  # row of the data source, for messages to the user
@@ -57,11 +44,7 @@ class Prompt:
 
 
 class RowStay(NamedTuple):
-    """One sample in one decode row of an engine without a pause. A preempted sample, or one that waited with its
-    prefix, has several.
-
-    Example: RowStay(row=2, start=40, end=64, started=1763630000.25, ended=1763630001.5, tokens=24)
-    """
+    """One sample in one decode row of an engine without a pause; a sample that was preempted has several."""
 
     row: int
     start: int  # running steps of the engine's call before its first token here
@@ -72,10 +55,7 @@ class RowStay(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """The first length that was predicted for a sample.
-
-    Example: Forecast(known=8, tokens=31.5)
-    """
+    """The first length that was predicted for a sample."""
 
     known: int  # tokens the sample had by then
     tokens: float  # its whole length, as predicted
@@ -83,18 +63,13 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained.
-
-    Example: Completion(prompt_index=0, sample_index=3, token_ids=np.array([11, 4, 2], np.int32),
-    logprobs=np.array([-0.1, -2.3, -0.7], np.float32), sampling_logprobs=None, finish_reason="stop", policy_version=7)
-    """
+    """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained."""
 
     prompt_index: int
     sample_index: int
     token_ids: np.ndarray  # [tokens] int32
     logprobs: np.ndarray  # [tokens] float32, of softmax(logits / temperature) over the whole vocabulary
-    # [tokens] float32 of the truncated distribution (top_p, top_k, min_p), else None
-    sampling_logprobs: np.ndarray | None
+    sampling_logprobs: np.ndarray | None  # [tokens] float32 of the truncated distribution (top_p, top_k, min_p)
     finish_reason: str  # "stop": a stop token; "length": cut at max_new_tokens
     policy_version: int  # version of the weights that sampled it
     stays: list[RowStay] = field(default_factory=list)  # when it decoded, and in which row
@@ -109,10 +84,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutWork:
-    """What the driver deals to one rollout worker: some samples of one prompt.
-
-    Example: RolloutWork(prompt_index=1, prompt_ids=np.array([5, 9], np.int32), sample_indices=[16, 17, 18])
-    """
+    """What the driver deals to one rollout worker: some samples of one prompt."""
 
     prompt_index: int
     prompt_ids: np.ndarray  # [prompt tokens] int32
@@ -120,10 +92,7 @@ class RolloutWork:
 
 
 class StreamOrder(NamedTuple):
-    """What a rollout worker is to decode as one stream. One argument of the call: Ray serializes each by itself.
-
-    Example: StreamOrder(work=[RolloutWork(...)], step=3, evaluation=False, number=17)
-    """
+    """What a rollout worker is to decode as one stream. One argument of the call: Ray serializes each by itself."""
 
     work: list[RolloutWork]
     step: int  # number of the batch, which the samples' noise is made from
@@ -133,11 +102,7 @@ class StreamOrder(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroGroupHeader:
-    """All the driver reads of a micro-group; the completions themselves stay in the object store.
-
-    Example: MicroGroupHeader(prompt_index=0, sample_indices=[3, 1], lengths=[24, 31], finish_reasons=["stop", "stop"],
-    policy_version=7, finished_at=1763630000.25)
-    """
+    """All the driver reads of a micro-group; the completions themselves stay in the object store."""
 
     prompt_index: int
     sample_indices: list[int]
@@ -153,11 +118,7 @@ class MicroGroupHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEnd:
-    """What a rollout worker says when its part is done.
-
-    Example: StreamEnd(worker=3, stats={"running_steps": 812.0, "row_utilisation": 0.97},
-    phases=WorkerPhases("rollout", 3, "10.0.0.7", [], 1763630002.0))
-    """
+    """What a rollout worker says when its part is done."""
 
     worker: int
     stats: dict[str, float]  # by metric name
@@ -166,36 +127,25 @@ class StreamEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """Rewards of one micro-group, in its order. None: failed, timed out, NaN; the sample then trains nothing.
-
-    Example: RewardResult(rewards=[1.0, None], components={"gsm8k": [1.0, None]}, failures=["gsm8k: timed out after 10
-    s"], started_at=1763630000.30, finished_at=1763630000.31)
-    """
+    """Rewards of one micro-group, in its order. None: failed, timed out, NaN; the sample then trains nothing."""
 
     rewards: list[float | None]
-    # the unweighted value of every reward function, and "FUNCTION/NAME" of what it reported beside
-    components: dict[str, list[float | None]]
+    components: dict[str, list[float | None]]  # unweighted, by function; "FUNCTION/NAME": what it reported beside
     failures: list[str]  # one line for each failed call
     started_at: float
     finished_at: float
 
 
 class ReferenceReport(NamedTuple):
-    """What the driver reads of a reference worker's answer. Example: ReferenceReport(kl_sums=[0.1],
-    peak_memory_bytes=2_400_000)"""
+    """What the driver reads of a reference worker's answer."""
 
-    # of each completion: sum over tokens of (policy log-probability - reference log-probability), section 3.4
-    kl_sums: list[float]
+    kl_sums: list[float]  # of each completion, over its tokens: policy less reference log-probability (section 3.4)
     peak_memory_bytes: int  # most memory of the worker so far
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
-    """Reference log-probabilities of one micro-group, in its order.
-
-    Example: ReferenceResult(logprobs=[np.array([-0.2, -2.0, -0.9], np.float32)], report=ReferenceReport([0.1],
-    2_400_000))
-    """
+    """Reference log-probabilities of one micro-group, in its order."""
 
     logprobs: list[np.ndarray]  # [tokens] float32 each, of softmax(logits / temperature)
     report: ReferenceReport
@@ -203,11 +153,7 @@ class ReferenceResult:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """Where a worker stands.
-
-    Example: WorkerStatus(pid=4711, node="gpu-3", phase="decode", phase_s=61.5,
-    last_line="infsample_rl.rollout.engine.sampling_engine: ...", stack="engine.py:160 in _run: ...")
-    """
+    """Where a worker stands."""
 
     pid: int
     node: str  # host name
@@ -218,10 +164,7 @@ class WorkerStatus:
 
 
 class RowNow(NamedTuple):
-    """A sample that decodes.
-
-    Example: RowNow(prompt_index=2, sample_index=7, tokens=120, predicted=181.5)
-    """
+    """A sample that decodes."""
 
     prompt_index: int
     sample_index: int
@@ -230,10 +173,7 @@ class RowNow(NamedTuple):
 
 
 class RolloutNow(NamedTuple):
-    """A rollout worker at one moment.
-
-    Example: RolloutNow(worker=1, rows=[RowNow(2, 7, 120, 181.5)], pages=100, pages_used=81)
-    """
+    """A rollout worker at one moment."""
 
     worker: int
     rows: list[RowNow]
@@ -242,10 +182,7 @@ class RolloutNow(NamedTuple):
 
 
 class ClusterNow(NamedTuple):
-    """What is in flight at one moment, for a screen.
-
-    Example: ClusterNow(rollout=[], owed=32, in_flight={"reward": 3, "reference": 0, "learner": 1})
-    """
+    """What is in flight at one moment, for a screen."""
 
     rollout: list[RolloutNow]  # what the first few rollout workers said last
     owed: int  # samples that were dealt to rollout workers and have not arrived
@@ -254,12 +191,7 @@ class ClusterNow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSample:
-    """A completion with its advantage: what a learner row is packed from.
-
-    Example: TrainingSample(prompt_index=0, sample_index=3, prompt_ids=np.array([5, 9, 7], np.int32),
-    response_ids=np.array([11, 4, 2], np.int32), advantage=0.75, engine_logprobs=np.array([-0.1, -2.3, -0.7],
-    np.float32), reference_logprobs=None)
-    """
+    """A completion with its advantage: what a learner row is packed from."""
 
     prompt_index: int
     sample_index: int
@@ -271,10 +203,7 @@ class TrainingSample:
 
 
 class SampleSpec(NamedTuple):
-    """A training sample before its tokens are fetched: what the driver plans learner rows with.
-
-    Example: SampleSpec(prompt_index=0, sample_index=3, length=3, advantage=0.75)
-    """
+    """A training sample before its tokens are fetched: what the driver plans learner rows with."""
 
     prompt_index: int
     sample_index: int
@@ -284,10 +213,7 @@ class SampleSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTotals:
-    """Denominators of the loss, of the whole update, so that any split into rows and ranks sums to the same loss.
-
-    Example: LossTotals(num_sequences=256, num_tokens=18230, length_normalizer=256)
-    """
+    """Denominators of the loss, of the whole update, so that any split into rows and ranks sums to the same loss."""
 
     num_sequences: int  # samples with a reward
     num_tokens: int  # their response tokens
@@ -296,10 +222,7 @@ class LossTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class RowWork:
-    """What the driver deals to one learner rank: a row of a wave, its tokens still in the micro-groups.
-
-    Example: RowWork(row=[spec], prompt_ids={0: np.array([5, 9, 7], np.int32)}, totals=totals, row_id=None)
-    """
+    """What the driver deals to one learner rank: a row of a wave, its tokens still in the micro-groups."""
 
     row: list[SampleSpec] | None  # None: a row of weight zero
     prompt_ids: dict[int, np.ndarray]  # by prompt_index: [prompt tokens] int32
@@ -309,10 +232,7 @@ class RowWork:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightManifest:
-    """What a set of flat weight buckets holds. Tied parameters appear once.
-
-    Example: WeightManifest(version=7, entries=[("model.norm.weight", "float32", (64,), 0, 0)], num_bytes=256)
-    """
+    """What a set of flat weight buckets holds. Tied parameters appear once."""
 
     version: int
     entries: list[tuple[str, str, tuple[int, ...], int, int]]  # name, dtype, shape, bucket, byte offset
@@ -321,8 +241,7 @@ class WeightManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncReport:
-    """One transfer. Example: WeightSyncReport(version=7, num_bytes=269_030_016, seconds=0.31,
-    checksum="9f0c5e1b22d4a871")"""
+    """One transfer of the weights."""
 
     version: int
     num_bytes: int
@@ -332,13 +251,9 @@ class WeightSyncReport:
 
 @dataclass(frozen=True)
 class ProbeStatistics:
-    """What the length probe has seen: sums over observations of features x and targets y, for each of two folds.
+    """What the length probe has seen: sums over observations of features x and targets y, for each of two folds."""
 
-    Sums of parts add up to the sum of the whole: ProbeStatistics.zeros(3) + parts[0] + parts[1]
-    """
-
-    # [2, F, F] float64, sums of x x^T; the last feature is 1, so the last row holds the sums of x and the count
-    xx: np.ndarray
+    xx: np.ndarray  # [2, F, F] float64; the last feature is 1, so the last row holds the sums of x and the count
     xy: np.ndarray  # [2, F] float64
     yy: np.ndarray  # [2] float64
 
@@ -350,10 +265,6 @@ class ProbeStatistics:
     def __add__(self, other: ProbeStatistics) -> ProbeStatistics:
         return ProbeStatistics(self.xx + other.xx, self.xy + other.xy, self.yy + other.yy)
 
-    def decayed(self, factor: float) -> ProbeStatistics:
-        """Every observation counting `factor` times as much."""
-        return ProbeStatistics(self.xx * factor, self.xy * factor, self.yy * factor)
-
     @property
     def counts(self) -> np.ndarray:
         """[2] float64: observations in each fold, as they count."""
@@ -362,24 +273,17 @@ class ProbeStatistics:
 
 @dataclass(frozen=True)
 class ProbeFit:
-    """The length probe's regression.
-
-    Example: ProbeFit(weights=np.array([0.3, -0.1, 4.2]), deviation=0.4, explained=0.6, penalty=100.0)
-    """
+    """The length probe's regression."""
 
     weights: np.ndarray  # [F] float64, of the features as they are
     deviation: float  # of log(tokens left) around the prediction, out of fold
-    # share of the variance of log(tokens left) that is predicted, out of fold; <= 0: no better than the mean
-    explained: float
+    explained: float  # share of the variance of log(tokens left), out of fold; <= 0: no better than the mean
     penalty: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeReport:
-    """What one rollout worker's finished samples say of lengths, since its last report.
-
-    Example: ProbeReport(statistics=ProbeStatistics.zeros(66), steps_with=208, steps_without=231)
-    """
+    """What one rollout worker's finished samples say of lengths, since its last report."""
 
     statistics: ProbeStatistics
     steps_with: int  # running steps of replayed groups with the predictions made for them; 0: nothing was replayed
@@ -388,10 +292,7 @@ class ProbeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedProbe:
-    """What the driver tells every rollout worker of the length probe, beside the weights.
-
-    Example: PublishedProbe(fit=None, is_used=False)
-    """
+    """What the driver tells every rollout worker of the length probe, beside the weights."""
 
     fit: ProbeFit | None  # None: nothing was fitted yet
     is_used: bool  # whether predictions order the samples; they are made in any case

@@ -18,12 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import kk_puzzles as kk  # beside this file
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from infsample_rl.data import kk_puzzles as kk
 
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "infsample_rl" / "assets" / "kk_tiny"
 START, END, PAD, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|pad|>", "<|unk|>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
 from infsample_rl.rollout.schedule.kv_pool import KVPool, smallest_budget_tokens
@@ -49,47 +49,18 @@ def simulate(
     lengths: Sequence[int],
     schedule: str,
     *,
-    slots: int = 4,
     predicted: Sequence[float] | None = None,
-    kv_budget_tokens: int | None = None,
-    page_size: int = 1,
-    prompt_tokens: int = 0,
-    group_size: int | None = None,
-    max_rows: int | None = None,
-    max_new_tokens: int | None = None,
     repredicted: Repredicted | None = None,
-    rebuild_cost: float | None = None,
-    parks: bool = False,
-    record_rows: bool = False,
+    **options: Any,
 ) -> Simulation:
-    """Run `schedule` over the samples of one prompt; their lengths are in tokens.
-
-    predicted: what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the
-    predicted total length once it has generated that many tokens; token_budget follows it, the others take the first
-    where `predicted` is not given. kv_budget_tokens: all KV, prompt included (default: slots x max_new_tokens plus the
-    prompt); where it is given, fptas and infinite also keep what they predict within it. group_size: dynamic_slot draws
-    from all lengths and stops at the group_size-th finish (default, and for all other schedules: all). max_rows,
-    rebuild_cost, parks (KV of preempted samples waits outside the pool, as in the engine, else it is computed again):
-    token_budget's. max_new_tokens: the cap of a response (default: the longest of `lengths`). record_rows: fill
-    `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions that
-    are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
-    """
+    """Run `schedule` over the samples of one prompt; their lengths are in tokens. `options`: see simulate_prompts()."""
     return simulate_prompts(
         [lengths],
         schedule,
-        slots=slots,
         prompts_at_once=1,
         predicted=None if predicted is None else [predicted],
         repredicted=None if repredicted is None else [repredicted],
-        kv_budget_tokens=kv_budget_tokens,
-        page_size=page_size,
-        prompt_tokens=prompt_tokens,
-        group_size=group_size,
-        max_rows=max_rows,
-        max_new_tokens=max_new_tokens,
-        rebuild_cost=rebuild_cost,
-        parks=parks,
-        record_rows=record_rows,
+        **options,
     )
 
 
@@ -111,20 +82,23 @@ def simulate_prompts(
     parks: bool = False,
     record_rows: bool = False,
 ) -> Simulation:
-    """Run `schedule` over several prompts that share one pool: groups[p] are the lengths of prompt p's samples, in
-    tokens.
+    """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
     prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
-    predicted and repredicted: one list per prompt, prompt_tokens, group_size: one number or one per prompt; otherwise
-    as in simulate().
+    predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
+    each sample the predicted total length once it has generated that many tokens; token_budget follows it, the others
+    take the first where `predicted` is not given. kv_budget_tokens: all KV, prompts included (default: slots x
+    max_new_tokens plus the longest resident prompts); where it is given, fptas and infinite also keep what they predict
+    within it. prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at
+    the group_size-th finish (default, and for all other schedules: all). max_rows, rebuild_cost, parks (KV of preempted
+    samples waits outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the
+    cap of a response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown
+    schedule, lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no
+    single sample fits in, and arguments the schedule does not read.
     """
-    counts = {
-        "slots": slots,
-        "prompts_at_once": prompts_at_once,
-        "page_size": page_size,
-        "kv_budget_tokens": kv_budget_tokens,
-    }
-    cap = check(groups, schedule, counts | {"max_rows": max_rows, "max_new_tokens": max_new_tokens})
+    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
+    counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
+    cap = check(groups, schedule, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = group_sizes(groups, schedule, group_size), prompt_tokens_of(prompt_tokens, len(groups))
     by_budget = schedule == "token_budget"
@@ -191,18 +165,11 @@ class _Run:
             if self._moments:
                 self._predict_again(rows)
             self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
-        result.running_steps, result.busy_row_steps, result.most_rows = (
-            planner.running_steps,
-            planner.num_tokens,
-            planner.most_rows,
-        )
-        page_size = planner.pool.page_size
-        result.kv_pool_tokens, result.peak_kv_tokens = (
-            planner.pool.num_pages * page_size,
-            planner.pool.peak_pages * page_size,
-        )
-        result.preemptions, result.recomputed_tokens = planner.num_preemptions, planner.recomputed_tokens
-        result.parked_tokens = planner.parked_tokens
+        result.running_steps, result.busy_row_steps = planner.running_steps, planner.num_tokens
+        result.most_rows, result.preemptions = planner.most_rows, planner.num_preemptions
+        result.recomputed_tokens, result.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
+        pool = planner.pool
+        result.kv_pool_tokens, result.peak_kv_tokens = pool.num_pages * pool.page_size, pool.peak_pages * pool.page_size
         return result
 
     def _length(self, sample: Sample) -> int:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.data import kk_puzzles as kk
+import infsample_rl
+from scripts import kk_puzzles as kk
 
-ASSETS = Path(kk.__file__).resolve().parent.parent / "assets" / "kk_tiny"
+ASSETS = Path(infsample_rl.__file__).parent / "assets" / "kk_tiny"
 CONNECTIVES = {
     " exactly when ": lambda a, b: a == b,
     " and ": lambda a, b: a and b,

@@ -1,10 +1,13 @@
 """Reward `kk`: the roles a response finally gives, whatever the phrasing."""
 
 import random
+import time
 
 import pytest
 
-from infsample_rl.data.kk_puzzles import (
+from infsample_rl.reward.kk_roles import final_roles
+from infsample_rl.reward.rule_kk import gold_roles, score
+from scripts.kk_puzzles import (
     STYLES,
     answer_text,
     parse_answer,
@@ -13,8 +16,6 @@ from infsample_rl.data.kk_puzzles import (
     reasoning_text,
     record,
 )
-from infsample_rl.reward.kk_roles import final_roles
-from infsample_rl.reward.rule_kk import gold_roles, score
 
 PAIR = ["Zoey", "Ethan"]
 TRIO = ["Zoey", "Ethan", "Will"]
@@ -190,6 +191,15 @@ def test_three_inhabitants(response, roles):
 
 def test_both_says_nothing_about_three_inhabitants():
     assert final_roles("Answer: both are knaves", TRIO) is None
+
+
+@pytest.mark.parametrize(
+    "looped", ["both ", "Zoey is a knight and ", "Knights: Zoey, ", "Zoey = ", "Answer: Zoey is a "]
+)
+def test_a_text_that_loops_is_read_in_seconds(looped):
+    started = time.monotonic()
+    final_roles(looped * 3000, PAIR)
+    assert time.monotonic() - started < 10
 
 
 def test_one_wrong_role_scores_zero():

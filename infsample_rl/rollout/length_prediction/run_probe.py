@@ -38,7 +38,9 @@ class RunProbe:
         A sentence at the first replay, and when predictions come into use or go out of it.
         """
         probe = self._probe
-        probe.statistics = sum((report.statistics for report in reports), probe.statistics.decayed(DECAY))
+        seen = probe.statistics
+        older = ProbeStatistics(seen.xx * DECAY, seen.xy * DECAY, seen.yy * DECAY)
+        probe.statistics = sum((report.statistics for report in reports), older)
         probe.fit()
         # workers decode side by side, but what counts is the sum: each has groups of its own
         with_them, without = (
