@@ -43,8 +43,9 @@ from benchmarks.predictor_steps import Cost, Memory, compare, cost
 from benchmarks.workload import TINY_POLICY
 from infsample_rl.commands import measurements
 from infsample_rl.commands.schedule_workload import ROW_SECONDS, STEP_SECONDS
+from infsample_rl.commands.train_predictor import check_can_be_written
 from infsample_rl.config import ModelConfig
-from infsample_rl.config.command_line import check_writable, option, run_with_options
+from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.rollout.length_prediction.accuracy import (
@@ -328,7 +329,7 @@ def _check(options: PredictorOptions) -> None:
             f"write_k={nearest}"
         )
     check_lr(options.lr)
-    check_writable(Path(options.out), f"out={options.out}")
+    check_can_be_written(Path(options.out))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ for name in experiments():
     print(name, load_config([f"+experiment={name}"]).run.name)
 policy = pathlib.Path(load_config([]).model.path)
 assert (policy / "model.safetensors").is_file() and (policy.parent / "train.jsonl").is_file(), policy
-import infsample_rl.main, infsample_rl.controller.checks, infsample_rl.controller.driver, infsample_rl.reward.function_process, infsample_rl.learner.worker
+import infsample_rl.main, infsample_rl.controller.checks, infsample_rl.controller.driver
+import infsample_rl.reward.function_process, infsample_rl.learner.worker
 """
 
 
@@ -57,5 +58,8 @@ def test_installed_wheel_composes_every_experiment(installed, tmp_path):
 
 def test_every_package_folder_and_asset_is_in_the_wheel(installed):
     inside = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file()}
-    source = [*(ROOT / "infsample_rl").rglob("*.py"), *(ROOT / "infsample_rl" / "report" / "assets").iterdir()]
+    source = [
+        *(ROOT / "infsample_rl").rglob("*.py"),
+        *(ROOT / "infsample_rl" / "observe" / "report" / "assets").iterdir(),
+    ]
     assert [str(path) for path in source if path.relative_to(ROOT) not in inside] == []

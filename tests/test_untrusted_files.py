@@ -18,7 +18,13 @@ from infsample_rl.model.loading import load_model, load_model_config
 
 PACKAGE = Path(__file__).resolve().parent.parent / "infsample_rl"
 # What unpickles: pipes and stores between processes of one run, never a file and never what a reward process wrote.
-UNPICKLES = {"data/generate.py", "data/sources.py", "reward/function_process.py", "sealed.py", "weight_sync/link.py"}
+UNPICKLES = {
+    "data/generate.py",
+    "data/sources.py",
+    "reward/function_process.py",
+    "cluster/messages.py",
+    "model/weight_sync/link.py",
+}
 
 
 class Runs:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infsample_rl.config.command_line import check_writable, run_with_options
+from infsample_rl.config.command_line import run_with_options
 from infsample_rl.rollout.length_prediction.bert import load_encoder
 from infsample_rl.rollout.length_prediction.fit import TrainOptions, check_held_out, check_lr, fit
 from infsample_rl.rollout.length_prediction.training_data import read_groups, split_groups
@@ -90,7 +91,18 @@ def _check(options: TrainOptions) -> None:
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={options.out} is there already and is not an empty folder; give a new one")
-    check_writable(out, f"out={options.out}")
+    check_can_be_written(out)
+
+
+def check_can_be_written(out: Path) -> None:
+    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves
+    nothing behind."""
+    try:
+        nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise ValueError(f"out={out} cannot be written ({error.strerror}); give another folder") from None
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def test_fixed_slots_decode_all_prefixes_first_and_then_go_by_the_predictions():
             "twice.jsonl: made|0 is there 2 times; give every prompt of a file one line and a prompt_id of its own",
         ),
         (["recordings=[{file}]", "ks=[16]"], "the longest prefix_tokens that works is 8"),
-        (["recordings=[{file}]", "schedules=[best]"], "schedules=[best]: must be of"),
+        (["recordings=[{file}]", "schedules=[best]"], "schedules=[best]: must be one of"),
         (["recordings=[{file}]", "c0=-1"], "c0, c1 be >= 0"),
     ],
 )

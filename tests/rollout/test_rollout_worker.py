@@ -13,6 +13,7 @@ from infsample_rl.config import (
     RolloutConfig,
     RunConfig,
 )
+from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import MicroGroupHeader, ProbeFit, PublishedProbe, RolloutWork
 
@@ -98,9 +99,14 @@ def test_loaded_weights_change_the_samples_and_stamp_their_version(config, pack_
     assert worker.model.lm_head.weight.data_ptr() == address
 
 
-def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config, pack_buckets):
+@pytest.fixture
+def predict_often(monkeypatch):
+    """Responses have 16 tokens at most."""
+    monkeypatch.setattr(watch, "PREDICT_EVERY", 2)
+
+
+def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(config, pack_buckets, predict_often):
     worker = RolloutWorker(config, 0)
-    worker.engine.lengths.watch._every = 2  # responses have 16 tokens at most
     collect(worker.stream(WORK, step=0))
     report = worker.learn()
     assert report.statistics.counts.sum() > 10 and report.statistics.xx.shape == (2, 130, 130)
@@ -115,7 +121,7 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
     assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.num_predicted > before
 
 
-def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config):
+def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config, predict_often):
     halves = [
         [RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)]
         for part in ([0, 1], [2, 3])

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
+from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import ProbeFit, PublishedProbe
 from tests import engines
@@ -18,7 +19,7 @@ from tests.engines import tokens_of
 # after it, any other token; after token t comes t - 1, and 0 ends: a response has 1 to 63 tokens, all equally likely
 START = 63
 PROMPTS = [[5, 9, START], [7, 4, 4, 2, START]]
-BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256, "predict_every": 4}
+BUDGET = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 256}
 SLOTS = {"group_size": 24, "max_new_tokens": 64, "page_size": 4, "kv_budget_tokens": 400}
 SLOTS |= {"slots": 4, "prefix_tokens": 2, "prompts_at_once": 1}
 # weights that take few tokens left for many
@@ -26,6 +27,12 @@ REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] *
 
 
 make_engine = partial(engines.make_engine, stop={0})
+
+
+@pytest.fixture(autouse=True)
+def predict_often(monkeypatch):
+    """Samples this short end before the probe predicts for the second time as users run it."""
+    monkeypatch.setattr(watch, "PREDICT_EVERY", 4)
 
 
 @pytest.fixture(scope="module")

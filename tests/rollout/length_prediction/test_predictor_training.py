@@ -89,7 +89,7 @@ def test_training_finds_that_the_first_token_says_the_length(trained):
 def test_every_k_and_every_prompt_is_evaluated(folders, recordings):
     groups, (model, tokenizer) = (
         read_groups(recordings, None, [1, 2, 3, 4]),
-        training.load_encoder(folders[0], "encoder"),
+        train_predictor.load_encoder(folders[0], "encoder"),
     )
     for prompts, ks, turns in ((2, [1, 2, 3, 4], 4), (5, [1, 2], 5)):
         _, accuracy = training.evaluate(model, tokenizer, groups[:prompts], ks, 24)
@@ -284,7 +284,7 @@ def test_a_recording_without_texts_names_what_is_missing(folders, tmp_path):
 def test_the_mean_of_the_head_starts_at_the_data(folders, recordings):
     groups = read_groups(recordings, None, [1])
     examples = training._draw(groups, TrainOptions(prefix_tokens=[1]), training.np.random.default_rng(0))
-    model, tokenizer = training.load_encoder(folders[0], "encoder")
+    model, tokenizer = train_predictor.load_encoder(folders[0], "encoder")
     training._start_at_mean(model, tokenizer, examples, 24)
     mean = sum(math.log(length) for group in groups for length in group.lengths) / 160
     first = training.log_lengths(model, tokenizer, [text for text, _, _ in examples[:32]], 24)
