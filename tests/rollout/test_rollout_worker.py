@@ -132,7 +132,6 @@ def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(c
         [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])],
     ):
         worker = RolloutWorker(config, 0)
-        worker.engine.lengths.watch._every = 1
         collect(worker.stream(work, step=1))
         reports.append(worker.learn().statistics)
     both, whole = reports[0] + reports[1], reports[2]
