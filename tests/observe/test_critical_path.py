@@ -50,20 +50,15 @@ def test_a_busy_worker_is_waited_for_rather_than_its_input():
         Interval("learner 0", "forward", 9, 10),
     ]
     path = names(critical_path(intervals, 0, 10))
-    assert path[0] == ("rollout 0", "decode", 0, 1) and [part[1] for part in path] == [
-        "decode",
-        "reward",
-        "reward",
-        "forward",
-    ]
+    assert path[0] == ("rollout 0", "decode", 0, 1)
+    assert [part[1] for part in path] == ["decode", "reward", "reward", "forward"]
 
 
 def test_what_the_driver_fits_before_it_publishes_is_waited_for():
     around = [Phase("sample", 0, 6, 0), Phase("update", 6, 7, 0), Phase("publish", 9, 10, 0)]
     driver = WorkerPhases("driver", 0, "here", [*around, Phase("learn", 7, 9, 0)], 10)
-    learner = WorkerPhases(
-        "learner", 0, "here", [Phase("backward", 5, 6, 0), Phase("optimizer", 6, 7, 0), Phase("sync", 9, 10, 0)], 10
-    )
+    steps = [Phase("backward", 5, 6, 0), Phase("optimizer", 6, 7, 0), Phase("sync", 9, 10, 0)]
+    learner = WorkerPhases("learner", 0, "here", steps, 10)
     rollout = WorkerPhases("rollout", 0, "here", [Phase("decode", 0, 4, 0), Phase("learn", 6, 6.5, 0)], 10)
     path = critical_path(intervals_of([driver, learner, rollout]), 0, 10)
     assert [part.name for part in path][-4:] == ["backward", "optimizer", "learn", "sync"]
@@ -97,15 +92,11 @@ def test_the_line_names_the_decoder_that_was_waited_for():
         Interval("learner 0", "backward", 9, 9.5),
         Interval("learner 0", "optimizer", 9.5, 10),
     ]
-    assert (
-        path_line(path)
-        == "10.0 s: decode 60 % (rollout 1) > reward 10 % > forward 10 % > backward 5 % > optimizer 5 %, wait 10 %"
-    )
+    shares = "decode 60 % (rollout 1) > reward 10 % > forward 10 % > backward 5 % > optimizer 5 %, wait 10 %"
+    assert path_line(path) == f"10.0 s: {shares}"
 
 
 def test_inner_phases_count_to_the_outer_one_of_their_thread():
-    found = outermost(
-        "rollout 0",
-        [Phase("prefill", 1, 2, 0), Phase("decode", 0, 4, 0), Phase("forward", 1, 3, 1), Phase("decode", 4, 5, 0)],
-    )
+    phases = [("prefill", 1, 2, 0), ("decode", 0, 4, 0), ("forward", 1, 3, 1), ("decode", 4, 5, 0)]
+    found = outermost("rollout 0", [Phase(*phase) for phase in phases])
     assert [interval.name for interval in found] == ["decode", "forward", "decode"]

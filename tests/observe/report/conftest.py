@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "report_run"
-WORDS = "so then if and knight knave true false Leo Finn Will says is a the therefore because hence 7 12 + = so \u2264 \u03b1 \u4e2d".split()
+WORDS = "so then if and knight knave true false Leo says is a the therefore hence 7 12 + = \u2264 \u03b1 \u4e2d".split()
 
 
 @pytest.fixture
@@ -74,9 +74,3 @@ def page_in() -> Callable[[Path], dict[str, Any]]:
         )
 
     return read
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    """One more line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")

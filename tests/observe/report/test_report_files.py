@@ -66,10 +66,14 @@ def test_json_of_another_shape_is_said(recorded_run, name, content, said):
     assert notes_of(recorded_run) == [said]
 
 
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
+
+
 def test_a_half_written_last_line_is_left_out_and_said(recorded_run, page_in):
     for name in ("metrics.jsonl", "completions.jsonl", "samples.jsonl"):
-        with (recorded_run / name).open("a") as file:
-            file.write('{"step": 4, "reward/me')
+        append(recorded_run / name, '{"step": 4, "reward/me')
     assert notes_of(recorded_run) == [
         "metrics.jsonl: 1 line could not be read (the last, half-written)",
         "samples.jsonl: the last line is half-written",
@@ -77,41 +81,23 @@ def test_a_half_written_last_line_is_left_out_and_said(recorded_run, page_in):
     ]
     page = page_in(recorded_run / "report.html")
     assert page["learning"][0]["lines"][0]["x"] == [1, 2, 3] and len(page["completions"]["rows"]) == 12
-
-
-def test_a_whole_line_that_is_no_record_is_not_called_half_written(recorded_run):
-    with (recorded_run / "metrics.jsonl").open("a") as file:
-        file.write("[1, 2]\n")
-    assert notes_of(recorded_run) == ["metrics.jsonl: 1 line could not be read (4 could)"]
-
-
-def test_files_of_a_run_that_has_just_begun_make_a_page(recorded_run):
-    for name in ("metrics.jsonl", "completions.jsonl", "samples.jsonl"):
-        (recorded_run / name).write_text("")
-    (recorded_run / "trace.json").unlink()
-    assert "metrics.jsonl holds no step yet" in notes_of(recorded_run)
+    append(recorded_run / "metrics.jsonl", "\n")  # whole, and yet no record
+    assert notes_of(recorded_run)[0] == "metrics.jsonl: 1 line could not be read (4 could)"
 
 
 def test_strange_values_in_metrics_are_no_points(recorded_run, page_in):
-    with (recorded_run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "learner/kl": 1' + "0" * 400 + "}\n")
-        file.write(
-            '{"step": 4, "reward/mean": "high", "learner/entropy": NaN, "timing/step": Infinity, "response/length_mean": [1], "x": true}\n'
-        )
+    strange = '"reward/mean": "high", "learner/entropy": NaN, "timing/step": Infinity, "learner/lr": [1], "x": true'
+    append(recorded_run / "metrics.jsonl", f'{{"step": 4, "learner/kl": 1{"0" * 400}}}\n{{"step": 4, {strange}}}\n')
     notes_of(recorded_run)
     page = page_in(recorded_run / "report.html")
     assert page["learning"][0]["lines"][0]["x"] == [1, 2, 3] and "x" not in page["metrics"]
 
 
 def test_the_command_writes_the_page_and_says_where(recorded_run, capsys):
-    assert main([str(recorded_run)]) == 0
-    assert (
-        capsys.readouterr().out.startswith(f"{recorded_run / 'report.html'} (")
-        and (recorded_run / "report.html").is_file()
-    )
-    assert (
-        main([str(recorded_run), f"out={recorded_run / 'other.html'}"]) == 0 and (recorded_run / "other.html").is_file()
-    )
+    page, other = recorded_run / "report.html", recorded_run / "other.html"
+    assert main([str(recorded_run)]) == 0 and page.is_file()
+    assert capsys.readouterr().out.startswith(f"{page} (")
+    assert main([str(recorded_run), f"out={other}"]) == 0 and other.is_file()
     assert list(recorded_run.glob(".*tmp")) == []
 
 
@@ -182,43 +168,35 @@ def test_one_run_without_files_does_not_spoil_the_comparison(recorded_run, tmp_p
     assert "dead: metrics.jsonl holds no step yet" in notes and all(note.startswith("dead: ") for note in notes)
 
 
+def plan_beside(recorded_run, page_in, processes, measured):
+    """The page of a run with this plan.json, whose steps measured these metrics."""
+    (recorded_run / "plan.json").write_text(json.dumps({"processes": processes}))
+    metrics = recorded_run / "metrics.jsonl"
+    records = [json.loads(line) | measured for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    notes_of(recorded_run)
+    return page_in(recorded_run / "report.html")
+
+
 def test_a_plan_stands_beside_what_was_measured(recorded_run, page_in):
     lines = [{"name": "weights", "bytes": 2_414_080}, {"name": "KV pool", "bytes": 3_276_800}]
-    plan = {
-        "processes": [
-            {"role": "rollout", "lines": lines, "sum_bytes": 5_690_880},
-            {"role": "learner", "lines": "none"},
-            7,
-        ]
-    }
-    (recorded_run / "plan.json").write_text(json.dumps(plan))
-    measured = [
-        json.loads(line) | {"memory/rollout_peak_bytes": 6e6 + n}
-        for n, line in enumerate((recorded_run / "metrics.jsonl").open())
-    ]
-    (recorded_run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in measured))
-    notes_of(recorded_run)
-    page = page_in(recorded_run / "report.html")
+    rollout = {"role": "rollout", "lines": lines, "sum_bytes": 5_690_880}
+    processes = [rollout, {"role": "learner", "lines": "none"}, 7]
+    page = plan_beside(recorded_run, page_in, processes, {"memory/rollout_peak_bytes": 6e6})
+    lines = [["weights", 2_414_080], ["KV pool", 3_276_800]]
     assert page["plan"][0] == {
         "role": "rollout",
-        "lines": [["weights", 2_414_080], ["KV pool", 3_276_800]],
+        "lines": lines,
         "sum": 5_690_880,
-        "measured": [["Rollout peak", 6e6 + 3]],
+        "measured": [["Rollout peak", 6e6]],
     }
     assert "Rollout peak" in [chart["title"] for chart in page["memory"]]
 
 
 def test_one_process_for_both_has_the_peaks_of_both(recorded_run, page_in):
-    (recorded_run / "plan.json").write_text(
-        json.dumps({"processes": [{"role": "colocated", "lines": [], "sum_bytes": 9}]})
-    )
-    metrics = recorded_run / "metrics.jsonl"
     peaks = {"memory/learner_peak_bytes": 7.0, "memory/rollout_peak_bytes": 6.0, "memory/reference_peak_bytes": 5.0}
-    metrics.write_text(
-        "".join(json.dumps(json.loads(line) | peaks) + "\n" for line in metrics.read_text().splitlines())
-    )
-    notes_of(recorded_run)
-    (process,) = page_in(recorded_run / "report.html")["plan"]
+    both = {"role": "colocated", "lines": [], "sum_bytes": 9}
+    (process,) = plan_beside(recorded_run, page_in, [both], peaks)["plan"]
     assert sorted(process["measured"]) == [["Learner peak", 7.0], ["Rollout peak", 6.0]]
 
 
