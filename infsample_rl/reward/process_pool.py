@@ -183,7 +183,7 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._reward, self._functions, self._timeout_s = reward, functions, reward.timeout_s
+        self._reward, self._functions = reward, functions
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -251,7 +251,7 @@ class ProcessPool:
             try:
                 sizes = [len(samples) for samples in rest]
                 for values in self._process().call(
-                    pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s
+                    pickle.dumps((function, pickled_prompt, rest)), sizes, self._reward.timeout_s
                 ):
                     done.append(values)
                     self._count(calls=1)
@@ -266,7 +266,9 @@ class ProcessPool:
                 tries = f" in each of {deaths} tries" if deaths > 1 else ""
                 died = f"its process died ({error}){tries}"
                 self._count(calls=1)
-                done.append(_failed(calls[len(done)], f"timed out after {self._timeout_s:g} s" if timed_out else died))
+                done.append(
+                    _failed(calls[len(done)], f"timed out after {self._reward.timeout_s:g} s" if timed_out else died)
+                )
                 deaths = 0
         return done
 
