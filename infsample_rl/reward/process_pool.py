@@ -244,15 +244,13 @@ class ProcessPool:
         self._of_thread.process = None
 
     def _run(self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]) -> list[CallValues]:
-        done: list[CallValues] = []
+        done, timeout_s = list[CallValues](), self._reward.timeout_s
         deaths = 0  # of the call that is next
         while len(done) < len(calls):
             rest = calls[len(done) :]
             try:
                 sizes = [len(samples) for samples in rest]
-                for values in self._process().call(
-                    pickle.dumps((function, pickled_prompt, rest)), sizes, self._reward.timeout_s
-                ):
+                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, timeout_s):
                     done.append(values)
                     self._count(calls=1)
                     deaths = 0
@@ -266,9 +264,7 @@ class ProcessPool:
                 tries = f" in each of {deaths} tries" if deaths > 1 else ""
                 died = f"its process died ({error}){tries}"
                 self._count(calls=1)
-                done.append(
-                    _failed(calls[len(done)], f"timed out after {self._reward.timeout_s:g} s" if timed_out else died)
-                )
+                done.append(_failed(calls[len(done)], f"timed out after {timeout_s:g} s" if timed_out else died))
                 deaths = 0
         return done
 
