@@ -90,30 +90,31 @@ def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = Fa
     `splits_are_configs`: the configs are called train and test, and hold splits of their own (knights-and-knaves: one a
     size). Without a network the local cache is used; what is not there is a ValueError within seconds.
     """
+    repository, _, config = name.partition(":")
+    try:
+        if splits_are_configs:
+            rows = (row for part in load_hub(repository, split).values() for row in part)
+        else:
+            rows = load_hub(repository, config or None, split)
+        return [Row(number=number, fields=fields) for number, fields in enumerate(rows, start=1)]
+    except ValueError as error:
+        raise ValueError(_hub_message(name, label, str(error))) from error
+
+
+def load_hub(repository: str, config: str | None, split: str | None = None) -> Any:
+    """A split of a hub data set, or of a folder `datasets` can load; all splits without one. ValueError: the reason."""
     import datasets  # slow to import, and files need it not
 
-    repository, _, config = name.partition(":")
     online = Path(repository).is_dir() or hub_reachable(repository, "datasets")
     was_offline = datasets.config.HF_HUB_OFFLINE
     # offline it goes straight to its cache; else it retries for half a minute
     datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
-        if splits_are_configs:
-            loaded = datasets.load_dataset(repository, split)
-            return [
-                Row(number=number, fields=fields)
-                for number, fields in enumerate((row for part in loaded.values() for row in part), start=1)
-            ]
-        table = datasets.load_dataset(repository, config or None, split=split)
-        return [Row(number=number, fields=fields) for number, fields in enumerate(table, start=1)]
+        return datasets.load_dataset(repository, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         unreachable = not online and isinstance(error, OSError)
-        reason = (
-            "the hub cannot be reached and its local cache does not hold it"
-            if unreachable
-            else one_line(error).rstrip(".")
-        )
-        raise ValueError(_hub_message(name, label, reason)) from error
+        missing = "the hub cannot be reached and its local cache does not hold it"
+        raise ValueError(missing if unreachable else one_line(error).rstrip(".")) from error
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
 

@@ -47,8 +47,7 @@ class FunctionProcessDied(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class CallValues:
-    """What one call gave: for each of its samples a value and what is wrong with it; None with "" is a sample the
-    function leaves out."""
+    """What one call gave for each of its samples; None without a problem is a sample the function leaves out."""
 
     values: list[float | None]
     problems: list[str]
@@ -67,7 +66,6 @@ class FunctionProcess:
         self._keeper = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment
         )
-        self._killed = False
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
         self._keeper.stdin.close()
@@ -89,11 +87,8 @@ class FunctionProcess:
         self.per_sample: list[bool] = started["per_sample"]  # of every function: one sample a call, else all in one
 
     def call(self, request: bytes, sizes: list[int], timeout_s: float) -> Iterator[CallValues]:
-        """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples; `timeout_s`
-        holds for every one.
-
-        Raises FunctionTimedOut or FunctionProcessDied; the process is gone then.
-        """
+        """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples, each within
+        `timeout_s`. Raises FunctionTimedOut or FunctionProcessDied; the process is gone then."""
         try:
             self._send(request, _READ_LIMIT_S)
             self._receive(_READ_LIMIT_S)
@@ -113,9 +108,8 @@ class FunctionProcess:
 
     def kill(self) -> None:
         """End it and whatever it started, at once."""
-        if self._killed:
+        if self._replies.closed:
             return
-        self._killed = True
         self._requests.close()
         self._replies.close()
         self._keeper.terminate()
@@ -137,8 +131,7 @@ class FunctionProcess:
             too_late.cancel()
 
     def _receive(self, limit_s: float) -> dict[str, Any]:
-        """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply at
-        all."""
+        """The next line of the pipe. Never blocks beyond the limit, even if the line has no end or is no reply."""
         deadline, is_late = time.monotonic() + limit_s, False
         while True:
             line, ended, rest = self._unread.lstrip(b"\n").partition(b"\n")
@@ -190,7 +183,7 @@ class ProcessPool:
 
     def __init__(self, reward: RewardConfig, functions: list[RewardFunctionConfig]):
         """Start them all; ValueError in one line when a function cannot be loaded."""
-        self._reward, self._functions, self._timeout_s = reward, functions, reward.timeout_s
+        self._reward, self._functions = reward, functions
         self.num_processes = reward.processes
         self._of_thread = threading.local()
         self._lock = threading.Lock()
@@ -215,8 +208,7 @@ class ProcessPool:
     def submit(
         self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]
     ) -> Future[list[CallValues]]:
-        """Score `calls` (lists of samples) with function number `function`; a failed call gives None and its
-        problem."""
+        """Score `calls` (lists of samples) with one function, by number; a failed call gives None and its problem."""
         return self._threads.submit(self._run, function, pickled_prompt, calls)
 
     def close(self) -> None:
@@ -252,32 +244,28 @@ class ProcessPool:
         self._of_thread.process = None
 
     def _run(self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]) -> list[CallValues]:
-        done: list[CallValues] = []
+        done, timeout_s = list[CallValues](), self._reward.timeout_s
         deaths = 0  # of the call that is next
         while len(done) < len(calls):
             rest = calls[len(done) :]
             try:
                 sizes = [len(samples) for samples in rest]
-                for values in self._process().call(
-                    pickle.dumps((function, pickled_prompt, rest)), sizes, self._timeout_s
-                ):
+                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, timeout_s):
                     done.append(values)
                     self._count(calls=1)
                     deaths = 0
-            except FunctionTimedOut:
+            except (FunctionTimedOut, FunctionProcessDied) as error:
                 self._drop_process()
-                self._count(calls=1, timeouts=1)
-                done.append(_failed(calls[len(done)], f"timed out after {self._timeout_s:g} s"))
+                timed_out = isinstance(error, FunctionTimedOut)
+                self._count(timeouts=timed_out, deaths=not timed_out)
+                deaths += not timed_out
+                if not timed_out and deaths <= RETRIES:
+                    continue
+                tries = f" in each of {deaths} tries" if deaths > 1 else ""
+                died = f"its process died ({error}){tries}"
+                self._count(calls=1)
+                done.append(_failed(calls[len(done)], f"timed out after {timeout_s:g} s" if timed_out else died))
                 deaths = 0
-            except FunctionProcessDied as error:
-                self._drop_process()
-                self._count(deaths=1)
-                deaths += 1
-                if deaths > RETRIES:
-                    self._count(calls=1)
-                    tries = f" in each of {deaths} tries" if deaths > 1 else ""
-                    done.append(_failed(calls[len(done)], f"its process died ({error}){tries}"))
-                    deaths = 0
         return done
 
     def _count(self, calls: int = 0, timeouts: int = 0, deaths: int = 0) -> None:
@@ -294,16 +282,13 @@ def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
 def _are_values(reply: dict[str, Any], size: int) -> bool:
     """Whether a reply is the values, problems and reported numbers of a call of `size` samples."""
     values, problems, reported = reply.get("values"), reply.get("problems"), reply.get("reported")
-    if not (
-        isinstance(values, list) and isinstance(problems, list) and isinstance(reported, dict) and len(problems) == size
-    ):
+    if not isinstance(reported, dict):
         return False
-    columns = [values, *reported.values()]
-    if not all(isinstance(column, list) and len(column) == size for column in columns):
+    numbers = [values, *reported.values()]
+    if not all(isinstance(column, list) and len(column) == size for column in (problems, *numbers)):
         return False
-    numbers = [value for column in columns for value in column if value is not None]
-    return all(isinstance(value, (int, float)) for value in numbers) and all(
-        isinstance(problem, str) for problem in problems
+    return all(isinstance(problem, str) for problem in problems) and all(
+        value is None or isinstance(value, (int, float)) for column in numbers for value in column
     )
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from infsample_rl.model.hub import cached_only, hub_reachable
+from infsample_rl.data.sources import load_hub
+from infsample_rl.model.hub import cached_only
 from infsample_rl.rollout.length_prediction.recordings import (
     SUFFIXES,
     Recording,
@@ -121,8 +122,13 @@ def completion_groups(path: Path, tokenizer: PreTrainedTokenizerBase, ks: list[i
 
 def chat_groups(name: str, tokenizer: PreTrainedTokenizerBase, ks: list[int], max_prompts: int) -> list[TextGroup]:
     """The first question and answer of each chat, one sample a prompt; rows without both are passed over."""
+    try:
+        rows = load_hub(name, None, "train")
+    except ValueError as error:
+        text = f"recordings={name}: neither a file nor a data set that can be loaded: {error}"
+        raise ValueError(f"{text}; give a .jsonl file or a folder") from None
     groups = []
-    for row in itertools.islice(_chat_rows(name), max_prompts):
+    for row in itertools.islice(rows, max_prompts):
         if "conversation" not in row:
             raise ValueError(
                 f"recordings={name}: its rows have no field conversation, only {', '.join(row)}; lmsys/lmsys-chat-1m "
@@ -223,27 +229,3 @@ def load_tokenizer(folder: str | None, source: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"tokenizer={folder}: no tokenizer could be loaded ({' '.join(str(error).split())[:160]})"
         ) from None
-
-
-def _chat_rows(name: str) -> Iterable[dict[str, Any]]:
-    """Rows of a hub data set's train split, or of a local folder `datasets` can load."""
-    import datasets  # slow to import, and files need it not
-
-    online = Path(name).is_dir() or hub_reachable(name, "datasets")
-    was_offline = datasets.config.HF_HUB_OFFLINE
-    # offline it goes straight to its cache; else it retries for half a minute
-    datasets.config.HF_HUB_OFFLINE = was_offline or not online
-    try:
-        return datasets.load_dataset(name, split="train")
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        reason = (
-            "the hub cannot be reached and its local cache does not hold it"
-            if not online
-            else " ".join(str(error).split())[:200]
-        )
-        raise ValueError(
-            f"recordings={name}: neither a file nor a data set that can be loaded: {reason}; give a .jsonl file or a "
-            "folder"
-        ) from None
-    finally:
-        datasets.config.HF_HUB_OFFLINE = was_offline

@@ -65,7 +65,8 @@ class PromptGroup:
     """One prompt's samples under one schedule, with a prefix phase before it when lengths are predicted.
 
     In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished.
-    Predictions order samples and change none of them.
+    Predictions order samples and change none of them. It has 16 attributes: what a caller wants of a prompt (5), where
+    the planner has it (5), and how far its prefix phase and its schedule are (6).
     """
 
     def __init__(
