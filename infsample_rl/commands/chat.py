@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -67,7 +67,7 @@ class Chat:
         it then stays as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
-        options = {
+        options: dict[str, Any] = {
             "step": self.turn,
             "sample_indices": [[0]],
             "evaluation": True,

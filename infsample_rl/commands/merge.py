@@ -15,6 +15,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -62,7 +63,8 @@ def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
     folder = Path(model.path)
     if not (folder / ADAPTER_CONFIG).is_file():
         return load_model(model, device)
-    return load_merged(folder, trust_remote_code=model.trust_remote_code).to(device, getattr(torch, model.dtype)).eval()
+    merged: Any = load_merged(folder, trust_remote_code=model.trust_remote_code)
+    return merged.to(device, getattr(torch, model.dtype)).eval()
 
 
 @torch.no_grad()

@@ -65,9 +65,9 @@ class Health:
     def _is_news(self, step: int, finding: Finding) -> bool:
         said, held_at = self._said.get(finding.rule), self._held_at.get(finding.rule, step)
         self._held_at[finding.rule] = step
-        known = said is not None and step - held_at <= FORGET_STEPS
-        if known and finding.severity < WORSE * said.severity and step - said.step < REMIND_STEPS:
-            return False
+        if said is not None and step - held_at <= FORGET_STEPS:
+            if finding.severity < WORSE * said.severity and step - said.step < REMIND_STEPS:
+                return False
         self._said[finding.rule] = _Said(step, finding.severity)
         return True
 

@@ -82,7 +82,7 @@ class Steps:
 
 
 def _numbers(records: Sequence[dict[str, Any]], count: int, name: str, default: float | None) -> list[float]:
-    values = [default if record.get(name) is None else record[name] for record in records]
+    values: list[Any] = [default if record.get(name) is None else record[name] for record in records]
     return (
         values if len(values) == count and all(value is not None and math.isfinite(value) for value in values) else []
     )

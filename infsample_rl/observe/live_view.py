@@ -127,8 +127,8 @@ class LiveView:
         return _line("now", fit(parts, width - LABEL), width)
 
     def _rows(self, width: int, height: int) -> list[Text]:
-        decodes = self._now is not None and self._now.owed > 0  # else what a worker said a second ago is over
-        workers = [worker for worker in self._now.rollout if worker.rows] if decodes else []
+        now = self._now  # where nothing is owed, what a worker said a second ago is over
+        workers = [worker for worker in now.rollout if worker.rows] if now is not None and now.owed > 0 else []
         workers = workers[: max(0, height)]
         if not workers:
             return []

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infsample_rl.observe.live_view import LiveView
+from infsample_rl.types import MaybeNone
 
 RATE_STEPS = 20  # time left is estimated over this many steps
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -32,7 +33,7 @@ class Screen:
         self._rate: float | None = None  # seconds a step
         self._view = view
         self._terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-        self._console = Console(file=sys.stdout, force_terminal=True) if self._terminal else None
+        self._console: Console | MaybeNone = Console(file=sys.stdout, force_terminal=True) if self._terminal else None
         self._live: Live | None = None
 
     def warn(self, text: str) -> None:

@@ -125,7 +125,8 @@ def _choose_texts(listed: list[Listed]) -> list[Listed]:
 def _read_texts(path: Path, chosen: Iterable[Listed]) -> tuple[list[str], list[list[Any]], dict[int, int]]:
     """Prompts without repetition, [place of the prompt, response], and by offset the place of the latter."""
     prompts: dict[str, int] = {}
-    texts, places = [], {}
+    texts: list[list[Any]] = []
+    places: dict[int, int] = {}
     with path.open("rb") as file:
         for completion in chosen:
             file.seek(completion.offset)

@@ -146,7 +146,7 @@ def metric_names(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> Chart:
-    lines, alone = [], len(runs) == 1
+    lines, alone = list[dict[str, Any]](), len(runs) == 1
     for place, run in enumerate(runs):
         for position, (name, label) in enumerate(curve.metrics.items()):
             if not alone and position:

@@ -103,7 +103,7 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
     return run, reason
 
 
-def init_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> Any:
+def init_wandb(config: Config, run_dir: Path, mode: Any, run_id: str) -> Any:
     """wandb.init: silent, stdout left alone, offline or with a bounded wait for the server."""
     import wandb
 
@@ -132,5 +132,5 @@ def wandb_table(samples: list[dict[str, Any]]) -> Any:
 
     rows = [{**sample, "components": json.dumps(sample["components"])} for sample in samples]
     return wandb.Table(
-        columns=COMPLETION_COLUMNS, data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows]
+        columns=[*COMPLETION_COLUMNS], data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows]
     )

@@ -16,6 +16,7 @@ from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.parking import Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from infsample_rl.types import MaybeNone
 
 
 @dataclass(slots=True)
@@ -44,8 +45,8 @@ class StepPlanner:
         num_slots: int,
         prompts_at_once: int,
         max_new_tokens: int,
-        policy: TokenBudgetPolicy | None = None,
-        parking: Parking | None = None,
+        policy: TokenBudgetPolicy | MaybeNone = None,
+        parking: Parking | MaybeNone = None,
     ) -> None:
         """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there
         is room; what finds none, and with None all, keeps its pages until they are needed and is rebuilt."""
@@ -264,7 +265,9 @@ class StepPlanner:
             if group is not None:
                 if group not in self.resident:
                     self.resident.append(self.waiting.popleft())
-                self.line.append(group.next_sample(slot))
+                first = group.next_sample(slot)
+                assert first is not None, "a group with samples gives one"
+                self.line.append(first)
         if not self.line:
             return None
         sample = self.line[self.policy.next_waiting(self.line)]
