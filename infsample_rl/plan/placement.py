@@ -135,8 +135,7 @@ def total_gpus(config: Config) -> float:
 def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
     """Worker -> index of the node that would take it, as Ray's strategies would place them; a worker without a place is
     left out."""
-    groups, free = {group.role: group for group in worker_groups(config)}, list(nodes)
-    places: dict[Worker, int] = {}
+    groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), dict[Worker, int]()
     for reservation in reservations(config):
         place_all = _spread if reservation.strategy == "SPREAD" else _packed
         placed = place_all(reservation, groups, free)
@@ -148,8 +147,7 @@ def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
 
 def _packed(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequence[Node]) -> dict[Worker, int]:
     """Fill the node that holds most of the workers, then the next; with STRICT_PACK only one."""
-    left, taken = list(reservation.workers), set[int]()
-    places: dict[Worker, int] = {}
+    left, taken, places = list(reservation.workers), set[int](), dict[Worker, int]()
     while left:
         on_node = {index: _fill(node, left, groups) for index, node in enumerate(free) if index not in taken}
         best = max(on_node, key=lambda index: (len(on_node[index]), -free[index].gpus), default=None)
@@ -254,8 +252,7 @@ def nodes_text(nodes: Sequence[Node]) -> str:
 
 def layout_table(config: Config, nodes: Sequence[Node], places: dict[Worker, int]) -> str:
     """Lines of node, what this run takes of its CPUs and GPUs, and who sits there; nodes alike share a line."""
-    groups = {group.role: group for group in worker_groups(config)}
-    alike: dict[Any, list[str]] = {}
+    groups, alike = {group.role: group for group in worker_groups(config)}, dict[Any, list[str]]()
     for index, node in enumerate(nodes):
         counts = Counter(role for (role, _), place in places.items() if place == index)
         cpus, gpus = (
