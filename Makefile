@@ -31,6 +31,8 @@ test-all: test
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
@@ -77,4 +79,4 @@ lock:
 	mv requirements.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

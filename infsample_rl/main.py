@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     return train(config)
 
 
-def train(config) -> int:  # type: ignore[no-untyped-def]
+def train(config) -> int:
     """Check the inputs, then run; every failure is one line and an exit code."""
     import torch
 
@@ -86,7 +86,7 @@ def train(config) -> int:  # type: ignore[no-untyped-def]
     return 0
 
 
-def _how_to_go_on(text: str, config) -> str:  # type: ignore[no-untyped-def]
+def _how_to_go_on(text: str, config) -> str:
     """A failure's line; that of a full disk, which names no file, says what is to have room and that nothing else is
     lost."""
     if any(os.strerror(code) in text for code in (errno.ENOSPC, errno.EDQUOT)):

@@ -7,9 +7,12 @@ pickled field by field in Python.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+
+# `X | MaybeNone`: None until something has set it up, as whoever reads it knows. The type checker takes it as an X.
+MaybeNone: TypeAlias = Any
 
 
 class Phase(NamedTuple):
@@ -25,7 +28,7 @@ class WorkerPhases(NamedTuple):
     """What one worker has done since it was last asked. Phases from before `until` are here, or were before."""
 
     role: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples, which nobody calls
     node: str
     phases: list[Phase]
     until: float  # time.time()
@@ -227,7 +230,7 @@ class RowWork:
     row: list[SampleSpec] | None  # None: a row of weight zero
     prompt_ids: dict[int, np.ndarray]  # by prompt_index: [prompt tokens] int32
     totals: LossTotals | None  # None: its log-probabilities are kept for later updates, nothing is learned yet
-    row_id: int | None  # under which log-probabilities are kept from update to update
+    row_id: int | MaybeNone  # under which log-probabilities are kept from update to update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,8 @@ class RolloutCalls(Observed):
         """Of a sealed StreamOrder: micro-groups as seal_micro_groups() sends them, until halt(number), and the end."""
         asked: StreamOrder = unseal(order)
         yield from seal_micro_groups(self._counted(self._items(asked)))
-        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=self.phases())
+        phases = self.phases()  # type: ignore[operator]  # ray.method() leaves it a method, whatever its hints say
+        yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=phases)
 
     def _counted(self, items: Items) -> Items:
         for item in items:
@@ -237,7 +238,8 @@ class LearnerCalls(Observed):
         self.learner.save(folder)
 
 
-class ColocatedCalls(RolloutCalls, LearnerCalls):
+# Of the two calls named join_weight_link it asks neither: its engine gets the weights in its own process.
+class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
     """A rollout worker and a learner rank that take turns: so many running steps, a learner row, and so on."""
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
@@ -288,13 +290,14 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):
         return self.both.publish(version, probe)
 
 
+_with_groups: Any = ray.remote  # its hints lack concurrency_groups
 # two: give_back() waits for a running step, progress() must not
-_with_control = ray.remote(concurrency_groups={"control": 2})
+_with_control = _with_groups(concurrency_groups={"control": 2})
 ACTORS = {
     "rollout": _with_control(RolloutCalls),
     "reward": _with_control(RewardCalls),
     "reference": _with_control(ReferenceCalls),
     "learner": _with_control(LearnerCalls),
     # Learner calls of a process that also samples run beside its stream, in their order.
-    "colocated": ray.remote(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
+    "colocated": _with_groups(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
 }

@@ -10,7 +10,7 @@ from typing import ClassVar
 import ray
 
 from infsample_rl.cluster.workers import Handle
-from infsample_rl.types import MicroGroupHeader, ReferenceReport, RewardResult, RolloutWork
+from infsample_rl.types import MaybeNone, MicroGroupHeader, ReferenceReport, RewardResult, RolloutWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Stream:
     handle: Handle
     number: int  # of all streams of the run
     owed: dict[int, RolloutWork]  # by prompt_index
-    item: ray.ObjectRef | None = None  # taken and not looked at yet; None: there is no further one
+    item: ray.ObjectRef | MaybeNone = None  # taken and not looked at yet; None: there is no further one
     header: MicroGroupHeader | None = None  # whose micro-group is still to come
     is_lost: bool = False
     has_nothing_to_give: bool = False  # all its samples but one have started

@@ -179,7 +179,8 @@ def _find(config: Config, note: Callable[[str], None], interruption: Interruptio
     started, limit = time.monotonic(), config.cluster.wait_for_nodes_s
     while True:
         try:
-            address = canonicalize_bootstrap_address(config.cluster.address)
+            # None: this machine's own
+            address = canonicalize_bootstrap_address(config.cluster.address)  # type: ignore[arg-type]
             if address is not None and _answers(address):
                 return address
             problem = f"nothing answers at {address}"
@@ -208,7 +209,9 @@ def _probe(address: str, *, with_token: bool = False) -> grpc.StatusCode | None:
     with open_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
-            stub.GetClusterId(gcs_service_pb2.GetClusterIdRequest(), timeout=PROBE_TIMEOUT_S)
+            # protobuf makes the module's classes at import
+            request = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
+            stub.GetClusterId(request, timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError as error:
             return error.code()
     return None

@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from infsample_rl.types import Completion, MicroGroupHeader
+from infsample_rl.types import Completion, MaybeNone, MicroGroupHeader
 
 # Ray sends what is below 100 kB inside its messages (max_direct_call_object_size); the header must fit beside it.
 MOST_SEALED_BYTES = 64 * 1024
@@ -36,7 +36,7 @@ def seal_micro_groups(
 ) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:
     """Of header, micro-group, header, micro-group, ...: each small micro-group sealed in one with its header, the
     others as they are."""
-    header = None
+    header: MicroGroupHeader | MaybeNone = None
     for item in items:
         if isinstance(item, MicroGroupHeader):
             header = item

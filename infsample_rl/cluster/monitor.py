@@ -15,7 +15,7 @@ from infsample_rl.cluster.telemetry import MetricsExporter, Statistics, metrics_
 from infsample_rl.cluster.traffic import Traffic
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.config import Config
-from infsample_rl.types import ClusterNow, RolloutNow, WorkerPhases
+from infsample_rl.types import ClusterNow, MaybeNone, RolloutNow, WorkerPhases
 
 WORKERS_SHOWN = 8  # rollout workers that a screen has room for
 ANSWER_KEPT_S = 10.0  # a worker that says nothing for so long is not shown
@@ -77,7 +77,7 @@ class Monitor:
         self._rows = Requests(lambda worker: worker.now.remote())
         self._rows_said: dict[int, tuple[float, RolloutNow]] = {}  # by worker, when and what
         self._started_at = time.monotonic()
-        self.metrics: MetricsExporter | None = None  # once started
+        self.metrics: MetricsExporter | MaybeNone = None  # once started
 
     def start(self) -> None:
         """Begin to export the driver's metrics, and say where they are."""

@@ -73,7 +73,7 @@ METRICS: dict[str, tuple[str, str, str]] = {
 }
 
 # name, or (name, value of its further label); counters as sums since the start
-Statistics = dict[str | tuple[str, str], float]
+Statistics = dict[Any, float]
 
 
 class MetricsExporter:
@@ -128,7 +128,7 @@ class MetricsExporter:
     def _metric(self, name: str) -> Any:
         if name not in self._metrics:
             kind, meaning, further = METRICS[name]
-            options = {"description": meaning, "tag_keys": (*self._labels, *filter(None, [further]))}
+            options: dict[str, Any] = {"description": meaning, "tag_keys": (*self._labels, *filter(None, [further]))}
             made = {"gauge": metrics.Gauge, "counter": metrics.Counter}.get(kind)
             self._metrics[name] = (
                 made(PREFIX + name, **options)

@@ -233,8 +233,10 @@ class Traffic:
         more, so that streams are waited for only where the learner's calls come behind them."""
         self._rollout.abandon(drained=self._config.cluster.colocate or not for_good)
         self._micro_groups.forget(list(self._micro_groups.payloads))
-        for book in (self._pending, self._unsent_rows, *self._unasked.values()):
-            book.clear()
+        self._pending.clear()
+        self._unsent_rows.clear()
+        for waiting in self._unasked.values():
+            waiting.clear()
 
     def num_in_flight(self) -> dict[str, int]:
         """Calls on reward, reference and learner that have not been answered; may be asked from another thread."""

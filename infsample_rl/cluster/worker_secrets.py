@@ -51,7 +51,7 @@ def worker_secrets(config: Config) -> dict[str, Secrets]:
 
 def is_hub_name(path: str | None) -> bool:
     """Whether a model's path is a name on the Hugging Face hub; local ones have been made absolute."""
-    return bool(path) and not os.path.isabs(path)
+    return path is not None and path != "" and not os.path.isabs(path)
 
 
 def _held_secrets() -> list[str]:

@@ -130,7 +130,7 @@ class Target:
 
 def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
     """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
-    dice, kills = random.Random(options.seed), []
+    dice, kills = random.Random(options.seed), list[Kill]()
     drawn = _draw(dice)
 
     def is_late() -> bool:
@@ -184,7 +184,7 @@ def _hit(
         for pid, roles in processes:
             phase = phase_of(pid)
             for role in roles:
-                if (role, phase) in aims:
+                if phase is not None and (role, phase) in aims:
                     return (role, phase) if _kill(pid) else None
         time.sleep(0.0005)
     return None

@@ -63,7 +63,8 @@ def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
     folder = Path(model.path)
     if not (folder / ADAPTER_CONFIG).is_file():
         return load_model(model, device)
-    return load_merged(folder, trust_remote_code=model.trust_remote_code).to(device, getattr(torch, model.dtype)).eval()
+    merged: Any = load_merged(folder, trust_remote_code=model.trust_remote_code)
+    return merged.to(device, getattr(torch, model.dtype)).eval()
 
 
 def load_merged(checkpoint: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -132,8 +132,11 @@ def _rows(
 def compare(run: dict[str, Any], replayed: Metrics) -> list[dict[str, Any]]:
     """Both figures of every name and their difference relative to the run's, as text."""
     rows = []
-    for name in (name for name in run if run[name] is not None and replayed.get(name) is not None):
-        was, now = float(run[name]), float(replayed[name])
+    for name, given in run.items():
+        found = replayed.get(name)
+        if given is None or found is None:
+            continue
+        was, now = float(given), float(found)
         difference = abs(now - was) / abs(was) if was else abs(now)
         rows.append({"name": name, "run": f"{was:.6g}", "replay": f"{now:.6g}", "difference": f"{difference:.1e}"})
     return rows

@@ -49,7 +49,7 @@ def _bars(panel: Any, records: list[dict[str, Any]], names: list[str]) -> None:
     """One file: a bar for every schedule, a thin one for more prompts at a time, a circle for noisy predictions."""
     fewest = min(record["prompts_at_once"] for record in records)
     first = next(record for record in records if record["prompts_at_once"] == fewest)
-    longest, labels = max(record["steps_per_prompt"] for record in records), {}
+    longest, labels = max(record["steps_per_prompt"] for record in records), dict[int, tuple[float, str]]()
     for record in records:
         row, steps, thin = (
             names.index(_row_name(record)),
@@ -76,7 +76,7 @@ def _bars(panel: Any, records: list[dict[str, Any]], names: list[str]) -> None:
             )
             panel.barh(row, steps, height=0.2 if thin else 0.75, color="black" if thin else colour, alpha=0.75)
         if not thin:
-            right, text = labels.get(row, (0, ""))
+            right, text = labels.get(row, (0.0, ""))
             labels[row] = (max(right, steps), text if record["sigma"] else f"{steps:,.0f}")
     for row, (right, text) in labels.items():
         panel.text(right + 0.02 * longest, row, text, fontsize=6.5, va="center")

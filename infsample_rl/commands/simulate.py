@@ -188,12 +188,12 @@ def _optima(workload: Workload, options: SimulateOptions, prompts_at_once: int) 
     recomputed, copied = (
         sum(getattr(each, kind) for each in memory) for kind in ("recomputed_tokens", "parked_tokens")
     )
-    kinds = (
+    kinds: tuple[tuple[str, Sequence[Any], int, int, str], ...] = (
         ("optimum, slots", slots, 0, 0, "slot_bound"),
         ("optimum, memory", memory, recomputed, copied, "token_bound"),
     )
-    for name, best, lost, parked, bound in kinds:
-        steps = sum(each.steps for each in best)
+    for name, optima, lost, parked, bound in kinds:
+        steps = sum(each.steps for each in optima)
         per_prompt = steps / len(workload.groups)
         proven = sum(each.proven for each in slots) / len(slots) if bound == "slot_bound" else None
         found = {

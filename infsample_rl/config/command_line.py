@@ -12,11 +12,14 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from infsample_rl.config.fields import default_of, out_of_bounds, setting
 
-Options = TypeVar("Options")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Options = TypeVar("Options", bound="DataclassInstance")
 
 option = setting  # an argument of a command has the meaning, bounds and choices of a setting, and maybe another `key`
 

@@ -37,7 +37,7 @@ def setting(
     `key`: the name that a user gives, where it is not the field's. `read_if`: of a run's Config, whether anything reads
     the setting; none: always.
     """
-    metadata = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices, "key": key}
+    metadata: dict[str, Any] = {"doc": doc, "low": low, "high": high, "above": above, "choices": choices, "key": key}
     metadata["read_if"] = read_if
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

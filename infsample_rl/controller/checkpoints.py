@@ -115,7 +115,7 @@ def lock_run_folder(run_dir: Path) -> TextIO:
 def newest_whole(run_dir: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint whose files are what was written, none if there is none; and what is wrong with those that
     are newer."""
-    damages = []
+    damages: list[str] = []
     for folder in reversed(folders_after(run_dir / "checkpoints", -1)):
         damage = find_damage(folder) if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is missing"
         if damage is None:

@@ -17,6 +17,7 @@ from infsample_rl.learner.overlong import overlong_penalty
 from infsample_rl.types import (
     Forecast,
     LossTotals,
+    MaybeNone,
     MicroGroupHeader,
     Prompt,
     ReferenceReport,
@@ -42,7 +43,7 @@ class SampleRecord:
     referenced: bool = False
     advantage: float = 0.0
     worker: int = 0  # rollout worker that sampled it
-    forecast: Forecast | None = None
+    forecast: Forecast | MaybeNone = None
     stays: list[RowStay] = field(default_factory=list)
 
 

@@ -46,7 +46,7 @@ def write_recording(
     """Write a step into RUN/recordings, under a temporary name first. False: some of its samples are gone."""
     trained = sorted(groups.trained(), key=lambda group: group.prompt.prompt_index)
     samples = [sample for group in trained for sample in group.samples]
-    fetched = {key: fetch(key) for key in dict.fromkeys(sample.micro_group for sample in samples)}
+    fetched: dict[Any, Any] = {key: fetch(key) for key in dict.fromkeys(sample.micro_group for sample in samples)}
     if None in fetched.values():
         return False
     completions = [fetched[sample.micro_group][sample.position] for sample in samples]

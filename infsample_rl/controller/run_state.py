@@ -37,7 +37,7 @@ class RunState:
 
     def publish_weights(self) -> WeightSyncReport:
         """Bring every engine to the learner's weights and to the length probe."""
-        return self.cluster.weights.publish(self.step, self.probe and self.probe.published())
+        return self.cluster.weights.publish(self.step, None if self.probe is None else self.probe.published())
 
     def to_save(self, data_state: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint keeps of it; `data_state`: position in the data behind this step."""

@@ -69,7 +69,7 @@ class TrainingStep:
         """
         run = self._run
         objective, wanted = run.config.objective, run.config.data.prompts_per_step
-        prompts, rounds = groups.prompts, []
+        prompts, rounds = groups.prompts, list[RoundEnds]()
         while prompts:
             start_rollout(run, prompts, run.config.rollout.group_size, batch=run.step)
             is_last = not objective.dynamic_sampling or len(rounds) + 1 == objective.dynamic_sampling_rounds
@@ -97,7 +97,8 @@ class TrainingStep:
 
         `sampled`: groups whose samples still arrive. `rows_done` is called before the first optimizer step.
         """
-        run, metrics, backward_done = self._run, [], time.time()
+        run, backward_done = self._run, time.time()
+        metrics: list[dict[str, float | None]] = []
         # after the first optimizer step the others are waited for, as long as a save would still have time
         with ExitStack() as begun:
             for totals, is_last in waves.updates():

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,8 +67,7 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
     if len(names) < 2:
         return {}
     values = {
-        name: [sample.components[name] for sample in samples if sample.components.get(name) is not None]
-        for name in names
+        name: [value for sample in samples if (value := sample.components.get(name)) is not None] for name in names
     }
     # Divided first: functions may return numbers whose sum no float holds.
     return {
@@ -155,7 +154,9 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
     """Means over a step's updates that have a value; skipped ones are counted, the learning rate is the last one's,
     memory and maxima the most there was, the gradient's norm that of updates which were made.
     """
-    found = {name: [update[name] for update in updates if update[name] is not None] for name in updates[0]}
+    found: dict[str, list[Any]] = {
+        name: [update[name] for update in updates if update[name] is not None] for name in updates[0]
+    }
     if "learner/grad_norm" in found:
         found["learner/grad_norm"] = [
             update["learner/grad_norm"] for update in updates if not update["learner/skipped_updates"]
@@ -164,7 +165,7 @@ def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:
     means = {
         name: (max if largest[name] else statistics.fmean)(values) if values else None for name, values in found.items()
     }
-    skipped = sum(update["learner/skipped_updates"] for update in updates)
+    skipped = sum(update["learner/skipped_updates"] or 0 for update in updates)
     return means | {
         "learner/skipped_updates": skipped,
         "learner/lr": updates[-1]["learner/lr"],

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.observe.files import write_atomically
+from infsample_rl.types import MaybeNone
 
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
@@ -109,7 +110,8 @@ def written_by_all(
 
     `writers`: where the ranks hear of each other; its timeout bounds how long one may write. None for a single rank.
     """
-    tensors, found, failure = iter(tensors), None, None
+    tensors, failure = iter(tensors), None
+    found: T | MaybeNone = None  # of a rank that could not write
     try:
         found = write(tensors)
     except Exception as error:

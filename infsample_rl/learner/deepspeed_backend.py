@@ -51,7 +51,9 @@ class DeepSpeedBackend:
         self.policy, self.world_size = policy, world_size
         self.stage, self.offloaded = learner.zero_stage, learner.offload_optimizer
         self.names = dict(policy.lm.named_parameters())
-        self.trained = {name: parameter for name, parameter in self.names.items() if parameter.requires_grad}
+        self.trained: dict[str, Any] = {  # with what ZeRO adds to parameters
+            name: parameter for name, parameter in self.names.items() if parameter.requires_grad
+        }
         # The engine casts first and takes its masters from what is left: what that would round is kept for them.
         exact = {
             name: value.detach().to("cpu", copy=True)
@@ -173,7 +175,7 @@ class DeepSpeedBackend:
         return [shard for group in self.optimizer.param_groups for shard in group["params"]]
 
     @torch.no_grad()
-    def _set_state(self, parameter: nn.Parameter, value: Tensor, moment: str | None) -> None:
+    def _set_state(self, parameter: Any, value: Tensor, moment: str | None) -> None:
         """Set this rank's part of a parameter's master, or of a moment, from the full float32 tensor."""
         from deepspeed.utils import (
             safe_set_full_fp32_param,

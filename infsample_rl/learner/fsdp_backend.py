@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +38,10 @@ class FsdpBackend:
             raise ValueError(
                 f"{type(policy.lm).__name__} names no decoder layers in _no_split_modules: it cannot be sharded"
             )
-        self.policy, self.device, self.dtype, self.world_size = policy, device, dtype, world_size
+        self.policy: Any = policy  # an FSDPModule too, once it is sharded
+        self.device, self.dtype, self.world_size = device, dtype, world_size
         self.runs_free = learner.grad_sync == "last_row"
-        self.units = [*layers, policy]
+        self.units: list[Any] = [*layers, policy]  # fully_shard() makes them FSDPModules
         mesh = rank_mesh(device, world_size, learner.shard_ranks)
         precision = (
             MixedPrecisionPolicy()
@@ -58,7 +60,7 @@ class FsdpBackend:
         self.optimizer = build_optimizer(self.trained.values(), learner)
         self.optimizer_steps = 0
         if self.runs_free:
-            policy.set_reshard_after_forward(False)
+            self.units[-1].set_reshard_after_forward(False)  # the policy
         self._gather()
 
     def _gather(self) -> None:
@@ -133,6 +135,6 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(full: Tensor, parameter: DTensor) -> DTensor:
+def _shard_like(full: Tensor, parameter: Any) -> Tensor:
     """This rank's part of a full tensor that every rank has read: no communication."""
     return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

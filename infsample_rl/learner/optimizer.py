@@ -25,7 +25,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    settings = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
+    settings: dict[str, Any] = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
     if learner.optimizer == OPTIMIZER_8BIT:
         return _adamw_8bit(groups, settings)
     # Fused: the same arithmetic, several times faster than a kernel for each operation.
@@ -102,9 +102,7 @@ def _dequantized(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def load_moments(
-    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, values: dict[str, Tensor], steps: int
-) -> None:
+def load_moments(optimizer: Any, parameter: Tensor, values: dict[str, Tensor], steps: int) -> None:
     """Set a parameter's moments, sharded and placed like it, as after `steps` steps; without any it stays as before the
     first."""
     if not values:

@@ -15,7 +15,7 @@ from infsample_rl.model.weight_sync.manifest import Shape, plan_weights, shapes_
 from infsample_rl.model.weight_sync.rendezvous import host_store
 from infsample_rl.model.weight_sync.sync import WeightSyncReport, send_weights
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import WeightManifest
+from infsample_rl.types import MaybeNone, WeightManifest
 
 
 class WeightPublisher:
@@ -25,7 +25,7 @@ class WeightPublisher:
     def __init__(self, cluster: ClusterConfig, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
         self._cluster, self._tensors, self._rank = cluster, tensors, rank
         self._shapes: list[Shape] | None = None
-        self._link: WeightLink | None = None
+        self._link: WeightLink | MaybeNone = None  # after join_link()
 
     def _manifest(self, version: int) -> WeightManifest:
         """What is sent and where it lies in the stream of bytes; found out once."""
@@ -41,7 +41,7 @@ class WeightPublisher:
         """
         manifest, tensors, sums = self._manifest(version), self._tensors(), dict[str, int]()
         if self._rank != 0:
-            return manifest, (bucket for _ in tensors for bucket in ()), sums
+            return manifest, (bucket for _ in tensors for bucket in list[np.ndarray]()), sums
         return (
             manifest,
             stream_buckets(summed(tensors, sums) if self._cluster.weight_checksum else tensors, manifest),

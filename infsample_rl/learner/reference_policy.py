@@ -9,7 +9,7 @@ every rank has a whole one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def _frozen_copy(config: Config, device: torch.device, world_size: int) -> Packe
     offload = config.reference.offload and device.type != "cpu"
     policy = load_frozen_policy(config, "cpu" if offload else device)
     if world_size > 1 and config.learner.grad_sync == "every_row":
-        options = {
+        options: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (world_size,)),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }

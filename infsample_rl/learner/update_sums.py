@@ -79,4 +79,4 @@ class UpdateSums:
             "learner/logprob_diff_k3": self.mismatch_k3 / max(1, tokens),
             "learner/engine_ess": effective_sample_size(self.weight, self.weight_square, self.num_tokens),
         }
-        return means if tokens else dict.fromkeys(means)
+        return {name: value if tokens else None for name, value in means.items()}

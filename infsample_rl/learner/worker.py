@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import build_backend
@@ -108,7 +109,7 @@ class LearnerWorker(RowTrainer):
             "updates": self.num_updates,
         }
 
-    def _prepare_for_training(self, lm: nn.Module) -> None:
+    def _prepare_for_training(self, lm: PreTrainedModel) -> None:
         for module in lm.modules():
             if isinstance(module, nn.Dropout):  # the policy that sampled had none
                 module.p = 0.0
@@ -191,14 +192,15 @@ class LearnerWorker(RowTrainer):
         """
         path, rank, world_size = Path(folder), self.rank, self.world_size
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
-        if self.adapted is None:
+        adapted = self.adapted
+        if adapted is None:
             together(
                 lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank),
                 self.backend.full_parameters(),
             )
         else:
             together(
-                lambda tensors: save_adapter_folder(path, self.adapted, tensors, self.tokenizer, rank=rank),
+                lambda tensors: save_adapter_folder(path, adapted, tensors, self.tokenizer, rank=rank),
                 self._trained_parameters(),
             )
         states = self.backend.training_states()

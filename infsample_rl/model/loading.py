@@ -86,7 +86,7 @@ def load_model(
         module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
-    return module.to(device).eval()
+    return module.to(device).eval()  # type: ignore[arg-type]  # transformers' to() hides what it takes
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -112,14 +112,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, of_logprobs: Tensor, of_entropies: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, entropies, normalizers = ctx.saved_tensors
         head: _Head = ctx.head
         of_weight, adds = None, head.weight_gradient is not None
         if ctx.needs_input_grad[1]:
-            of_weight = head.weight_gradient() if adds else torch.zeros_like(weight)
+            of_weight = head.weight_gradient() if head.weight_gradient is not None else torch.zeros_like(weight)
         rows = None if of_weight is None else of_weight[: head.valid_vocab]
         of_hidden = []
         tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
@@ -141,6 +139,8 @@ class PackedPolicy(nn.Module):
 
     The head is used inside this forward, so a sharded wrapper (FSDP2) gathers it there and nowhere else.
     """
+
+    masked: Tensor | None  # a buffer
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=learner.lora_rank,
-        lora_alpha=learner.lora_alpha,
+        lora_alpha=learner.lora_alpha,  # type: ignore[arg-type]  # peft divides it, and takes any number
         target_modules=names,
         lora_dropout=0.0,
     )
@@ -183,7 +183,7 @@ class ReceivedAdapters:
         self.received = nn.Module()  # its parameters have the names of adapter_parameters
         self.base: dict[str, Tensor] = {}
         for name in target_names(model, learner.lora_targets):
-            weight = model.get_submodule(name).weight
+            weight: Any = model.get_submodule(name).weight
             host = weight.detach().to("cpu", copy=True)
             self.base[name] = host.pin_memory() if weight.is_cuda else host
             _put(self.received, f"{name}.lora_A.weight", weight.new_zeros(learner.lora_rank, weight.shape[1]))
@@ -194,8 +194,8 @@ class ReceivedAdapters:
         """Write W + scale B A into the model's weights, in place: from the base each time, so that nothing adds up over
         versions."""
         for name, base in self.base.items():
-            weight = self.model.get_submodule(name).weight
-            adapter = self.received.get_submodule(name)
+            weight: Any = self.model.get_submodule(name).weight
+            adapter: Any = self.received.get_submodule(name)
             weight.copy_(
                 merge_weight(
                     base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale

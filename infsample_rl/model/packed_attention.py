@@ -96,7 +96,7 @@ def folded_attention(
     `prompt`: keys and values [1, K, P, D] of a prompt that is not in the row.
     """
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, H or K, D]
-    prompts = (key, value) if prompt is None else tuple(tensor[0].transpose(0, 1) for tensor in prompt)
+    prompt_key, prompt_value = (key, value) if prompt is None else (tensor[0].transpose(0, 1) for tensor in prompt)
     outputs = []
     for segment in cuts.segments if prompt is None else []:
         span = slice(*segment.prompt)
@@ -111,7 +111,8 @@ def folded_attention(
                     query,
                     key,
                     value,
-                    *prompts,
+                    prompt_key,
+                    prompt_value,
                     scaling,
                     fold,
                     use_reentrant=False,
@@ -119,7 +120,7 @@ def folded_attention(
                 )
             )
         else:
-            outputs.append(_attend_fold(query, key, value, *prompts, scaling, fold))
+            outputs.append(_attend_fold(query, key, value, prompt_key, prompt_value, scaling, fold))
     return torch.cat(outputs).index_select(0, cuts.order)[None]
 
 

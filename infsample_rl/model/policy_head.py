@@ -7,6 +7,7 @@ Shape letters: R rows (tokens), V vocabulary of the head, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ class _Float32Head(torch.autograd.Function):
     belongs to."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         if weight.is_cuda:
             return torch.mm(hidden, weight.T, out_dtype=torch.float32)
@@ -60,7 +61,7 @@ class _Float32Head(torch.autograd.Function):
         return logits
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight = ctx.saved_tensors
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         return head_backward(gradient, hidden, weight, of_weight, fp32=True), of_weight

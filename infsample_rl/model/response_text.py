@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: Sequence[str] = ()) -> str:
     """A response as text, without special tokens, cut before the first stop string."""
-    return cut_at_stop(tokenizer.decode(token_ids, skip_special_tokens=True), stop_strings)
+    text: Any = tokenizer.decode(token_ids, skip_special_tokens=True)  # a str, for one list of ids
+    return cut_at_stop(text, stop_strings)
 
 
 def cut_at_stop(text: str, stop_strings: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from infsample_rl.model.shared_prompt import SharedPrompt
+from infsample_rl.types import MaybeNone
 
 # responses share a fold when the shortest has this share of the longest's tokens, so padding stays below 20 %
 MIN_FILL = 0.8
@@ -65,7 +66,7 @@ class RowCuts:
     # recompute the folds in the backward pass instead of keeping their copies of the prompt's keys and values
     recompute: bool
     block_mask: BlockMask | None  # FlexAttention's mask, on CUDA only
-    shared: SharedPrompt | None = None  # what the row fills, if it is a prompt alone, or whose responses it has
+    shared: SharedPrompt | MaybeNone = None  # what the row fills, if it is a prompt alone, or whose responses it has
 
     @property
     def reads_shared(self) -> bool:
@@ -73,7 +74,7 @@ class RowCuts:
         return self.shared is not None and bool(self.segments[0].responses)
 
 
-def build_cuts(segments: list[Segment], device: torch.device | str, shared: SharedPrompt | None = None) -> RowCuts:
+def build_cuts(segments: list[Segment], device: torch.device | str, shared: SharedPrompt | MaybeNone = None) -> RowCuts:
     """Plan the attention of a row whose segments lie one after another; of one segment with a `shared` prompt, that or
     the responses."""
     num_tokens, reads_shared = segments[-1].end, shared is not None and bool(segments[-1].responses)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infsample_rl.types import MaybeNone
+
 
 class SharedPrompt:
     """Filled by the prompt's own pass (`keep`, `end`), read by the passes over its responses (`keys_and_values`,
@@ -24,7 +26,7 @@ class SharedPrompt:
         self.num_tokens = num_tokens
         self.is_filled = False
         self._pairs: dict[nn.Module, tuple[_Shared, _Shared]] = {}  # by attention module
-        self._last_hidden: _Shared | None = None
+        self._last_hidden: _Shared | MaybeNone = None  # after end()
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         """Called by the attention of the prompt's pass: key and value [1, K, P, D]. RuntimeError for a module that
@@ -71,7 +73,7 @@ class _Shared:
         if made.requires_grad and made.dtype in (torch.float16, torch.bfloat16):
             self.leaf.register_post_accumulate_grad_hook(self._widen)
 
-    def _widen(self, leaf: Tensor) -> None:
+    def _widen(self, leaf: Any) -> None:
         if self._gradient is None:
             self._gradient = leaf.grad.float()
         else:
@@ -88,11 +90,11 @@ class _Carrier(torch.autograd.Function):
     """Zero; its gradient with respect to the tensors is what it was given, already scaled as the losses were."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, gradients: list[Tensor], *made: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: list[Tensor], *made: Tensor) -> Tensor:
         ctx.gradients = gradients
         return made[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, _scale: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, _scale: Tensor) -> tuple[Any, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         return None, *gradients

@@ -69,7 +69,7 @@ def critical_path(intervals: Iterable[Interval], started: float, ended: float) -
     Example: decoding 0-6, reward 6-7, forward 8-9, backward 9-9.5, optimizer 9.5-10 -> these five and a wait 7-8.
     """
     inside = [interval for interval in intervals if interval.end > started and interval.start < ended]
-    by_worker, by_name = _sorted_by_end(inside, 0), _sorted_by_end(inside, 1)
+    by_worker, by_name = _sorted_by_end(inside, "worker"), _sorted_by_end(inside, "name")
     path: list[Interval] = []
     seen: set[Interval] = set()
     now, found = ended, _latest([sorted(inside, key=lambda interval: interval.end)], ended, seen)
@@ -84,10 +84,10 @@ def critical_path(intervals: Iterable[Interval], started: float, ended: float) -
     return path[::-1]
 
 
-def _sorted_by_end(intervals: list[Interval], field: int) -> dict[str, list[Interval]]:
+def _sorted_by_end(intervals: list[Interval], field: str) -> dict[str, list[Interval]]:
     sorted_lists: dict[str, list[Interval]] = defaultdict(list)
     for interval in sorted(intervals, key=lambda interval: interval.end):
-        sorted_lists[interval[field]].append(interval)
+        sorted_lists[getattr(interval, field)].append(interval)
     return sorted_lists
 
 

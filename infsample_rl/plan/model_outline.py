@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from infsample_rl.config import Config
 from infsample_rl.model.architecture import check_full_attention
@@ -19,7 +19,7 @@ from infsample_rl.model.shapes import KVShape
 
 def build_outline(
     architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False
-) -> nn.Module:
+) -> PreTrainedModel:
     """The causal language model on the meta device, by default with all its layers."""
     architecture = copy.deepcopy(architecture)
     if layers is not None:
@@ -59,7 +59,7 @@ class ModelOutline:
         )
 
     @cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """The whole model, without memory."""
         return build_outline(self.architecture, torch.float32, trust_remote_code=self.trust_remote_code)
 
@@ -89,23 +89,23 @@ class ModelOutline:
     def parameters_read(self) -> int:
         """Elements a decode step reads: all but an input embedding that is not the head too, of which it gathers a few
         rows."""
-        embedding, head = self.model.get_input_embeddings().weight, self.model.get_output_embeddings().weight
+        embedding: Any = self.model.get_input_embeddings().weight
+        head = self.model.get_output_embeddings().weight
         return self.num_parameters - (0 if embedding is head else embedding.numel())
 
     def adapter_sizes(self, config: Config) -> list[int]:
         """Elements of every LoRA matrix of these settings."""
         rank, sizes = config.learner.lora_rank, []
         for name in target_names(self.model, config.learner.lora_targets):
-            outputs, inputs = self.model.get_submodule(name).weight.shape
+            adapted: Any = self.model.get_submodule(name)
+            outputs, inputs = adapted.weight.shape
             sizes += [rank * inputs, rank * outputs]
         return sizes
 
     def adapted_parameters(self, config: Config) -> int:
         """Elements of the weights that get LoRA adapters."""
-        return sum(
-            self.model.get_submodule(name).weight.numel()
-            for name in target_names(self.model, config.learner.lora_targets)
-        )
+        names = target_names(self.model, config.learner.lora_targets)
+        return sum(self.model.get_parameter(f"{name}.weight").numel() for name in names)
 
     @property
     def num_layers(self) -> int:

@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from infsample_rl.config import Config
 
@@ -134,7 +135,7 @@ def total_gpus(config: Config) -> float:
 def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
     """Worker -> index of the node that would take it, as Ray's strategies would place them; a worker without a place is
     left out."""
-    groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), {}
+    groups, free, places = {group.role: group for group in worker_groups(config)}, list(nodes), dict[Worker, int]()
     for reservation in reservations(config):
         place_all = _spread if reservation.strategy == "SPREAD" else _packed
         placed = place_all(reservation, groups, free)
@@ -146,7 +147,7 @@ def plan(config: Config, nodes: Sequence[Node]) -> dict[Worker, int]:
 
 def _packed(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequence[Node]) -> dict[Worker, int]:
     """Fill the node that holds most of the workers, then the next; with STRICT_PACK only one."""
-    left, taken, places = list(reservation.workers), set(), {}
+    left, taken, places = list(reservation.workers), set[int](), dict[Worker, int]()
     while left:
         on_node = {index: _fill(node, left, groups) for index, node in enumerate(free) if index not in taken}
         best = max(on_node, key=lambda index: (len(on_node[index]), -free[index].gpus), default=None)
@@ -171,7 +172,7 @@ def _fill(node: Node, workers: list[Worker], groups: dict[str, WorkerGroup]) -> 
 
 def _spread(reservation: Reservation, groups: dict[str, WorkerGroup], free: Sequence[Node]) -> dict[Worker, int]:
     """Each worker to the node with the fewest of them, among equals to the one with most left."""
-    free, places = list(free), {}
+    free, places = list(free), dict[Worker, int]()
     for worker in reservation.workers:
         group, load = groups[worker[0]], Counter(places.values())
         fitting = [index for index, node in enumerate(free) if node.holds(group)]
@@ -224,7 +225,7 @@ def _fewer(config: Config, nodes: Sequence[Node], places: Counter[str]) -> str |
     for role, kind in _KINDS.items():
         setting = f"{role}_{kind}s"
         for count in range(min(places[role], getattr(config.cluster, setting) - 1), 0, -1):
-            counts = dict.fromkeys(names.get(role, (setting,)), count)
+            counts: dict[str, Any] = dict.fromkeys(names.get(role, (setting,)), count)
             try:
                 smaller = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **counts))
             except ValueError:  # other settings do not go with that many
@@ -251,7 +252,7 @@ def nodes_text(nodes: Sequence[Node]) -> str:
 
 def layout_table(config: Config, nodes: Sequence[Node], places: dict[Worker, int]) -> str:
     """Lines of node, what this run takes of its CPUs and GPUs, and who sits there; nodes alike share a line."""
-    groups, alike = {group.role: group for group in worker_groups(config)}, {}
+    groups, alike = {group.role: group for group in worker_groups(config)}, dict[Any, list[str]]()
     for index, node in enumerate(nodes):
         counts = Counter(role for (role, _), place in places.items() if place == index)
         cpus, gpus = (

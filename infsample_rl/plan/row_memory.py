@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -137,7 +138,7 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
     lm = build_outline(model.architecture, settings.dtype, layers=layers, trust_remote_code=model.trust_remote_code)
     if learner.lora_rank > 0 and settings.with_gradient:
         add_adapters(lm, learner, seed=0, path="")
-        lm.to("meta")
+        lm.to("meta")  # type: ignore[arg-type]  # transformers' to() hides what it takes
         for parameter in lm.parameters():  # adapters too are run in it
             parameter.data = parameter.data.to(settings.dtype)
     policy = PackedPolicy(
@@ -153,7 +154,7 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
 def _keep_gradients(settings: RowSettings, policy: PackedPolicy) -> list[Tensor]:
     """Give every trained parameter the gradient of an earlier row; those and the masters, which are not counted
     here."""
-    kept = []
+    kept: list[Tensor] = []
     for parameter in (parameter for parameter in policy.parameters() if parameter.requires_grad):
         master = parameter
         if settings.masters and settings.with_gradient:
@@ -177,7 +178,7 @@ def _follow(policy: PackedPolicy, trace: MemoryTrace) -> None:
         if hidden.requires_grad:
             hidden.register_hook(lambda _: enter("embedding"))
 
-    def after_layers(_module: nn.Module, _inputs: object, output: object) -> None:
+    def after_layers(_module: nn.Module, _inputs: object, output: Any) -> None:
         enter("head")
         if output.last_hidden_state.requires_grad:
             output.last_hidden_state.register_hook(lambda _: enter("layer"))
@@ -191,13 +192,13 @@ class _FlexAttention(torch.autograd.Function):
     no kv head."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         query, key, value, _, lse = ctx.saved_tensors
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         torch.empty_like(lse)  # delta, the row sums of output x gradient

@@ -165,7 +165,8 @@ def _verl_arguments(prompt: dict[str, Any], sample: dict[str, Any]) -> dict[str,
 
 def _scores(values: list[Any]) -> Called:
     """Numbers, and "score" of dicts; their other entries are reported."""
-    scores, reported = [], {}
+    scores: list[Any] = []
+    reported: Reported = {}
     for index, value in enumerate(values):
         if isinstance(value, dict):
             if "score" not in value:

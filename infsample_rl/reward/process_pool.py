@@ -145,7 +145,7 @@ class FunctionProcess:
             if is_late:  # what had arrived by then has been read
                 raise FunctionTimedOut
             is_late = time.monotonic() >= deadline
-            if wait([self._replies], max(0.0, deadline - time.monotonic())):
+            if wait([self._replies.fileno()], max(0.0, deadline - time.monotonic())):
                 read = os.read(self._replies.fileno(), 1 << 16)
                 if not read:
                     self.kill()

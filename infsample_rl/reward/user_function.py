@@ -76,7 +76,7 @@ def describe_error(error: BaseException, path: str | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         where, message = f" ({error.filename}:{error.lineno})", error.msg
     else:
-        frame = (own or list(frames) or [None])[-1]
+        frame = next(reversed(own or frames), None)
         where, message = f" ({frame.filename}:{frame.lineno})" if frame else "", str(error)
     line = " ".join(without_values(message).split())[:300]
     return f"{type(error).__name__}{': ' if line else ''}{line}{where}"

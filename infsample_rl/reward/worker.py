@@ -21,7 +21,7 @@ from infsample_rl.model.response_text import response_text
 from infsample_rl.observe.phases import phase
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, ProcessPool
-from infsample_rl.types import Completion, Prompt, RewardResult
+from infsample_rl.types import Completion, MaybeNone, Prompt, RewardResult
 
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
     from infsample_rl.reward.reward_model import RewardModel
@@ -55,7 +55,7 @@ class RewardWorker:
                     self._models[index] = RewardModel(functions[index], device)
         # position in the pool -> in functions
         self._in_pool = [index for index, kind in enumerate(kinds) if kind != "model"]
-        self._pool = (
+        self._pool: ProcessPool | MaybeNone = (
             ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
         )
 
@@ -227,7 +227,8 @@ def weighted_sum(
     rewards: list[float | None] = []
     for sample in range(count):
         values = {name: column[sample] for name, column in components.items() if (name, sample) not in skipped}
-        terms = [] if None in values.values() else [weights[name] * value for name, value in values.items()]
+        terms = [weights[name] * value for name, value in values.items() if value is not None]
+        terms = terms if len(terms) == len(values) else []
         rewards.append(math.fsum(terms) if terms and all(abs(term) <= LARGEST_REWARD for term in terms) else None)
     return rewards
 

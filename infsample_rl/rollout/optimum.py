@@ -92,9 +92,9 @@ def token_optimum(
     the one that computes fewer tokens again, then parks fewer.
     """
     bound = token_bound(lengths, budget_tokens)
-    best = TokenOptimum(token_packing(lengths, budget_tokens).steps, 0, 0) if page_size == 1 else None
+    optima = [TokenOptimum(token_packing(lengths, budget_tokens).steps, 0, 0)] if page_size == 1 else []
     for rebuild_cost, parks in ((None, True), (None, False), (0.05, False), (1.0, False)):
-        if best is not None and best.steps <= bound:
+        if optima and min(optima).steps <= bound:
             break
         found = simulate(
             lengths,
@@ -106,9 +106,8 @@ def token_optimum(
             rebuild_cost=rebuild_cost,
             parks=parks,
         )
-        candidate = TokenOptimum(found.running_steps, found.recomputed_tokens, found.parked_tokens)
-        best = candidate if best is None else min(best, candidate)
-    return best
+        optima.append(TokenOptimum(found.running_steps, found.recomputed_tokens, found.parked_tokens))
+    return min(optima)
 
 
 def token_packing(lengths: Sequence[int], budget_tokens: int, seed: int = 0) -> Packing:

@@ -14,6 +14,7 @@ from infsample_rl.rollout.schedule.schedules import BUDGETED
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
+from infsample_rl.types import MaybeNone
 
 
 class Stay(NamedTuple):
@@ -140,7 +141,7 @@ class _Run:
         planner: StepPlanner,
         groups: Sequence[PromptGroup],
         lengths: Sequence[Sequence[int]],
-        repredicted: Sequence[Repredicted] | None,
+        repredicted: Sequence[Repredicted] | MaybeNone,
         record_rows: bool,
     ) -> None:
         self.planner, self.groups, self.lengths, self.repredicted = planner, groups, lengths, repredicted

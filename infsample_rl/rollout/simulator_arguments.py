@@ -3,8 +3,8 @@ simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fptas import check_predictions
@@ -39,7 +39,7 @@ def check(groups: Sequence[Sequence[int]], schedule: str, counts: Mapping[str, i
 def group_sizes(groups: Sequence[Sequence[int]], schedule: str, given: int | Sequence[int] | None) -> list[int]:
     """Samples wanted of each prompt. Only dynamic_slot may be asked for fewer than the given lengths."""
     counts = [len(lengths) for lengths in groups]
-    sizes = counts if given is None else [given] * len(groups) if isinstance(given, Integral) else list(given)
+    sizes = counts if given is None else list(given) if isinstance(given, Iterable) else [given] * len(groups)
     if len(sizes) != len(groups):
         raise ValueError(f"group_size must be one number or one for each of the {len(groups)} prompts, got {given}")
     for size, count in zip(sizes, counts, strict=True):
@@ -55,7 +55,7 @@ def group_sizes(groups: Sequence[Sequence[int]], schedule: str, given: int | Seq
 
 def prompt_tokens_of(given: int | Sequence[int], num_prompts: int) -> list[int]:
     """Tokens of each prompt."""
-    prompts = [given] * num_prompts if isinstance(given, Real) else list(given)
+    prompts = list(given) if isinstance(given, Iterable) else [given] * num_prompts
     if len(prompts) != num_prompts or not all(
         isinstance(tokens, Integral) and 0 <= tokens <= MOST_TOKENS for tokens in prompts
     ):

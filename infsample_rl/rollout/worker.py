@@ -20,6 +20,7 @@ from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import (
     Completion,
+    MaybeNone,
     MicroGroupHeader,
     ProbeReport,
     PublishedProbe,
@@ -52,7 +53,7 @@ class RolloutWorker:
         merges = (
             config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
         )
-        self.link: WeightLink | None = None
+        self.link: WeightLink | MaybeNone = None  # after join_weight_link()
         self._halted = -1  # streams up to this number are to end
         self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
         self.engine = SamplingEngine(

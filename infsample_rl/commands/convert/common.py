@@ -61,8 +61,8 @@ def set_lengths(c: Conversion, prompt: int, new: int, theirs: str, row_tokens: i
 
 def set_betas(c: Conversion, name: str) -> None:
     """Adam's two."""
-    for index, ours in enumerate(("learner.beta1", "learner.beta2")):
-        c.set(ours, c.checked(name, lambda value, index=index: float(value[index])), name)
+    c.set("learner.beta1", c.checked(name, lambda value: float(value[0])), name)
+    c.set("learner.beta2", c.checked(name, lambda value: float(value[1])), name)
 
 
 def place_colocated(c: Conversion, gpus: int, theirs: str, *, separate_reference: bool = False) -> None:

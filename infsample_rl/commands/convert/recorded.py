@@ -100,7 +100,7 @@ class Dataset:
         return 0
 
 
-class Row(dict):  # type: ignore[type-arg]
+class Row(dict):
     """A row of a data set, in which every column stands for itself."""
 
     def __missing__(self, column: str) -> str:

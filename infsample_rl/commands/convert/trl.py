@@ -24,7 +24,7 @@ from infsample_rl.config import ALL_PROBLEMS
 
 def convert(given: dict[str, Given], *, trainer: str = "grpo") -> Conversion:
     """All settings; ValueError for what is missing. `trainer`: "grpo" or "rloo"."""
-    rloo = dataclasses.replace(PEER, defaults=PEER.defaults | RLOO_DEFAULTS)
+    rloo = dataclasses.replace(PEER, defaults={**PEER.defaults, **RLOO_DEFAULTS})
     notes = {name: given.pop(name).value for name in ("script_code", "script_notes") if name in given}
     c = Conversion(given, rloo if trainer == "rloo" else PEER)
     c.apply_tables()

@@ -33,7 +33,7 @@ class _Keeping(type):
     """Classes whose objects keep their keywords, whatever __init__ a dataclass made of them."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = cls.__new__(cls)
+        made = cls.__new__(cls)  # type: ignore[call-overload]  # of the class made, not of type
         made.__dict__.update(dict(zip(("output_dir",), args, strict=False)) | kwargs)
         return made
 
@@ -93,7 +93,7 @@ class RLOOTrainer(GRPOTrainer):
     kind = "rloo"
 
 
-GIVEN = {
+GIVEN: dict[str, dict[str, Any]] = {
     "trl": {"GRPOTrainer": GRPOTrainer, "RLOOTrainer": RLOOTrainer, "TrlParser": Parser}
     | {name: lambda *_, **__: None for name in ("get_peft_config", "get_quantization_config", "get_kbit_device_map")},
     "transformers": {"HfArgumentParser": Parser, "TrainingArguments": Settings},
@@ -184,7 +184,7 @@ def main() -> None:
         RECORD["own"] += vars(namespace)
         return namespace, rest
 
-    argparse.ArgumentParser.parse_known_args = noted  # type: ignore[method-assign,assignment]
+    argparse.ArgumentParser.parse_known_args = noted  # type: ignore[method-assign]  # the script's own parser
     sys.argv, sys.path[0] = sys.argv[2:], os.path.dirname(os.path.abspath(script))
     sys.meta_path.insert(0, Finder(LOADING))
     sys.meta_path.append(Finder(None))

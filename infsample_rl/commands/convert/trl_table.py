@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infsample_rl.commands.convert.common import (
     CHECKPOINTS,
     COMPUTED,
@@ -98,7 +100,7 @@ DEFAULTS = {
 }
 RLOO_DEFAULTS = {"num_generations": 2, "beta": 0.05}
 NOTHING = "nothing here does that"
-REFUSED = {
+REFUSED: dict[str, tuple[Any, str]] = {
     "vllm_importance_sampling_clip_min": (None, "weights are capped from above only"),
     "use_rslora": (False, "adapters are plain LoRA"),
     "use_dora": (False, "adapters are plain LoRA"),

@@ -145,7 +145,8 @@ def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> l
         buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device).share_memory_() for _ in range(2)]
         for member in range(1, mail.members):  # a handle is good for one receiver
             mail.store.set(f"place/{member}", place)
-            mail.store.set(f"buffers/{member}", bytes(multiprocessing.reduction.ForkingPickler.dumps(buffers)))
+            pickled: Any = bytes(multiprocessing.reduction.ForkingPickler.dumps(buffers))  # set() takes bytes too
+            mail.store.set(f"buffers/{member}", pickled)
         return buffers
     mail.until(lambda: mail.store.check([f"buffers/{mail.member}"]), "learner rank 0 did not share its buffers")
     of_learner = mail.store.get(f"place/{mail.member}").decode()

@@ -134,7 +134,7 @@ def metric_names(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _chart(runs: Sequence[RunFolder], curve: Curve, most: int = MOST_POINTS) -> Chart:
-    lines, alone = [], len(runs) == 1
+    lines, alone = list[dict[str, Any]](), len(runs) == 1
     for place, run in enumerate(runs):
         for position, (name, label) in enumerate(list(curve.metrics.items())[: None if alone else 1]):
             line = _line(run.metrics, name, curve.spread if alone and position == 0 else None, most)

@@ -133,7 +133,7 @@ def _draw(
 
 def _with_depth(phases: list[Phase]) -> list[tuple[Phase, int]]:
     """Phases with the number of phases around them, in their thread."""
-    found, around = [], defaultdict(list)
+    found, around = [], defaultdict[int, list[Phase]](list)
     for phase in sorted(phases, key=lambda phase: (phase.start, -phase.end)):
         outer = [other for other in around[phase.thread] if other.end > phase.start]
         around[phase.thread] = [*outer, phase]

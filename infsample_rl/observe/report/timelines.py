@@ -63,6 +63,8 @@ def _places(path: Path) -> list[tuple[int, int]]:
 
 def _checked(record: Record | None) -> Record | None:
     """A record with what the page draws, None if it lacks some of it."""
+    if record is None:
+        return None
     try:
         samples = [_checked_sample(sample) for sample in record["samples"]]
         return {

@@ -9,7 +9,7 @@ keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -119,7 +119,11 @@ class CPUKernelStep:
         )[:, None]
 
 
-Step = ExtendStep | TokensAsRows | GatherStep | CPUKernelStep
+class Step(Protocol):
+    """What runs a layer's attention over the pool: one of the above, or a TritonStep."""
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """query [R, H N, T, D], keys and values [R, H, T, D] -> [R, T, H N, D]."""
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -198,7 +202,7 @@ def plain_attention_with_lse(
 
 
 def pool_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

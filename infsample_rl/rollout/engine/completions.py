@@ -18,9 +18,9 @@ class StopRule:
 
     max_new_tokens: int
     stop_token_ids: set[int]
-    ends_text: Callable[[list[int]], bool] | None  # whether a response's newest token completes a stop string
+    ends_text: Callable[[Sequence[int]], bool] | None  # whether a response's newest token completes a stop string
 
-    def reason(self, tokens: list[int]) -> str:
+    def reason(self, tokens: Sequence[int]) -> str:
         """Why a response of these tokens ends with the newest: stop or length; "": it goes on."""
         if tokens[-1] in self.stop_token_ids or (self.ends_text is not None and self.ends_text(tokens)):
             return "stop"

@@ -9,6 +9,7 @@ hidden size, D head size.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ class CompiledDecoder:
     def _weights_at(self) -> list[int]:
         """Addresses of the weights in the order of _weight_places, 0 for one that is not there."""
         return [
-            0 if parameters is None or parameters[name] is None else parameters[name].data_ptr()
+            0 if parameters is None or (weight := parameters[name]) is None else weight.data_ptr()
             for parameters, name, _ in self._places
         ]
 
@@ -143,10 +144,10 @@ class CompiledDecoder:
         query, kv = model.heads * model.size, model.kv_heads * model.size
         sizes = {"E": model.hidden, "Q": query, "K": kv, "D": model.size, "I": model.inner, "V": model.vocab_size}
         for parameters, name, shape in self._places:
-            if parameters is not None and parameters[name] is not None:
+            if parameters is not None and (weight := parameters[name]) is not None:
                 check(
                     f"a {name} of the model",
-                    parameters[name],
+                    weight,
                     tuple(sizes[letter] for letter in shape[: 1 if name == "bias" else None]),
                 )
         self._addresses, self._layers = addresses, (ctypes.c_void_p * (len(addresses) - 2))(*addresses[2:])
@@ -158,7 +159,7 @@ class Angles:
     """cos and sin [places, D] of a model's rotary embedding, by its own module: of the first places of a sequence, as
     far as any row has come, or of the rows of a step, `by_row`, where they depend on its longest position."""
 
-    def __init__(self, module: nn.Module, head_dim: int) -> None:
+    def __init__(self, module: Any, head_dim: int) -> None:
         self._module = module
         self.by_row = "dynamic" in module.rope_type or module.rope_type == "longrope"
         self.cos = self.sin = torch.empty(0, head_dim)
@@ -182,7 +183,7 @@ class Angles:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None] | None, str, str]]:
+def _weight_places(model: Any) -> list[tuple[dict[str, nn.Parameter | None] | None, str, str]]:
     """The model's weights as (its module's parameters, name, shape by letters), in the order of `Layer` in
     cpu_decoder.h after two others.
 
@@ -196,8 +197,8 @@ def _weight_places(model: nn.Module) -> list[tuple[dict[str, nn.Parameter | None
             (layer.input_layernorm, *norms, layer.post_attention_layernorm), ("E", "D", "D", "E"), strict=True
         ):
             places.append((None if norm is None else norm._parameters, "weight", shape))
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        projections += (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        projections = (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         for module, shape in zip(projections, ("QE", "KE", "KE", "EQ", "IE", "IE", "EI"), strict=True):
             places += [(module._parameters, "weight", shape), (module._parameters, "bias", shape)]
     return places

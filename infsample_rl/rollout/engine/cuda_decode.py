@@ -80,7 +80,8 @@ class GraphCache:
         key = (*batch.tables.shape, num_prompts, prompt_pages, sampler.settings)
         graphs = self._kept.pop(key, None)
         if graphs is None:
-            own = RowBatch(*batch.tables.shape, num_prompts, prompt_pages, batch.scratch_page, batch.device)
+            rows, pages = batch.tables.shape
+            own = RowBatch(rows, pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
             graphs = DecodeGraphs(
                 runner, own, sampler, new_workspace(runner, own) if self.uses_triton else None, compiled=self.compiles
             )
@@ -196,7 +197,11 @@ class DecodeGraphs:
         for tensor, idle in batch.moving:
             if idle is not None:
                 tensor.fill_(idle)
-        graph = self._capture_on_device(num_rows) if batch.device.type == "cuda" else self._warm_up(num_rows)
+        graph = None
+        if batch.device.type == "cuda":
+            graph = self._capture_on_device(num_rows)
+        else:
+            self._warm_up(num_rows)
         for tensor, values in kept:
             tensor.copy_(values)
         return graph

@@ -4,6 +4,7 @@ micro-groups."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +19,18 @@ from infsample_rl.rollout.engine.statistics import RolloutStats
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, MaybeNone
 
 LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
-Rows = list[Sample | None]  # None: a row without a sample
+Rows = list[Sample | MaybeNone]  # None: a row without a sample
 
 
 class DecodeStep:
     """One token for every row of a batch: the model's forward and a draw, captured as CUDA graphs or not."""
 
-    def __init__(self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, graphs: DecodeGraphs | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, graphs: DecodeGraphs | MaybeNone
+    ) -> None:
         """`graphs`: captured steps, whose own batch takes the place of `batch`."""
         self.runner, self.sampler, self.graphs = runner, sampler, graphs
         self.batch = batch if graphs is None else graphs.batch
@@ -85,17 +88,18 @@ class DecodeLoop:
         *,
         fixed_rows: int | None = None,
         run_ahead: bool = False,
-        watch: ProbeWatch | None = None,
+        watch: ProbeWatch | MaybeNone = None,
     ) -> None:
         """`fixed_rows`: every step has that many, a sample's row is its slot. `run_ahead`: launch a repeated step
         before reading the one before. `watch`: predicts lengths and learns them."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
+        self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
         # dynamic_slot keeps the first to finish, and a sample that starts a step later finishes later
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.fixed_rows, self.run_ahead = fixed_rows, run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self._launched: tuple[Rows, DrawnTensors, Moment | None] | None = None
+        self._launched: tuple[Rows, DrawnTensors, Moment | None] | MaybeNone = None
         self._rows: Rows = []
 
     @property
@@ -128,8 +132,8 @@ class DecodeLoop:
         self._launched = None
         self.planner.drop_all()
         self.decode.prompt_logits.clear()
-        if self.planner.parking is not None:
-            self.planner.parking.clear()
+        if self._parking is not None:
+            self._parking.clear()
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
@@ -139,7 +143,7 @@ class DecodeLoop:
         )
 
     def _carry_out(self, plan: StepPlan) -> None:
-        runner, parking, batch = self.runner, self.planner.parking, self.decode.batch
+        runner, parking, batch = self.runner, self._parking, self.decode.batch
         for sample, pages in plan.parked:
             parking.put(sample, pages)
         for group in plan.prefills:

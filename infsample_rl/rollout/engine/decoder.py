@@ -7,13 +7,16 @@ cpu_decoder.py, where a compiler is and the KV is not quantised. Letters: R rows
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.rollout.engine.attention import Step
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
+from infsample_rl.types import MaybeNone
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -87,7 +90,7 @@ class _LayerWeights:
     """One decoder layer's parameters, an attribute each: finding them in the modules takes as long as a small
     product."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norm_in, self.norm_post = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
         self.epsilon = layer.input_layernorm.variance_epsilon
@@ -104,9 +107,8 @@ class _LayerWeights:
             (module.weight, module.bias) for module in projections
         )
         has_norms = hasattr(attention, "q_norm")  # Qwen3's
-        self.query_norm, self.key_norm = (
-            (attention.q_norm.weight, attention.k_norm.weight) if has_norms else (None, None)
-        )
+        self.query_norm: Tensor | MaybeNone = attention.q_norm.weight if has_norms else None
+        self.key_norm: Tensor | MaybeNone = attention.k_norm.weight if has_norms else None
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
 
 

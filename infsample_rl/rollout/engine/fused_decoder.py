@@ -8,8 +8,9 @@ head size.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -53,10 +54,9 @@ class FusedDecoder:
         """Compile at the next call: once for one row, once for any other number."""
         self.is_compiled = True
         # dynamic=False keeps the weights' sizes constant; the number of rows is marked as the one size that varies
-        self._project, self._between, self._last = (
-            torch.compile(function, dynamic=False, fullgraph=True)
-            for function in (project, finish_and_project, finish_and_norm)
-        )
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True)
+        self._project, self._between = compiled(project), compiled(finish_and_project)
+        self._last = compiled(finish_and_norm)
 
     def use_eager(self) -> None:
         """Uncompiled, as at first."""
@@ -130,7 +130,7 @@ def _norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
 
 
-def _attention_in(layer: nn.Module) -> AttentionIn:
+def _attention_in(layer: Any) -> AttentionIn:
     attention = layer.self_attn
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     has_norms = hasattr(attention, "q_norm")
@@ -147,7 +147,7 @@ def _attention_in(layer: nn.Module) -> AttentionIn:
     )
 
 
-def _attention_out(layer: nn.Module) -> AttentionOut:
+def _attention_out(layer: Any) -> AttentionOut:
     out, mlp = layer.self_attn.o_proj, layer.mlp
     projections = (mlp.gate_proj, mlp.up_proj)
     return AttentionOut(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infsample_rl.model.shapes import KVShape
+from infsample_rl.types import MaybeNone
 
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
@@ -35,7 +36,7 @@ class PagedKV:
         self.scratch_page = num_pages
         sizes = (2 * shape.num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
         self.store = torch.zeros(sizes, dtype=dtype, device=device)
-        self.scales: Tensor | None = None
+        self.scales: Tensor | MaybeNone = None  # of QuantisedKV
         self.layers = self.store.unbind(0)  # 2 L tensors [G + 1, S, H, D]
         self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
@@ -175,7 +176,8 @@ class QuantisedKV(PagedKV):
         scales = self.scales[both].index_select(1, index)[:, :, None, :, None]
         numbers = self._bytes[both].index_select(1, index).view(self.store.dtype).float().mul_(scales)
         size = (2, rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
-        return numbers.to(self.compute_dtype).view(size).unbind(0)
+        keys, values = numbers.to(self.compute_dtype).view(size).unbind(0)
+        return keys, values
 
 
 def largest_number(dtype: torch.dtype) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +14,7 @@ from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import Predict
+from infsample_rl.types import MaybeNone
 
 
 class LengthSource:
@@ -23,7 +26,7 @@ class LengthSource:
         """`shared`: the probe belongs to a run. One warning says what a schedule that wants predictions lacks."""
         self._bert: BertLengthPredictor | None = None
         self.predict = self._load(config, runner, tokenizer)
-        self.watch: ProbeWatch | None = None
+        self.watch: ProbeWatch | MaybeNone = None  # with predictor=probe
         if config.probes and not runner.deterministic:
             self.watch = ProbeWatch(last_hidden_size(runner.model.config), config, shared=shared)
 
@@ -55,6 +58,6 @@ class LengthSource:
                 stacklevel=4,
             )
             return lambda prompt_ids, prefixes: [1.0] * len(prefixes)
-        bert, decode = BertLengthPredictor(config.predictor_path, runner.device), tokenizer.decode
-        self._bert = bert
+        self._bert = bert = BertLengthPredictor(config.predictor_path, runner.device)
+        decode: Callable[[list[int]], Any] = tokenizer.decode  # a str, for one list of ids
         return lambda prompt_ids, prefixes: bert.predict(decode(prompt_ids), [decode(prefix) for prefix in prefixes])

@@ -25,9 +25,9 @@ from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.types import MaybeNone
 
 if TYPE_CHECKING:  # Triton may be absent
-    from infsample_rl.rollout.engine.triton_step import TritonStep
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
 PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}  # of a prompt in one forward, so that its activations do not grow with it
@@ -55,11 +55,13 @@ class ModelRunner:
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
         capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
         check_kv_dtype(kv_dtype, capability, deterministic=deterministic)
-        self.kernels = cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
+        self.kernels: cpu_kernels.Kernels | MaybeNone = (
+            cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
+        )
         self.find_decoder()
         if not supports(model):
             self._check_own_modules()
-        self.kv: PagedKV | None = None
+        self.kv: PagedKV | MaybeNone = None  # of allocate()
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pool; the one before is freed first."""
@@ -133,7 +135,7 @@ class ModelRunner:
 
     def _decode_step(
         self, batch: RowBatch, num_rows: int, positions: Tensor, write_index: Tensor, workspace: Workspace | None
-    ) -> attention.Step | TritonStep:
+    ) -> attention.Step:
         if workspace is not None:
             from infsample_rl.rollout.engine.triton_step import TritonStep  # Triton may be absent
 
@@ -195,6 +197,7 @@ class ModelRunner:
             kv, batch.tables[0].long(), batch.tables, None, [(batch.prompt_tables, 1, None)], fixed_shapes=False
         )
         own = self._forward(tokens[:, None], places[:, None], step)[:, 0].float()
+        decoder: CompiledDecoder | LeanDecoder | FusedDecoder
         if self._kernels_read_pages:
             decoder = CompiledDecoder(self.model, self.kernels)
             short = decoder(batch, 1, kv)

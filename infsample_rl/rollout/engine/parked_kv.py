@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class ParkedInFile(Parking):
         super().__init__(_most_pages(kv, shutil.disk_usage(folder).free))
         self._file, self._folder = unnamed_file(folder), folder
         self._page = [torch.empty(part[:, 0].shape, dtype=part.dtype) for part in kv.parts]
-        self._buffers = [part.view(torch.uint8).numpy() for part in self._page]
+        self._buffers: list[Any] = [part.view(torch.uint8).numpy() for part in self._page]
         self._page_bytes = sum(part.nbytes for part in self._page)
         self._parts = kv.parts
         self._places: dict[Hashable, list[int]] = {}  # of its pages in the file

@@ -65,9 +65,9 @@ class Request:
         predicted_in_rows: bool,
     ) -> list[PromptGroup]:
         """The prompts of which samples are wanted. `key`: noise key of (prompt_index, sample_index)."""
-        options = {"predict": predict, "predicted_in_rows": predicted_in_rows}
+        make = partial(PromptGroup, predict=predict, predicted_in_rows=predicted_in_rows)
         return [
-            PromptGroup(index, list(ids), list(asked), settings, partial(key, index), **options)
+            make(index, list(ids), list(asked), settings, partial(key, index))
             for index, ids, asked in zip(self.prompt_indices, self.prompt_ids, self.sample_indices, strict=True)
             if len(asked) > 0
         ]

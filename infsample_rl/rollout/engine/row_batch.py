@@ -83,8 +83,8 @@ class RowBatch:
             (self.tokens, self.positions, self.starts, self.keys, self.has_sample), columns, strict=True
         ):
             self._write(tensor, values)
-        for tensor, values in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
-            self._write(tensor, values.astype(np.int32))
+        for tensor, numbers in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
+            self._write(tensor, numbers.astype(np.int32))
         self._write_prompts(np.bincount(prompt_of_row, weights=columns[4], minlength=len(self.groups)))
         self._tables[:], self._pages_written = self.scratch_page, [0] * self.max_rows
         self.write_pages(rows)

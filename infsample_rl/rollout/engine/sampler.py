@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infsample_rl.model.policy_head import masked_index
+from infsample_rl.types import MaybeNone
 
 TRAINING, EVALUATION = 0, 1  # noise domains
 
@@ -32,7 +33,7 @@ class DrawnTensors:
 
     tokens: Tensor  # [R] int64
     probs: Tensor  # [R] float32, of softmax(logits / temperature)
-    sampling_probs: Tensor | None  # [R] float64, of the truncated distribution; None without truncation
+    sampling_probs: Tensor | MaybeNone  # [R] float64, of the truncated distribution; None without truncation
     ready: torch.cuda.Event | None = None  # after which the tensors, in host memory already, hold the step's results
 
     @classmethod

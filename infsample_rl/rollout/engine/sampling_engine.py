@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 
@@ -102,9 +102,14 @@ class SamplingEngine:
         if len(set(indices)) != len(indices):
             raise ValueError(f"prompt_indices must differ, got {indices}")
         groups: dict[int, dict[int, Completion]] = {index: {} for index in indices}
-        asked = {"prompt_indices": indices, "sample_indices": sample_indices}
         for micro_group in self.stream(
-            prompt_ids, seed, step=step, **asked, evaluation=evaluation, temperature=temperature
+            prompt_ids,
+            seed,
+            step=step,
+            prompt_indices=indices,
+            sample_indices=sample_indices,
+            evaluation=evaluation,
+            temperature=temperature,
         ):
             groups[micro_group[0].prompt_index] |= {completion.sample_index: completion for completion in micro_group}
         ordered = []
@@ -125,7 +130,7 @@ class SamplingEngine:
         temperature: float | None = None,
         pause_every: int | None = None,
         is_halted: Callable[[], bool] | None = None,
-    ) -> Iterator[list[Completion]]:
+    ) -> Generator[list[Completion], None, None]:
         """Micro-groups of one prompt each, as soon as their samples have ended. Closing the iterator frees all KV.
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
@@ -208,7 +213,7 @@ class SamplingEngine:
 
     def _run(
         self, loop: DecodeLoop, pause_every: int | None, is_halted: Callable[[], bool] | None
-    ) -> Iterator[list[Completion]]:
+    ) -> Generator[list[Completion], None, None]:
         planner, totals, paused_at = loop.planner, self.totals, 0
         try:
             self.withdrawals.is_open, is_done = True, loop.is_done
@@ -289,5 +294,4 @@ class SamplingEngine:
 
 def _plain(config: RolloutConfig) -> RolloutConfig:
     """For few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples."""
-    options = {"schedule": "token_budget", "predictor": "none", "prefix_tokens": 0}
-    return replace(config, **options, prompts_at_once=config.most_rows)
+    return replace(config, schedule="token_budget", predictor="none", prefix_tokens=0, prompts_at_once=config.most_rows)

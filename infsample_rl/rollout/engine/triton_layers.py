@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from infsample_rl.rollout.engine.triton_step import TritonStep
 from infsample_rl.rollout.kernels.layer_weights import AttentionIn, AttentionOut
@@ -115,9 +115,7 @@ class TritonLayers:
     """The layers whose weights are `ins` and `outs`. Hidden states [R, E] stay in one buffer, beside their sums of
     squares by tile."""
 
-    def __init__(
-        self, model: nn.Module, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]
-    ) -> None:
+    def __init__(self, model: Any, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]) -> None:
         """Raises ValueError for weights that `why_not` has something against."""
         reason = why_not(ins[0], outs[0])
         if reason:
@@ -139,7 +137,7 @@ class TritonLayers:
         self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weight.dtype]
         self.square_sizes = {"SQUARE_PARTS": self.tiles, "SQUARE_PAD": triton.next_power_of_2(self.tiles)}
 
-    def takes(self, step: object) -> bool:
+    def takes(self, step: object) -> TypeGuard[TritonStep]:
         """Whether the layers can run a step."""
         return isinstance(step, TritonStep) and step.num_rows <= MAX_ROWS
 

@@ -32,8 +32,8 @@ class TritonStep:
         """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
         keys, values, kv = keys[:, :, 0], values[:, :, 0], self.kv
         if kv.scales is None:
-            pages = kv.layers[2 * layer : 2 * layer + 2]
-            write_tokens(keys, values, *pages, self.batch.tables, self.positions)
+            own_keys, own_values = kv.layers[2 * layer : 2 * layer + 2]
+            write_tokens(keys, values, own_keys, own_values, self.batch.tables, self.positions)
         else:
             kv.write(layer, self.write_index, keys, values)
         return self.attend_written(layer, query[:, :, 0].contiguous(), scaling)[:, None]

@@ -105,10 +105,10 @@ class Kernels:
             for name, tensor in tensors:
                 check(name, tensor, (count, *tensor.shape[1:]), torch.int32)
         out = torch.empty_like(query)
-        tensors = (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
+        given = (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
         sizes = (num_rows, num_heads // num_kv_heads, num_prompts, *keys.shape, num_heads * size, *keys.stride()[:3])
         widths = (row_tables.shape[1], prompt_tables.shape[1])
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = [tensor.data_ptr() for tensor in given]
         _raise_bad_index(self._attention(*pointers, *sizes, *widths, scaling, torch.get_num_threads()))
         return out
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from infsample_rl.types import MaybeNone
+
 
 class AttentionIn(NamedTuple):
     """What leads from hidden states to query, keys and values."""
@@ -14,7 +16,7 @@ class AttentionIn(NamedTuple):
     weight: Tensor  # query, key and value in one
     bias: Tensor | None
     query_norm: Tensor | None  # Qwen3's
-    key_norm: Tensor | None
+    key_norm: Tensor | MaybeNone
     num_heads: int
     num_kv_heads: int
     head_dim: int

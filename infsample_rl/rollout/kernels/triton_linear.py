@@ -70,7 +70,8 @@ def _multiply(
     preloaded = ()
     for block in tl.static_range(PRELOADS):
         inner = first + block * BLOCK_K + within
-        preloaded = preloaded + (tl.load(weight_rows[:, None] + inner[None, :], eviction_policy="evict_first"),)
+        tile = tl.load(weight_rows[:, None] + inner[None, :], eviction_policy="evict_first")
+        preloaded = preloaded + (tile,)  # type: ignore[assignment]  # a loop that Triton unrolls
     wait_for_inputs(EARLY)
     row = tl.arange(0, M)
     live = row < num_rows

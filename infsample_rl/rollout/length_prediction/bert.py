@@ -27,7 +27,7 @@ class BertLengthPredictor:
         """`folder`: model and tokenizer as save_pretrained writes them. ValueError, naming `setting`, when they cannot
         be loaded."""
         self.model, self.tokenizer = load_encoder(folder, setting)
-        self.model.to(device).eval()
+        self.model.to(device).eval()  # type: ignore[arg-type]  # transformers' to() hides what it takes
         self.max_tokens = window_of(self.model, self.tokenizer)
         self.seconds_spent = 0.0
         self.num_predicted = 0

@@ -78,7 +78,7 @@ def fit(
 ) -> list[Epoch]:
     """Fit `model` in place and leave it with the best epoch's weights, in eval mode. Prints a line for every epoch."""
     device = "cuda" if options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available()) else "cpu"
-    model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # transformers' to() hides what it takes
     window = input_window(model, tokenizer, options)
     tokenizer.model_max_length = window  # saved with the tokenizer, so that the predictor reads what was trained
     order = np.random.default_rng(options.seed)
@@ -256,6 +256,6 @@ def _start_at_mean(
         wanted = float(np.mean([target for _, target, _ in examples]))
         model.eval()
         with torch.no_grad():
-            heads[-1].bias += (
+            heads[-1].bias.add_(
                 wanted - log_lengths(model, tokenizer, [text for text, _, _ in first], window).mean().item()
             )

@@ -12,6 +12,7 @@ Letters: n observations, E hidden size of the policy, D = min(E, 256), F = 2 D +
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +159,7 @@ def _fit(sums: ProbeStatistics) -> ProbeFit | None:
     varies = variance > 1e-8 * (mean**2 + 1e-8)
     scale = np.where(varies, 1 / np.sqrt(np.where(varies, variance, 1.0)), 0.0)
     folds = [_standardised(sums, fold, mean, mean_y, scale) for fold in range(FOLDS)]
-    errors = sum(_errors(*folds[fold], *folds[1 - fold]) for fold in range(FOLDS))
+    errors: Any = sum(_errors(*folds[fold], *folds[1 - fold]) for fold in range(FOLDS))
     best = int(errors.argmin())
     products, targets, squares = (sum(parts) for parts in zip(*folds, strict=True))
     products.diagonal().add_(PENALTIES[best])

@@ -145,7 +145,7 @@ def _recording(fields: dict[str, Any], place: str) -> Recording:
         fits = value is None or (is_count(value) if kind is int else isinstance(value, str))
         check_field(fits, place, name, "a whole number >= 1" if kind is int else "a text", value)
         check_field(value is None or kind is str or value <= MOST_TOKENS, place, name, AT_MOST, value)
-    for name, fits, what in LISTS:
+    for name, is_right, what in LISTS:
         value = fields.get(name)
         if value is not None:
             check_field(
@@ -156,7 +156,7 @@ def _recording(fields: dict[str, Any], place: str) -> Recording:
                 value,
             )
             for item in value:
-                check_field(fits(item), place, name, what, item)
+                check_field(is_right(item), place, name, what, item)
     _check_predictions(fields.get("predictions"), len(lengths), place)
     known = {field.name for field in dataclasses.fields(Recording)}
     return Recording(**{name: value for name, value in fields.items() if name in known})

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.schedule.kv_pool import KVPool
@@ -73,7 +73,7 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
     groups = [group for group in groups if group.samples]
     ordered = [sorted(group.samples) for group in groups]
     lengths = [[sample.length for sample in samples] for samples in ordered]
-    options = {
+    options: dict[str, Any] = {
         "slots": settings.slots,
         "prompts_at_once": settings.prompts_at_once,
         "kv_budget_tokens": settings.kv_budget_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,8 @@ class RunProbe:
 
     def save(self, folder: Path) -> None:
         """Write the probe into a checkpoint."""
-        np.savez(folder / FILE, replays=np.array(self._gate.recent, np.int64).reshape(-1, 2), **self._probe.state())
+        arrays: dict[str, Any] = self._probe.state()
+        np.savez(folder / FILE, replays=np.array(self._gate.recent, np.int64).reshape(-1, 2), **arrays)
 
     def reset(self, folder: Path | None) -> None:
         """Go back to what a checkpoint of this run has, None: to the start."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def chat_groups(name: str, tokenizer: PreTrainedTokenizerBase, ks: list[int], ma
             continue
         messages = [{"role": "user", "content": turns[0][1]}]
         templated = tokenizer.chat_template is not None
-        prompt = (
+        prompt: Any = (
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             if templated
             else turns[0][1]
@@ -186,10 +186,8 @@ def held_out_keys(keys: Iterable[str], share: float, seed: int) -> set[str]:
 def _prefixes(
     tokenizer: PreTrainedTokenizerBase, ids: list[list[int]], lengths: list[int], ks: list[int]
 ) -> dict[int, list[str | None]]:
-    return {
-        k: [tokenizer.decode(row[:k]) if length > k else None for row, length in zip(ids, lengths, strict=True)]
-        for k in ks
-    }
+    decode: Callable[[list[int]], Any] = tokenizer.decode  # a str, for one list of ids
+    return {k: [decode(row[:k]) if length > k else None for row, length in zip(ids, lengths, strict=True)] for k in ks}
 
 
 def _run_fields(fields: dict[str, Any], place: str) -> dict[str, Any]:

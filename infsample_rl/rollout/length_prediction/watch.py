@@ -21,7 +21,7 @@ from infsample_rl.rollout.length_prediction.probe import LengthProbe
 from infsample_rl.rollout.length_prediction.replay import ReplayedGroup, ReplayedSample, ReplaySettings, replay
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
-from infsample_rl.types import Forecast, ProbeReport, PublishedProbe
+from infsample_rl.types import Forecast, MaybeNone, ProbeReport, PublishedProbe
 
 # of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
 PREDICT_EVERY = 32  # running steps from one prediction for all rows to the next
@@ -67,7 +67,7 @@ class ProbeWatch:
         # by fold: features, tokens left, cut
         self._ended: dict[int, list[tuple[np.ndarray, int, bool]]] = {0: [], 1: []}
         self._groups: dict[PromptGroup, ReplayedGroup] = {}
-        self._settings: ReplaySettings | None = None
+        self._settings: ReplaySettings | MaybeNone = None  # after begin()
 
     def load(self, published: PublishedProbe) -> None:
         """Predict with this fit from now on. What was not reported before it is of a step that was given up, and is
@@ -100,7 +100,7 @@ class ProbeWatch:
         kept = deque(groups, maxlen=REPLAYED_GROUPS)
         self._groups = {group: ReplayedGroup(len(group.prompt_ids)) for group in kept}
 
-    def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | None]) -> Moment | None:
+    def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | MaybeNone]) -> Moment | None:
         """After a step of `rows` was launched, its last hidden states [R, E]: take features of those that are due,
         without a host sync.
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import parse_bytes
 from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from infsample_rl.types import MaybeNone
 
 AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill and fragmentation
 
 
 def num_pool_pages(
-    config: RolloutConfig, *, page_bytes: int, prompts: Sequence[int], free_bytes: int | None = None
+    config: RolloutConfig, *, page_bytes: int, prompts: Sequence[int], free_bytes: int | MaybeNone = None
 ) -> int:
     """Pages of the pool for prompts of these numbers of tokens, of which the longest prompts_at_once may be resident
     together.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infsample_rl.rollout.schedule.schedules import Schedule, SharedQueue, make_schedule
-from infsample_rl.types import Forecast
+from infsample_rl.types import Forecast, MaybeNone
 
 Predict = Callable[[list[int], list[list[int]]], list[float]]  # (prompt ids, prefixes) -> response lengths
 
@@ -87,16 +87,16 @@ class PromptGroup:
         self.prompt_index, self.prompt_ids = prompt_index, prompt_ids
         self.sample_indices, self.settings = sample_indices, settings
         self.place = 0  # among the prompts of the call
-        self.pages: list[int] | None = None  # the prompt's, while it is resident
+        self.pages: list[int] | MaybeNone = None  # the prompt's, while it is resident
         self.was_resident = False
         self.num_running = 0
         self.finished: list[Sample] = []  # not yet in a micro-group
         self._key_of, self._predict, self._lengths = key_of, predict, lengths
         self._in_prefix = predict is not None or predicted_in_rows
         self._num_prefixes_left = len(sample_indices)
-        self._with_prefix: list[Sample] | None = [] if self._in_prefix else None
+        self._with_prefix: list[Sample] | MaybeNone = [] if self._in_prefix else None
         if self._in_prefix:
-            self._schedule = SharedQueue(range(len(sample_indices)))
+            self._schedule: Schedule = SharedQueue(range(len(sample_indices)))
         else:
             equal = lengths or [1.0] * len(sample_indices)
             self._schedule = self._make_schedule(len(sample_indices), equal)

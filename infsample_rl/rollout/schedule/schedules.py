@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.schedule.fptas import PredictedKV, check_predictions, fptas_groups
+from infsample_rl.types import MaybeNone
 
 BUDGETED = ("fptas", "infinite")
 
@@ -202,7 +203,7 @@ def make_schedule(
     name: str,
     num_samples: int,
     slots: int,
-    lengths: Sequence[float] | None = None,
+    lengths: Sequence[float] | MaybeNone = None,
     epsilon: float = 0.1,
     kv_budget_tokens: float | None = None,
 ) -> Schedule:

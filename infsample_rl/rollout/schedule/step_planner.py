@@ -16,6 +16,7 @@ from infsample_rl.rollout.schedule.parking import Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.residents import Residents, StepPlan
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from infsample_rl.types import MaybeNone
 
 
 class StepPlanner(Residents):
@@ -32,8 +33,8 @@ class StepPlanner(Residents):
         num_slots: int,
         prompts_at_once: int,
         max_new_tokens: int,
-        policy: TokenBudgetPolicy | None = None,
-        parking: Parking | None = None,
+        policy: TokenBudgetPolicy | MaybeNone = None,
+        parking: Parking | MaybeNone = None,
     ) -> None:
         """`prompts_at_once`: most prompts resident together. The others are the residents' own."""
         super().__init__(pool, num_slots, policy, parking)
@@ -179,7 +180,9 @@ class StepPlanner(Residents):
             if group is not None:
                 if group not in self.resident:
                     self.resident.append(self.waiting.popleft())
-                self.line.append(group.next_sample(slot))
+                first = group.next_sample(slot)
+                assert first is not None, "a group with samples gives one"
+                self.line.append(first)
         if not self.line:
             return None
         sample = self.line[self.policy.next_waiting(self.line)]

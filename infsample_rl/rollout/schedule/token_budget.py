@@ -73,11 +73,15 @@ PRIOR_SHARE = 3
 class Sample(Protocol):
     """What the policy reads of a sample. Groups are served in the order of `group_id`."""
 
-    group_id: int
     num_tokens: int  # generated so far; 0: not started
     admitted_order: int  # counts admissions, re-admissions included: smaller has run longer
     predicted: float | None  # predicted length in tokens; may change while it decodes
-    pages: Sized  # KV pages it holds
+
+    @property
+    def group_id(self) -> int: ...
+
+    @property
+    def pages(self) -> Sized: ...  # KV pages it holds
 
 
 class TokenBudgetPolicy:
