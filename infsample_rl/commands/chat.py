@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -67,7 +67,12 @@ class Chat:
         it then stays as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
-        options = {"step": self.turn, "evaluation": True, "temperature": self.temperature, "pause_every": 1}
+        options: dict[str, Any] = {
+            "step": self.turn,
+            "evaluation": True,
+            "temperature": self.temperature,
+            "pause_every": 1,
+        }
         stream = self.engine.stream([prompt.token_ids.tolist()], self.seed, sample_indices=[[0]], **options)
         shown, said = "", ""
         try:

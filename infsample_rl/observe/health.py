@@ -73,8 +73,8 @@ class Health:
         rule, severity, _ = finding
         said_at, was = self._said.get(rule, (None, 0.0))
         held_at, self._held_at[rule] = self._held_at.get(rule, step), step
-        known = said_at is not None and step - held_at <= FORGET_STEPS
-        if known and severity < WORSE * was and step - said_at < REMIND_STEPS:
+        known = step - held_at <= FORGET_STEPS
+        if said_at is not None and known and severity < WORSE * was and step - said_at < REMIND_STEPS:
             return False
         self._said[rule] = step, severity
         return True

@@ -71,8 +71,8 @@ class Steps:
 
 def _numbers(records: Sequence[dict[str, Any]], count: int, name: str, default: float | None = None) -> list[float]:
     values = [default if record.get(name) is None else record[name] for record in records]
-    known = all(value is not None and math.isfinite(value) for value in values)
-    return values if known and len(values) == count else []
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    return numbers if len(numbers) == len(values) == count else []
 
 
 def _slower(config: Config) -> str:

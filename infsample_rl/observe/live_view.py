@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from rich.console import Group
@@ -146,8 +145,9 @@ class LiveView:
 
     def _workers(self, width: int, height: int) -> list[Table]:
         """Of every worker that decodes a title and its rows, those with most tokens left first."""
-        decodes = self._now is not None and self._now.owed > 0  # else what a worker said a second ago is over
-        workers = [worker for worker in self._now.rollout if worker.rows][: max(0, height)] if decodes else []
+        if self._now is None or not self._now.owed:  # what a worker said a second ago is over
+            return []
+        workers = [worker for worker in self._now.rollout if worker.rows][: max(0, height)]
         cells = max(1, width // CELL)  # in a line
         tables = []
         for worker in workers:
@@ -164,7 +164,7 @@ class LiveView:
             grid.add_column(no_wrap=True, min_width=2 * len(str(self._longest)) + 3, justify="right")
         depth = -(-len(rows) // cells)
         for first in range(depth):  # down the columns
-            grid.add_row(*chain.from_iterable(map(self._cell, rows[first::depth])))
+            grid.add_row(*(part for row in rows[first::depth] for part in self._cell(row)))
         return grid
 
     def _cell(self, row: RowNow) -> tuple[str, ProgressBar, str]:

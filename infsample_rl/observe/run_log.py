@@ -52,7 +52,11 @@ class RunLogger:
         self._completions_per_step = config.logging.completions_per_step
         sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
         self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
-        options = {"total_steps": total_steps, "start_step": start_step, "progress": config.logging.progress}
+        options: dict[str, Any] = {
+            "total_steps": total_steps,
+            "start_step": start_step,
+            "progress": config.logging.progress,
+        }
         self._screen = Screen(run_dir / "run.log", self._view, **options)
         self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
         self._report_due_at = 0.0
@@ -195,8 +199,9 @@ class RunLogger:
                 tracker.close(failed=failed)
             self._say_of_trackers()
             self._trackers = []
-        for file in (*self._files.values(), self._screen):
+        for file in self._files.values():
             file.close()
+        self._screen.close()
 
 
 def _known(values: dict[str, Any]) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Screen:
 
     def start_live(self) -> None:
         """Start the live view, once."""
-        if not self.is_live or self._live is not None:
+        if self._console is None or not self.is_live or self._live is not None:
             return
         # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file
         # is left alone.
@@ -123,6 +123,7 @@ class Screen:
         self._log.close()
 
     def _render(self) -> Group:
+        assert self._console is not None, "only a console has a live view"
         width, height = self._console.size
         # Two lines are left: a view as high as the terminal would push itself out of the top.
         return self._view.render(width, height - 2, time_left=self._time_left())

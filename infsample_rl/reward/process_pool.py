@@ -282,7 +282,7 @@ def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
 def _are_values(reply: dict[str, Any], size: int) -> bool:
     """Whether a reply is the values, problems and reported numbers of a call of `size` samples."""
     values, problems, reported = reply.get("values"), reply.get("problems"), reply.get("reported")
-    if not isinstance(reported, dict):
+    if not isinstance(reported, dict) or not isinstance(problems, list):
         return False
     numbers = [values, *reported.values()]
     if not all(isinstance(column, list) and len(column) == size for column in (problems, *numbers)):

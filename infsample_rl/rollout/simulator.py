@@ -97,7 +97,7 @@ def simulate_prompts(
     schedule, lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no
     single sample fits in, and arguments the schedule does not read.
     """
-    counts = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
+    counts: dict[str, int | None] = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
     counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
     cap = check(groups, schedule, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]

@@ -78,7 +78,7 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
     not work and it went offline, the reason (else "")."""
     import wandb
 
-    def init(mode: str) -> Any:
+    def init(mode: Any) -> Any:
         wandb.setup(wandb.Settings(silent=True))  # the login message comes before the settings of init apply
         settings = wandb.Settings(
             silent=True,
@@ -87,8 +87,8 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         )
-        place = {"project": config.logging.wandb_project, "name": config.run.name, "dir": run_dir}
-        known = {"id": run_id, "resume": "allow", "config": dataclasses.asdict(config)}
+        place: dict[str, Any] = {"project": config.logging.wandb_project, "name": config.run.name, "dir": run_dir}
+        known: dict[str, Any] = {"id": run_id, "resume": "allow", "config": dataclasses.asdict(config)}
         return wandb.init(mode=mode, settings=settings, **place, **known)
 
     reason = ""
@@ -115,5 +115,6 @@ def wandb_table(samples: list[dict[str, Any]]) -> Any:
 
     rows = [{**sample, "components": json.dumps(sample["components"])} for sample in samples]
     return wandb.Table(
-        columns=COMPLETION_COLUMNS, data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows]
+        columns=list[str | int](COMPLETION_COLUMNS),
+        data=[[row[column] for column in COMPLETION_COLUMNS] for row in rows],
     )

@@ -85,7 +85,7 @@ def repeat_steps(planner: StepPlanner, most: int) -> int:
 
 def _take_from_line(planner: StepPlanner, count: int) -> None:
     """Take `count` pages from preempted samples, from the back of the line, as the planner would one by one."""
-    while count > 0:
+    while planner.policy is not None and count > 0:
         donors = [sample for sample in planner.line if sample.pages]
         pages = donors[planner.policy.donor(donors)].pages
         kept = max(0, len(pages) - count)

@@ -52,7 +52,7 @@ class Residents:
         while self.pool.num_free < count:
             if self._keepers:
                 self._forget(self._keepers.pop())
-            elif donors := [sample for sample in self.line if sample.pages]:
+            elif self.policy is not None and (donors := [sample for sample in self.line if sample.pages]):
                 donor = donors[self.policy.donor(donors)]
                 self.pool.release([donor.pages.pop()])
             elif idle := [
@@ -88,7 +88,7 @@ class Residents:
         self._unpark(sample)
 
     def _unpark(self, sample: Sample) -> None:
-        if sample.num_parked_pages:
+        if self.parking is not None and sample.num_parked_pages:
             self.parking.release(sample.num_parked_pages)
             sample.num_parked_pages = 0
 

@@ -183,7 +183,7 @@ class StepPlanner(Residents):
                 first = group.next_sample(slot)
                 assert first is not None, "a group with samples gives one"
                 self.line.append(first)
-        if not self.line:
+        if not self.line or self.policy is None:
             return None
         sample = self.line[self.policy.next_waiting(self.line)]
         prompt_pages = self._missing_prompt_pages(sample.group)
