@@ -70,8 +70,8 @@ def _multiply(
     preloaded = ()
     for block in tl.static_range(PRELOADS):
         inner = first + block * BLOCK_K + within
-        tile = tl.load(weight_rows[:, None] + inner[None, :], eviction_policy="evict_first")
-        preloaded = preloaded + (tile,)  # type: ignore[assignment]  # a loop that Triton unrolls
+        loaded = tl.load(weight_rows[:, None] + inner[None, :], eviction_policy="evict_first")
+        preloaded = preloaded + (loaded,)  # type: ignore[assignment]  # a loop that Triton unrolls
     wait_for_inputs(EARLY)
     row = tl.arange(0, M)
     live = row < num_rows
