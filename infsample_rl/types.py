@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-# `X | MaybeNone`: None until something has set it up, as whoever reads it knows. The type checker takes it as an X.
-MaybeNone: TypeAlias = Any
+MaybeNone: TypeAlias = Any  # `X | MaybeNone`: None until it is set up, as its readers know; checked as an X
 
 
 class Phase(NamedTuple):

@@ -33,8 +33,7 @@ from infsample_rl.types import (
 DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
 
 Items = Iterator[MicroGroupHeader | list[Completion]]
-# weights as references to flat buckets, and their checksums
-Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]
+Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # with flat buckets, and their checksums
 
 
 class Observed:
@@ -265,13 +264,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
 
     def _items(self, asked: StreamOrder) -> Items:
         """Learner rows run in the pauses."""
-        items = self.rollout.stream(
-            asked.work,
-            step=asked.step,
-            evaluation=asked.evaluation,
-            number=asked.number,
-            pause_every=DECODE_STEPS_PER_TURN,
-        )
+        items = self.rollout.stream(**asked._asdict(), pause_every=DECODE_STEPS_PER_TURN)
         while True:
             with self.turn:
                 item = next(items, None)

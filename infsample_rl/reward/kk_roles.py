@@ -3,8 +3,8 @@
     final_roles("Suppose Zoey is a knave... no.\\n**Answer:** Zoey and Ethan are knights", ["Zoey", "Ethan"])
     -> {"Zoey": True, "Ethan": True}
 
-The text is cut into tokens (names, roles, "is", "not", "both", ...), and one pass over them collects (name, role)
-pairs. What is only supposed or reported ("if Zoey is a knight", "Zoey says Ethan is a knave") gives no pair.
+One pass over the text's tokens (names, roles, "is", "not", "both", ...) collects (name, role) pairs. What is only
+supposed or reported ("if Zoey is a knight", "Zoey says Ethan is a knave") gives no pair.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def final_roles(text: str, names: list[str]) -> dict[str, bool] | None:
     for label in reversed(list(_LABEL.finditer(plain))[-8:]):
         part = plain[label.end() :]
         part = part.split("</answer>")[0] if label[0].lower() == "<answer>" else part
-        pairs = _read(part, names)
-        if pairs:
+        if pairs := _read(part, names):
             return _agreed(pairs, names, {pair.sentence for pair in pairs})
         bare = _only_roles(part)
         if len(bare) == len(names):
