@@ -3,7 +3,10 @@
 import random
 
 import pytest
-from infsample_rl.data.kk_puzzles import (
+
+from infsample_rl.reward.kk_roles import final_roles
+from infsample_rl.reward.rule_kk import gold_roles, score
+from scripts.kk_puzzles import (
     STYLES,
     answer_text,
     parse_answer,
@@ -12,9 +15,6 @@ from infsample_rl.data.kk_puzzles import (
     reasoning_text,
     record,
 )
-
-from infsample_rl.reward.kk_roles import final_roles
-from infsample_rl.reward.rule_kk import gold_roles, score
 
 PAIR = ["Zoey", "Ethan"]
 TRIO = ["Zoey", "Ethan", "Will"]
