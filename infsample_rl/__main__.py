@@ -11,7 +11,7 @@ COMMANDS = {  # name: (module with main(arguments), what it does)
     "train": ("infsample_rl.main", "train a policy; python -m infsample_rl.main is the same"),
     "plan": (
         "infsample_rl.plan.__main__",
-        "what a run will take, before it starts: memory, traffic, time of a decode step",
+        "what a run will take, before it starts: memory, and the time of a decode step",
     ),
     "evaluate": (
         "infsample_rl.commands.evaluate",

@@ -1,2 +1,2 @@
-"""What a run will take, from its settings and the model's config alone: memory of every process, traffic, time of a
+"""What a run will take, from its settings and the model's config alone: memory of every process, time of a
 decode step."""
