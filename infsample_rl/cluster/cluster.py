@@ -35,10 +35,7 @@ from infsample_rl.plan.placement import worker_groups
 class Cluster:
     """All processes of a run. An attribute each: `rollout` samples, `traffic` is what is in flight between workers,
     `micro_groups` what has arrived, `learner` trains, `weights` go to the engines, `lengths` come from their probes,
-    `monitor` sees it all, `restarts` counts.
-
-    `actors`: classes of the workers, by role.
-    """
+    `monitor` sees it all, `restarts` counts."""
 
     def __init__(
         self,
@@ -47,14 +44,13 @@ class Cluster:
         total_steps: int,
         note: Callable[[str], None],
         interruption: Interruption | None = None,
-        actors: Mapping[str, Any] = ACTORS,
     ) -> None:
         interruption, kills = interruption or Interruption(), KernelKills()
         self._config, self._session = config, Session(config, note, interruption)
         self.restarts = Restarts(
             config.cluster.max_restarts, note, interruption.sleep, lambda said: explain(kills.add_to(said), config)
         )
-        begin = partial(_begin_worker, config, self._session, actors, worker_secrets(config), total_steps)
+        begin = partial(_begin_worker, config, self._session, worker_secrets(config), total_steps)
         self._calls = Calls(Workers(begin, self.restarts), note, interruption)
         self.weights = WeightDelivery(config, self._calls, self._session.has_place)
         self.rollout = RolloutStreams(config, self._calls, self.weights)
@@ -142,7 +138,6 @@ class Cluster:
 def _begin_worker(
     config: Config,
     session: Session,
-    actors: Mapping[str, Any],
     secrets: Mapping[str, Any],
     total_steps: int,
     role: str,
@@ -150,7 +145,7 @@ def _begin_worker(
 ) -> tuple[Handle, ray.ObjectRef]:
     """Start a worker in its place, and ask it a first question."""
     colocated = role == "learner" and config.cluster.colocate
-    actor = actors["colocated" if colocated else role].options(**session.options(role, index))
+    actor = ACTORS["colocated" if colocated else role].options(**session.options(role, index))
     ranks = [config.cluster.learner_ranks, total_steps] if role == "learner" else []
     handle = actor.remote(secrets[role], config, index, *ranks)
     return handle, handle.status.remote()
