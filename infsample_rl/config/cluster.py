@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config.fields import check_bounds, setting
+from infsample_rl.config.pairs import check_pairs
 
 # plan/devices.py has their figures
 DEVICE_TYPES = ("a100-40gb", "a100-80gb", "h100", "h200", "b200", "l4", "l40s", "rtx3090", "rtx4090")
@@ -95,17 +96,13 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
-        if self.max_workers is not None and self.max_workers < self.rollout_workers:
-            raise ValueError(
-                f"cluster.max_workers must be >= cluster.rollout_workers = {self.rollout_workers}, got "
-                f"{self.max_workers}"
-            )
-        if self.learner_gpus not in (0, 1) and self.learner_ranks > 1:
-            raise ValueError(
-                f"cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got {self.learner_gpus:g}: ranks "
-                "cannot share a GPU; "
-                "the nearest that works is 1"
-            )
+        check_pairs(
+            [
+                ("", "cluster.rollout_workers<=cluster.max_workers", ""),
+                ("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU"),
+            ],
+            cluster=self,
+        )
         if self.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", self.address):
             raise ValueError(
                 f"cluster.address must be auto or host:port, got {self.address!r}: Ray Client (ray://) cannot stream; "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.config.fields import check_bounds, setting
+from infsample_rl.config.pairs import check_pairs
 
 
 @dataclass(kw_only=True)
@@ -74,13 +75,13 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         check_bounds("objective", self)
-        if self.kl_in_reward and self.kl_reward_coef == 0:
-            raise ValueError("objective.kl_reward_coef must be > 0 with kl_in_reward=true, got 0.0")
-        if not self.kl_in_reward and self.kl_reward_coef > 0:
-            raise ValueError(
-                f"objective.kl_reward_coef={self.kl_reward_coef} is not read with kl_in_reward=false: set "
-                "kl_in_reward=true or kl_reward_coef=0"
-            )
+        check_pairs(
+            [
+                ("objective.kl_in_reward=true", "objective.kl_reward_coef>0", ""),
+                ("objective.kl_reward_coef>0", "objective.kl_in_reward=true", "nothing reads it otherwise"),
+            ],
+            objective=self,
+        )
 
     @property
     def updates_per_step(self) -> int:

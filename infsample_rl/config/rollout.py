@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from infsample_rl.config.fields import check_bounds, check_temperature, parse_bytes, setting
+from infsample_rl.config.pairs import check_pairs
 
 SCHEDULES = (
     "token_budget",
@@ -23,6 +24,23 @@ PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need pr
 PAPER_PREFIX_TOKENS = 16  # k of the paper
 KV_DTYPES = ("auto", "fp8", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
+
+_PREDICTED = f"rollout.schedule={'|'.join(PREDICTED_SCHEDULES)}"
+PAIRS = (  # (when, needs, why): see pairs.py
+    ("rollout.kv_budget_tokens>0", "rollout.kv_budget_bytes=none", "give one of them"),
+    ("rollout.max_rows>0", "rollout.schedule=token_budget", "the others take rollout.slots"),
+    ("rollout.schedule=dynamic_slot", "rollout.slots<=rollout.group_size", ""),
+    ("rollout.predictor=bert", _PREDICTED, "no other waits for it; take predictor=probe or schedule=infinite"),
+    ("rollout.predictor=none", "rollout.prefix_tokens<=0", ""),
+    ("rollout.prefix_tokens>0", _PREDICTED, "no other waits for predictions; leave prefix_tokens out"),
+    ("", "rollout.prefix_tokens<rollout.max_new_tokens", ""),
+    ("rollout.predictor=bert", "rollout.prefix_tokens>0", "the paper takes 16"),
+    (
+        f"rollout.predictor=probe {_PREDICTED}",
+        "rollout.prefix_tokens>1",
+        "the state before the first token is the same for all samples; leave it out",
+    ),
+)
 
 
 @dataclass(kw_only=True)
@@ -96,6 +114,7 @@ class RolloutConfig:
             self.kv_budget_bytes = str(self.kv_budget_bytes)
         check_bounds("rollout", self)
         check_temperature("rollout.temperature", self.temperature)
+        check_pairs(PAIRS, rollout=self)
         if "" in self.stop_strings:
             raise ValueError(
                 f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out"
@@ -107,59 +126,12 @@ class RolloutConfig:
             )
         if any(token < 0 for token in self.bad_token_ids):
             raise ValueError(f"rollout.bad_token_ids must be >= 0, got {self.bad_token_ids}")
-        if self.kv_budget_bytes is not None:
-            if self.kv_budget_tokens is not None:
-                raise ValueError(
-                    f"give rollout.kv_budget_tokens={self.kv_budget_tokens} or "
-                    f"rollout.kv_budget_bytes={self.kv_budget_bytes}, not both"
-                )
-            if self.kv_budget_bytes != "auto":
-                parse_bytes(self.kv_budget_bytes)
+        if self.kv_budget_bytes not in (None, "auto"):
+            parse_bytes(self.kv_budget_bytes)
         if self.preemption not in PREEMPTIONS and self.park_folder is None:
             raise ValueError(
                 f"rollout.preemption must be one of {', '.join(PREEMPTIONS)}, or the path of a folder (with a /), got "
                 f"{self.preemption!r}"
-            )
-        if self.max_rows is not None and self.schedule != "token_budget":
-            raise ValueError(
-                f"rollout.max_rows={self.max_rows} is not read by rollout.schedule={self.schedule}: set rollout.slots "
-                "instead"
-            )
-        if self.schedule == "dynamic_slot" and self.group_size < self.slots:
-            raise ValueError(
-                f"rollout.slots must be <= group_size = {self.group_size} with schedule=dynamic_slot, got {self.slots}"
-            )
-        self._check_predictor()
-
-    def _check_predictor(self) -> None:
-        if self.predictor == "bert" and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(
-                f"rollout.predictor=bert is not read by rollout.schedule={self.schedule}: take predictor=probe or "
-                "schedule=infinite"
-            )
-        if self.prefix_tokens is None:
-            return
-        if self.predictor == "none" and self.prefix_tokens > 0:
-            raise ValueError(f"rollout.prefix_tokens must be 0 with predictor=none, got {self.prefix_tokens}")
-        if self.prefix_tokens > 0 and self.schedule not in PREDICTED_SCHEDULES:
-            raise ValueError(
-                f"rollout.prefix_tokens must be 0 with schedule={self.schedule}, which waits for no prediction, got "
-                f"{self.prefix_tokens}; "
-                "leave it out"
-            )
-        if self.prefix_tokens >= self.max_new_tokens:
-            raise ValueError(
-                f"rollout.prefix_tokens must be < max_new_tokens = {self.max_new_tokens}, got {self.prefix_tokens}"
-            )
-        if self.predictor == "bert" and self.prefix_tokens < 1:
-            raise ValueError(
-                f"rollout.prefix_tokens must be >= 1 with predictor=bert, got {self.prefix_tokens}; the paper takes 16"
-            )
-        if self.predictor == "probe" and self.schedule in PREDICTED_SCHEDULES and self.prefix_tokens < 2:
-            raise ValueError(
-                f"rollout.prefix_tokens must be >= 2 with predictor=probe and schedule={self.schedule}, got "
-                f"{self.prefix_tokens}: "
-                "the state before the first token is the same for all samples; leave it out"
             )
 
     @property

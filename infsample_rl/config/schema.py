@@ -16,6 +16,49 @@ from infsample_rl.config.reward import RewardConfig
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
+# (when, needs, why): see pairs.py
+PAIRS = (
+    ("", "rollout.temperature>0", "this is training; run.eval_temperature=0 is for greedy evaluation"),
+    ("objective.advantage=std|rloo", "rollout.group_size>1", "a group of one has no advantage"),
+    ("", "rollout.micro_group_size<=rollout.group_size", ""),
+    ("", "objective.mini_batches<=data.prompts_per_step", ""),
+    ("", "objective.overlong_buffer_tokens<=rollout.max_new_tokens", ""),
+    (
+        "objective.importance=auto|none",
+        "rollout.kv_dtype=auto",
+        "samples come from rounded KV, not from the policy that is trained; take objective.importance=token_tis",
+    ),
+    ("run.max_staleness=1", "objective.importance=auto|token_tis|sequence_tis", "samples are one policy behind"),
+    ("run.max_staleness=1", "objective.dynamic_sampling=false", "further prompts would wait for the next weights"),
+    ("run.max_staleness=1", "cluster.colocate=false", "weights would change while they sample"),
+    ("objective.kl_in_reward=true", "reference.placement=workers", "rewards need it before the learner has a sample"),
+    ("reference.placement=workers", "reference.offload=false", "a worker has no other use for its memory"),
+    (
+        "reference.placement=learner learner.lora_rank>0",
+        "reference.path=none",
+        "the reference is the policy without its adapters",
+    ),
+    ("learner.shard_ranks>0", "learner.backend=fsdp", ""),
+    ("learner.offload_optimizer=true", "learner.optimizer=adamw", ""),
+    ("learner.backend=deepspeed", "learner.grad_sync=every_row", "ZeRO reduces with every row"),
+    ("learner.backend=deepspeed", "model.dtype=float32|bfloat16", "learner.backend=fsdp has float16"),
+    ("learner.backend=deepspeed", "learner.optimizer=adamw", "learner.backend=fsdp has adamw_8bit"),
+    (
+        "learner.backend=deepspeed learner.zero_stage=3 learner.activation_checkpointing>0",
+        "learner.recompute_granularity=full",
+        "ZeRO-3 gathers parameters in another order when it computes again; learner.backend=fsdp has selective",
+    ),
+    ("cluster.colocate=true", "cluster.rollout_workers=cluster.learner_ranks", "they are the same processes"),
+    ("cluster.colocate=true", "cluster.rollout_gpus=cluster.learner_gpus", "they are the same processes"),
+    ("cluster.colocate=true", "cluster.weight_sync=auto", "nothing has to travel"),
+    ("run.deterministic=true", "cluster.rollout_gpus=0", "only CPU runs are bitwise repeatable"),
+    ("run.deterministic=true", "cluster.learner_gpus=0", "only CPU runs are bitwise repeatable"),
+    ("run.deterministic=true", "cluster.reference_gpus=0", "only CPU runs are bitwise repeatable"),
+    ("run.deterministic=true", "cluster.reward_gpus=0", "only CPU runs are bitwise repeatable"),
+    ("run.deterministic=true", "model.dtype=float32", ""),
+    ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
+    ("run.deterministic=true", "rollout.predictor=none|probe", "rebuilt prefixes round differently; probe is off then"),
+)
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
 
 
@@ -35,7 +78,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        check_pairs(self)
+        check_pairs(PAIRS, **vars(self))
         self._check_budget()
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         rows = {"learner": self.learner.max_tokens_per_micro_batch}
