@@ -17,7 +17,8 @@ import sys
 from typing import NoReturn
 
 from infsample_rl.cluster.interruption import end_at_once_on_sigterm
-from infsample_rl.config.loading import ConfigError, compose, experiments, load_config
+from infsample_rl.config.loading import compose, load_config
+from infsample_rl.config.overrides import ConfigError, experiments
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

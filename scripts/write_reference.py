@@ -16,7 +16,7 @@ from typing import Any
 from infsample_rl.__main__ import COMMANDS
 from infsample_rl.config.command_line import describe
 from infsample_rl.config.fields import default_of
-from infsample_rl.config.loading import SECTIONS, config_folder
+from infsample_rl.config.overrides import SECTIONS, config_folder
 from infsample_rl.config.reward import RewardFunctionConfig
 from infsample_rl.observe.metric_names import GROUPS, METRICS
 

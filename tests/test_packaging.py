@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 CODE = """
 import infsample_rl, pathlib, sys
-from infsample_rl.config.loading import experiments, load_config
+from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import experiments
 assert infsample_rl.__file__.startswith(sys.argv[1]), infsample_rl.__file__
 for name in experiments():
     print(name, load_config([f"+experiment={name}"]).run.name)

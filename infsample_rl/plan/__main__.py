@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
-from infsample_rl.config.loading import ConfigError, load_config
+from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import ConfigError
 
 
 @dataclass(kw_only=True)

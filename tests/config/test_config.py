@@ -10,7 +10,8 @@ import pytest
 from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
-from infsample_rl.config.loading import SECTIONS, ConfigError, compose, experiments, load_config
+from infsample_rl.config.loading import compose, load_config
+from infsample_rl.config.overrides import SECTIONS, ConfigError, experiments
 from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,

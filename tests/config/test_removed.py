@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from infsample_rl.commands.run_settings import load_run_config
-from infsample_rl.config.loading import SECTIONS, ConfigError, load_config, setting_names
+from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import SECTIONS, ConfigError, setting_names
 from infsample_rl.config.removed import REMOVED
 
 OLD_RUN = Path(__file__).resolve().parents[1] / "data" / "report_run" / "config.yaml"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config.loading import ConfigError, load_config
+from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {

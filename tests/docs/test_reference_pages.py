@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infsample_rl.config.loading import setting_names
+from infsample_rl.config.overrides import setting_names
 from infsample_rl.observe.metric_names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]

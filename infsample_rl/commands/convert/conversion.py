@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infsample_rl.commands.convert.values import NoEquivalent, as_list, is_unresolved, number, positive, truth, whole
-from infsample_rl.config.loading import SECTIONS
+from infsample_rl.config.overrides import SECTIONS
 
 # names of settings, and of variables of the environment, whose values are keys
 SECRET = re.compile(

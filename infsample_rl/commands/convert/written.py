@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 from infsample_rl.commands.convert.conversion import Conversion, Setting
-from infsample_rl.config.loading import SECTIONS
+from infsample_rl.config.overrides import SECTIONS
 
 
 def experiment_yaml(conversion: Conversion, *, command: str, name: str) -> str:

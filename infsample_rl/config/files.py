@@ -1,0 +1,62 @@
+"""Which file of the config folders has set a setting, so that an error can name it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from infsample_rl.config.overrides import ConfigError, config_folder, setting_names
+
+PACKAGE_LINE = "# @package _global_"
+
+
+def check_experiments(overrides: list[str], config_dir: str | None) -> None:
+    """ConfigError for an experiment of the user's whose settings would be lost, since PACKAGE_LINE is not in it."""
+    for name in (override.partition("=")[2] for override in overrides if override.startswith("+experiment=")):
+        path = Path(config_dir or ".") / "experiment" / f"{name}.yaml"
+        if config_dir is not None and path.is_file() and "@package _global_" not in path.read_text():
+            raise ConfigError(
+                f"{path}: the first line must be `{PACKAGE_LINE}`, or none of its settings counts"
+            )
+
+
+def where_written(name: str, config_dir: str | None) -> str:
+    """ " (in FILE)" of the user's own files that write `name`; empty where none does."""
+    files = [] if config_dir is None else sorted(Path(config_dir).rglob("*.yaml"))
+    found = [str(path) for path in files if name in _settings_in(path)]
+    return f" (in {', '.join(found)})" if found else ""
+
+
+def where_set(message: str, overrides: list[str], choices: dict[str, str], config_dir: str | None) -> str:
+    """ "; FILE sets NAME, NAME" of the settings that a message speaks of and no override has set."""
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+    names = [name for name in setting_names() if name not in given and re.search(rf"\b{re.escape(name)}\b", message)]
+    folders = [folder for folder in (config_dir, config_folder()) if folder is not None]
+    groups = sorted(choices, key=lambda group: group != "experiment")  # it has the last word
+    said: dict[Path, list[str]] = {}
+    for name in names:
+        paths = (Path(folder) / group / f"{choices[group]}.yaml" for group in groups for folder in folders)
+        path = next((path for path in paths if name in _settings_in(path)), None)
+        if path is not None:
+            said.setdefault(path, []).append(name)
+    return "".join(f"; {_short(path)} sets {', '.join(found)}" for path, found in said.items())
+
+
+def _settings_in(path: Path) -> set[str]:
+    """Names of all settings that a file gives; none of one that is missing or no YAML."""
+    import yaml
+
+    try:
+        text = path.read_text()
+        content: Any = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError):
+        return set()
+    sections = content if "@package _global_" in text else {path.parent.name: content}
+    if not isinstance(sections, dict):
+        return set()
+    return {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,110 @@
+"""Names and values on the command line: which settings and choices there are, and what is wrong with others."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+
+from infsample_rl.config import Config
+from infsample_rl.config.removed import why_removed
+
+SECTIONS: dict[str, type] = {spec.name: spec.default_factory for spec in dataclasses.fields(Config)}  # type: ignore[misc]  # all have one
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class ConfigError(ValueError):
+    """A wrong setting, in one line: its name, the value, the bound, and the nearest thing that works."""
+
+
+def config_folder() -> Path:
+    """The checkout's `configs/` beside the package, else the copy inside the installed wheel."""
+    checkout = PACKAGE.parent / "configs"
+    return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "configs"
+
+
+def experiments(config_dir: str | None = None) -> list[str]:
+    """Names `+experiment=` takes, the user's own folder included."""
+    return choices(config_dir)["experiment"]
+
+
+def choices(config_dir: str | None) -> dict[str, list[str]]:
+    """Group of the config folders -> what it may be set to."""
+    folders = [config_folder()] + ([Path(config_dir)] if config_dir else [])
+    groups = {path.name for folder in folders for path in folder.glob("*") if path.is_dir()}
+    return {
+        group: sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")}) for group in groups
+    }
+
+
+def normalise(override: str) -> str:
+    """Let `experiment=NAME` and new keys of dictionaries, `data.chat_template_kwargs.x=1`, be written without Hydra's
+    plus."""
+    if override.startswith("experiment="):
+        return "+" + override
+    section, *keys = override.partition("=")[0].split(".")
+    is_in_dict = len(keys) > 1 and f"{section}.{keys[0]}" in setting_names()
+    return "++" + override if is_in_dict else override
+
+
+def check_override(override: str, config_dir: str | None) -> None:
+    """Refuse what Hydra would answer with a page: no `=`, an unknown name, a value that needs quotes."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    name, equals, value = override.partition("=")
+    name = name.lstrip("+")
+    if name.startswith("~"):
+        raise ConfigError(f"{override}: settings cannot be deleted; give a value instead, e.g. {name[1:]}=null")
+    if not equals or not name:
+        raise ConfigError(
+            f"{override!r} is not name=value{_nearest(name, config_dir)}; a value with spaces needs quotes, as in "
+            "'data.instruction=\"Think first.\"'"
+        )
+    _check_name(name, value, config_dir)
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException:
+        quoted = value.replace('"', '\\"')
+        raise ConfigError(
+            f"{name}: the value {value!r} cannot be read; a value with =, spaces, commas, quotes or brackets "
+            f"needs two pairs of quotes: '{name}=\"{quoted}\"'"
+        ) from None
+
+
+def _check_name(name: str, value: str, config_dir: str | None) -> None:
+    options = choices(config_dir).get(name)
+    if options is not None and value not in options:
+        close = difflib.get_close_matches(value, options, n=1, cutoff=0.3)
+        hint = f"; did you mean {name}={close[0]}?" if close else ""
+        raise ConfigError(f"{name}={value}: there is no such choice; there are {', '.join(options)}{hint}")
+    if name.startswith("hydra"):
+        raise ConfigError(
+            f"{name}: Hydra only composes the settings here and writes nothing; set run.dir, and --config-dir for a "
+            "folder of your own"
+        )
+    # a key of a dictionary, or an item of a list, belongs to its setting
+    known = re.match(r"[^.]*\.[^.\[]*", name)
+    if options is None and (known is None or known[0] not in setting_names()):
+        raise ConfigError(not_a_setting(name, config_dir))
+
+
+def setting_names() -> list[str]:
+    """Every `section.key` there is."""
+    return [f"{name}.{spec.name}" for name, section in SECTIONS.items() for spec in dataclasses.fields(section)]
+
+
+def not_a_setting(name: str, config_dir: str | None = None) -> str:
+    return why_removed(name) or f"{name} is not a setting{_nearest(name, config_dir)}"
+
+
+def _nearest(name: str, config_dir: str | None) -> str:
+    by_key = {full.partition(".")[2]: full for full in setting_names()}
+    close = difflib.get_close_matches(name, setting_names() if "." in name else sorted(choices(config_dir)), n=1)
+    close = close or [by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1)]
+    return (
+        f"; did you mean {close[0]}?"
+        if close
+        else f"; sections are {', '.join(SECTIONS)} (python -m infsample_rl.main --cfg job prints all)"
+    )
