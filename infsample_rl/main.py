@@ -2,6 +2,7 @@
 
   --cfg job          print the composed settings and stop
   --config-dir DIR   a folder of your own, laid out like configs/, searched beside it
+  -m                 settings may be lists, rollout.slots=2,4: a run for each, one after another, in run.dir/0, /1, ...
   --help             this text and the experiments there are
 
 Exit codes: 0 done, or ended in order by SIGTERM; 1 the run failed; 2 a setting or an input is wrong; 130 interrupted.
@@ -13,12 +14,14 @@ import argparse
 import errno
 import os
 import signal
+import subprocess
 import sys
+import threading
 from typing import NoReturn
 
 from infsample_rl.cluster.interruption import end_at_once_on_sigterm
 from infsample_rl.config.loading import compose, load_config
-from infsample_rl.config.overrides import ConfigError, experiments
+from infsample_rl.config.overrides import ConfigError, experiments, sweep
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -27,13 +30,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
+    parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
     parser.error = _refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(arguments)
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; flags are --cfg job, --config-dir DIR and --help")
+    raise ConfigError(f"{message}; flags are --cfg job, --config-dir DIR, -m and --help")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(yaml.safe_dump(compose(options.overrides, options.config_dir), sort_keys=False), end="")
             load_config(options.overrides, options.config_dir)  # what a run would refuse is said here too
             return 0
+        if options.multirun:
+            return run_each(sweep(options.overrides, options.config_dir), options.config_dir)
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
@@ -61,6 +67,23 @@ def main(arguments: list[str] | None = None) -> int:
         f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it"
     )
     return train(config)
+
+
+def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
+    """The runs of these overrides, one after another, each a process of its own; the first that fails is the last.
+    ConfigError, before any begins, where one cannot be composed."""
+    folder = {str(load_config(overrides, config_dir).run.dir) for overrides in jobs}.pop()
+    flags = [] if config_dir is None else ["--config-dir", config_dir]
+    ended = threading.Event()
+    for number, overrides in enumerate(jobs):
+        own = [override for override in overrides if not override.startswith("run.dir=")]
+        print(f"run {number + 1} of {len(jobs)}: {' '.join(own)}", flush=True)
+        run = subprocess.Popen([sys.executable, "-m", "infsample_rl.main", *flags, *own, f"run.dir={folder}/{number}"])
+        signal.signal(signal.SIGTERM, lambda *_, run=run: (ended.set(), run.terminate()))
+        code = run.wait()
+        if code != 0 or ended.is_set():
+            return code
+    return 0
 
 
 def train(config) -> int:

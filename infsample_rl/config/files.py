@@ -16,9 +16,7 @@ def check_experiments(overrides: list[str], config_dir: str | None) -> None:
     for name in (override.partition("=")[2] for override in overrides if override.startswith("+experiment=")):
         path = Path(config_dir or ".") / "experiment" / f"{name}.yaml"
         if config_dir is not None and path.is_file() and "@package _global_" not in path.read_text():
-            raise ConfigError(
-                f"{path}: the first line must be `{PACKAGE_LINE}`, or none of its settings counts"
-            )
+            raise ConfigError(f"{path}: the first line must be `{PACKAGE_LINE}`, or none of its settings counts")
 
 
 def where_written(name: str, config_dir: str | None) -> str:

@@ -48,8 +48,19 @@ def normalise(override: str) -> str:
     return "++" + override if is_in_dict else override
 
 
-def check_override(override: str, config_dir: str | None) -> None:
-    """Refuse what Hydra would answer with a page: no `=`, an unknown name, a value that needs quotes."""
+def sweep(overrides: list[str], config_dir: str | None) -> list[list[str]]:
+    """The overrides of every run of a multirun: `a=1,2 b=3` -> [[a=1, b=3], [a=2, b=3]]. ConfigError as ever."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    overrides = [normalise(override) for override in overrides]
+    for override in overrides:
+        check_override(override, config_dir, in_sweep=True)
+    return BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), max_batch_size=None)[0]
+
+
+def check_override(override: str, config_dir: str | None, *, in_sweep: bool = False) -> None:
+    """Refuse what Hydra would answer with a page: no `=`, an unknown name, a value that needs quotes, or several."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -62,15 +73,18 @@ def check_override(override: str, config_dir: str | None) -> None:
             f"{override!r} is not name=value{_nearest(name, config_dir)}; a value with spaces needs quotes, as in "
             "'data.instruction=\"Think first.\"'"
         )
-    _check_name(name, value, config_dir)
     try:
-        OverridesParser.create().parse_override(override)
+        is_sweep = OverridesParser.create().parse_override(override).is_sweep_override()
     except HydraException:
         quoted = value.replace('"', '\\"')
         raise ConfigError(
             f"{name}: the value {value!r} cannot be read; a value with =, spaces, commas, quotes or brackets "
             f"needs two pairs of quotes: '{name}=\"{quoted}\"'"
         ) from None
+    if is_sweep and not in_sweep:
+        raise ConfigError(f"{override} gives several values: -m runs one after another")
+    if not is_sweep:
+        _check_name(name, value, config_dir)
 
 
 def _check_name(name: str, value: str, config_dir: str | None) -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config.loading import compose, load_config
-from infsample_rl.config.overrides import SECTIONS, ConfigError, experiments
+from infsample_rl.config.overrides import SECTIONS, ConfigError, experiments, sweep
 from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,
@@ -444,6 +444,49 @@ def test_a_users_own_folder_adds_choices(tmp_path):
     (tmp_path / "rollout" / "wide.yaml").write_text("slots: 16\n")
     config = load_config(["+experiment=mine", "rollout=wide", "reward=gsm8k"], str(tmp_path))
     assert (config.run.name, config.rollout.slots) == ("mine", 16)
+
+
+OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            OWN + "rollout: {grop_size: 8}",
+            "rollout.grop_size is not a setting; did you mean rollout.group_size? (in {})",
+        ),
+        (OWN + "rollout: {slots: many}", "rollout.slots must be a whole number, got 'many'; the default is 4 (in {})"),
+        (OWN.replace("# @package _global_\n", ""), "{}: the first line must be `# @package _global_`"),
+        (
+            OWN + "rollout: {temperature: 20}",
+            "rollout.temperature must be <= 10, got 20.0; the nearest that works is 10; {} sets",
+        ),
+        (OWN + "rollout:\n slots: 3\n  x: 4", 'mapping values are not allowed here in "{}", line 6'),
+    ],
+)
+def test_a_mistake_in_ones_own_file_names_the_file(text, said, tmp_path):
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
+    assert said.format(path) in str(refused.value)
+
+
+def test_what_a_shipped_file_sets_is_not_blamed_on_the_command_line():
+    with pytest.raises(ConfigError, match=r"got arrival: .*; configs/rollout/paper.yaml sets rollout.predictor$"):
+        load_config(["+experiment=math_qwen3_8b", "rollout=paper", "rollout.schedule=arrival"])
+
+
+def test_a_multirun_is_a_run_for_every_value():
+    assert sweep(["rollout.slots=1,2", "rollout=paper,default", "run.seed=3"], None) == [
+        [f"rollout.slots={slots}", f"rollout={choice}", "run.seed=3"]
+        for slots in (1, 2)
+        for choice in ("paper", "default")
+    ]
+    with pytest.raises(ConfigError, match="rollout.slots=1,2 gives several values: -m runs one after another"):
+        load_config(["rollout.slots=1,2"])
 
 
 def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypatch):
