@@ -43,6 +43,7 @@ class FakeCluster:
         self.calls: list[str] = []
         self.on: dict[str, Callable[[FakeCluster], None]] = {}
         self.version = 0
+        self.broken = ""  # why every reward fails from now on
         self.traffic = SimpleNamespace(
             arrivals=self._arrivals, score=self._score, learn=self._learn, abandon=self._abandon
         )
@@ -122,9 +123,9 @@ class FakeCluster:
         )
 
     def _score(self, key: int, prompt: Prompt) -> None:
-        rewards = [float(completion.sample_index) for completion in self._micro_groups[key]]
-        now = time.time()
-        result = RewardResult(rewards=rewards, components={}, failures=[], started_at=now, finished_at=now)
+        rewards = [None if self.broken else float(completion.sample_index) for completion in self._micro_groups[key]]
+        failures, now = [f"gsm8k: {self.broken}"] * bool(self.broken), time.time()
+        result = RewardResult(rewards=rewards, components={}, failures=failures, started_at=now, finished_at=now)
         self._in_flight.append(RewardArrival(key, result))
 
     def _learn(self, rank: int, work: RowWork, keys: list[int]) -> None:

@@ -41,6 +41,7 @@ class RewardConfig:
     timeout_s: float = setting(
         30.0, "seconds a call may take before its process is killed and the reward is None", above=0
     )
+    max_failed_steps: int = setting(3, "steps in a row in which every reward fails, after which the run ends", low=1)
     processes: int = setting(1, "processes of one reward worker that run reward functions", low=1)
     isolation: str = setting(
         "limits",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.reward_failures import end_if_all_fail
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.saving import CheckpointSaver
 from infsample_rl.controller.step import StepResult, TrainingStep, enter_samples, start_rollout
@@ -32,13 +33,14 @@ class AsyncTrainingStep:
     """Takes one step after the other, sampling one ahead of the update."""
 
     def __init__(self, run: RunState, saver: CheckpointSaver, recorder: StepRecorder) -> None:
-        self._run, self._parts = run, TrainingStep(run, saver, recorder)
+        self._run, self._saver, self._parts = run, saver, TrainingStep(run, saver, recorder)
         self._ready: Sampled | None = None  # what the next step trains; nothing before the first
 
     def train_step(self) -> StepResult:
         """Train the samples that are there while the next step's are drawn; then publish."""
         run, parts, started = self._run, self._parts, time.time()
         groups, rounds = self._ready or self._finish_sampling(self._start_sampling(batch=run.step))
+        end_if_all_fail(run, self._saver, groups)
         stale = run.step - groups.step
         if stale > run.config.run.max_staleness:
             raise RuntimeError(

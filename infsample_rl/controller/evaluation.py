@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.reward_failures import show_number
 from infsample_rl.controller.run_state import RunState
-from infsample_rl.controller.step import count_failures, enter_samples, start_rollout
+from infsample_rl.controller.step import enter_samples, start_rollout
 from infsample_rl.controller.step_metrics import Metrics, evaluation_metrics
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import Prompt
@@ -45,6 +46,6 @@ class Evaluation:
         start_rollout(run, self._prompts, samples, batch=run.step, evaluation=True)
         for arrival in run.cluster.traffic.arrivals():
             enter_samples(run, arrival, groups)
-        count_failures(run, groups)
+        show_number(run, groups)
         run.cluster.micro_groups.forget(groups.micro_groups)
         return evaluation_metrics(groups, samples) | {"timing/eval": time.time() - started}

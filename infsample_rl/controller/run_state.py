@@ -30,6 +30,7 @@ class RunState:
     probe: RunProbe | None
     expected_lengths: ExpectedLengths
     step: int  # updates done = version of the weights that sample now
+    failed_steps: int = 0  # in a row, without a single reward
 
     def is_due(self, every: int) -> bool:
         """Whether this step is the last one, or one of `every` so many; 0: the last one only."""

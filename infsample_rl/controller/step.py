@@ -18,6 +18,7 @@ from infsample_rl.cluster.arrivals import (
 )
 from infsample_rl.cluster.dealing import deal
 from infsample_rl.controller.groups import StepGroups
+from infsample_rl.controller.reward_failures import end_if_all_fail, show_first, show_number
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.saving import CheckpointSaver
 from infsample_rl.controller.step_metrics import Metrics, RoundEnds, UpdateReport, step_metrics
@@ -25,8 +26,6 @@ from infsample_rl.controller.step_records import StepRecorder
 from infsample_rl.controller.waves import Waves
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import Prompt
-
-FAILURES_SHOWN = 3  # failed reward calls of a step that are shown at once; the others are counted
 
 
 class StepResult(NamedTuple):
@@ -87,6 +86,7 @@ class TrainingStep:
         if len(groups.trained()) < wanted:
             found = f"{len(groups.trained())} of {wanted} groups have a signal"
             run.log.warn_seldom(f"step {run.step + 1}: {found} after {len(rounds)} rounds of sampling")
+        end_if_all_fail(run, self._saver, groups)
         return rounds
 
     @phase("update")
@@ -124,7 +124,7 @@ class TrainingStep:
             predictor = self._learn_lengths()
             synced = run.publish_weights()
         run.cluster.monitor.metrics.observe("weight_sync_seconds", synced.seconds)
-        count_failures(run, groups)
+        show_number(run, groups)
         metrics = predictor | step_metrics(groups, rounds, update, started=started)
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}
         completions = self._recorder.record(groups, metrics)
@@ -179,15 +179,7 @@ def enter_samples(run: RunState, arrival: Arrival, groups: StepGroups) -> None:
         case MicroGroupLost(key):
             groups.forget(key)
         case RewardArrival(key, result):
-            for failure in result.failures[: max(0, FAILURES_SHOWN - len(groups.failures))]:
-                run.log.warn_seldom(failure)
+            show_first(run, groups, result.failures)
             groups.add_rewards(key, result)
         case ReferenceArrival(key, report):
             groups.add_reference(key, report)
-
-
-def count_failures(run: RunState, groups: StepGroups) -> None:
-    """Say how many reward calls failed beyond those that were shown."""
-    if len(groups.failures) > FAILURES_SHOWN:
-        more = len(groups.failures) - FAILURES_SHOWN
-        run.log.warn_seldom(f"... and {more} more failed reward calls after step {run.step}")
