@@ -82,7 +82,7 @@ def train(config) -> int:
     except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, OSError, MemoryError) as error:
-        return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config), config), 1)
+        return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config.run.dir), config), 1)
     return 0
 
 

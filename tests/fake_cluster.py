@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.cluster.arrivals import Arrival, MicroGroupArrival, RewardArrival, RowArrival
-from infsample_rl.cluster.failures import Restarts, StepLost
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.monitor import ClusterCounts
+from infsample_rl.cluster.workers import Restarts, StepLost
 from infsample_rl.config import Config
 from infsample_rl.types import (
     ClusterNow,
@@ -56,7 +56,6 @@ class FakeCluster:
             ask_phases=lambda *, rollout=False: None,
             phases=lambda *, wait_s=0.0: [],
             now=lambda: ClusterNow([], 0, {}),
-            metrics=SimpleNamespace(observe=lambda name, value: None),
         )
         self.restarts = Restarts(config.cluster.max_restarts, note, lambda seconds: None)
         self.interruption = interruption

@@ -3,17 +3,17 @@ holds none."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
-from infsample_rl.cluster.workers import Handle, Workers
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, Workers, worker_name
 from infsample_rl.types import WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
@@ -26,20 +26,6 @@ NOT_STARTED = "it could not be started"  # in the reason of a worker whose const
 
 class PayloadLost(RuntimeError):
     """What a call needed, or gave, was in the object store of a node that is gone."""
-
-
-class Waiting:
-    """ray.wait, timed: how long the driver has waited for something to arrive."""
-
-    seconds = 0.0
-
-    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """As ray.wait."""
-        started = time.monotonic()
-        try:
-            return ray.wait(refs, **options)
-        finally:
-            self.seconds += time.monotonic() - started
 
 
 class Patience:
@@ -60,11 +46,44 @@ class Patience:
             self._note(f"still waiting for {what} ({self.idle_s:.0f} s)")
 
 
+class Requests:
+    """Asks workers something without waiting for them. `question`: of a worker, the reference of its answer."""
+
+    def __init__(self, question: Callable[[Handle], ray.ObjectRef]) -> None:
+        self._question = question
+        self._asked: dict[ray.ObjectRef, Handle] = {}  # answer to come -> worker
+
+    def ask(self, workers: Iterable[Handle]) -> None:
+        """Ask every worker that has answered the question before."""
+        waiting = set(self._asked.values())
+        self._asked |= {self._question(worker): worker for worker in workers if worker not in waiting}
+
+    def take(self, wait_s: float = 0.0) -> dict[Handle, Any]:
+        """Answers that are there within `wait_s` seconds; a worker that died has none: said where its results are
+        opened."""
+        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s)[0] if self._asked else []
+        opened, answers = open_at_once(ready), dict[Handle, Any]()
+        for ref in ready:
+            worker = self._asked.pop(ref)
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers[worker] = opened[ref] if opened else ray.get(ref)
+        return answers
+
+
 class Calls:
-    """Calls of which all answers are needed; `waiting` sums what the driver waits, here and in traffic.py."""
+    """Calls of which all answers are needed."""
 
     def __init__(self, workers: Workers, note: Callable[[str], None], interruption: Interruption) -> None:
-        self.workers, self.note, self.interruption, self.waiting = workers, note, interruption, Waiting()
+        self.workers, self.note, self.interruption = workers, note, interruption
+        self.waited_s = 0.0  # in which the driver waited for something to arrive, here and in traffic.py
+
+    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """As ray.wait, timed."""
+        started = time.monotonic()
+        try:
+            return ray.wait(refs, **options)
+        finally:
+            self.waited_s += time.monotonic() - started
 
     def ask(
         self,
@@ -88,7 +107,7 @@ class Calls:
         patience, pending, answers = Patience(self.note), list(calls), dict[ray.ObjectRef, Any]()
         while pending:
             self.interruption.check()
-            ready, pending = self.waiting.wait(pending, num_returns=len(pending), timeout=SLICE_S)
+            ready, pending = self.wait(pending, num_returns=len(pending), timeout=SLICE_S)
             opened = open_at_once(ready)
             for ref in ready:
                 answers[ref] = self._value(ref, *calls[ref], opened)

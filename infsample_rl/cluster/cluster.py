@@ -10,20 +10,19 @@ import ray
 import torch
 
 from infsample_rl.cluster.actors import ACTORS
+from infsample_rl.cluster.arrivals import MicroGroups
 from infsample_rl.cluster.calls import NOT_STARTED, Calls
-from infsample_rl.cluster.failures import Restarts, StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.learner_ranks import LearnerRanks
 from infsample_rl.cluster.length_reports import LengthReports
-from infsample_rl.cluster.micro_groups import MicroGroups
 from infsample_rl.cluster.monitor import Monitor
-from infsample_rl.cluster.out_of_memory import KernelKills, explain
+from infsample_rl.cluster.out_of_memory import explain
 from infsample_rl.cluster.session import Session
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.traffic import Traffic
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.cluster.worker_secrets import worker_secrets
-from infsample_rl.cluster.workers import Handle, Workers
+from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers, worker_name
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of_architecture
@@ -45,10 +44,10 @@ class Cluster:
         note: Callable[[str], None],
         interruption: Interruption | None = None,
     ) -> None:
-        interruption, kills = interruption or Interruption(), KernelKills()
+        interruption = interruption or Interruption()
         self._config, self._session = config, Session(config, note, interruption)
         self.restarts = Restarts(
-            config.cluster.max_restarts, note, interruption.sleep, lambda said: explain(kills.add_to(said), config)
+            config.cluster.max_restarts, note, interruption.sleep, lambda said: explain(said, config.run.dir)
         )
         begin = partial(_begin_worker, config, self._session, worker_secrets(config), total_steps)
         self._calls = Calls(Workers(begin, self.restarts), note, interruption)
@@ -68,7 +67,6 @@ class Cluster:
         self._calls.interruption.install()
         self._session.open()
         self._check_object_store()
-        self.monitor.start()
         for group in worker_groups(self._config):
             workers.start(group.role, group.count)
         if cluster.colocate:
@@ -130,8 +128,6 @@ class Cluster:
 
     def stop(self) -> None:
         """End every worker and leave Ray, which gives the run's reservations back."""
-        if self.monitor.metrics is not None:
-            self.monitor.metrics.stop()
         ray.shutdown()
 
 

@@ -4,7 +4,6 @@ placement.py's arithmetic."""
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infsample_rl.cluster import shared_files
+from infsample_rl.cluster.calls import Patience
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.config import Config
@@ -33,9 +33,9 @@ from infsample_rl.plan.placement import (
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
-HOLD_S = 3.0  # how long some places are held while others are lacking: another run may hold those and wait for these
 SETTLE_S = 5.0  # how long it may take until Ray gives back what a run that has just ended held
-ADD_S = 2.0  # how long one more worker's place is waited for when it is first asked for
+
+HOW_TO_WAIT = "; nodes that are still to come (an autoscaler's too) are waited for with cluster.wait_for_nodes_s=600"
 
 Bundle = tuple[PlacementGroup, int]
 
@@ -86,14 +86,11 @@ class Session:
         }
 
     def add(self, role: str, index: int) -> bool:
-        """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for."""
+        """A place for one more worker of a role; whether there is one by now. It stays asked for: ask again later."""
         worker = (role, index)
-        if worker in self._bundles:
-            return True
-        wait_s = 0.0 if worker in self._asked else ADD_S
         if worker not in self._asked:
             self._asked[worker] = self._ask([worker], "PACK", f"{role} {index}")
-        if not _is_reserved(self._asked[worker], wait_s) or not self._is_good(_node_of((self._asked[worker], 0))):
+        if not self._is_good(_node_of((self._asked[worker], 0))):
             return False
         self._bundles[worker] = (self._asked.pop(worker), 0)
         return True
@@ -133,30 +130,19 @@ class Session:
         wanted = reservations(self._config)
         asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
         started, noted, wait_s = time.monotonic(), -NOTE_EVERY_S, self._config.cluster.wait_for_nodes_s
-        asked_at = started
+        how_to_wait = "" if self._config.cluster.address is None else HOW_TO_WAIT
         while True:
             tables = {name: placement_group_table(group) for name, group in asked.items()}
-            pending = {
-                name: table["stats"]["scheduling_state"]
-                for name, table in tables.items()
-                if table["state"] != "CREATED"
-            }
+            pending = [table["stats"]["scheduling_state"] for table in tables.values() if table["state"] != "CREATED"]
             if not pending:
                 break
             waited = time.monotonic() - started
-            limit = wait_s or (0.0 if "INFEASIBLE" in pending.values() else SETTLE_S)
+            limit = wait_s or (0.0 if "INFEASIBLE" in pending else SETTLE_S)
             if waited >= limit:
-                raise ValueError(self._why(wanted, tables) + ("" if wait_s else self._how_to_wait()))
+                raise ValueError(self._why(wanted, tables) + ("" if wait_s else how_to_wait))
             if wait_s and waited - noted >= NOTE_EVERY_S:
                 noted = waited
                 self._note(f"waiting for nodes, {waited:.0f} of {wait_s:g} s: {self._why(wanted, tables)}")
-            # Ray gives each reservation whole, not all of them
-            if len(pending) < len(wanted) and time.monotonic() - asked_at > HOLD_S:
-                for group in asked.values():
-                    remove_placement_group(group)
-                self._interruption.sleep(random.uniform(0.0, HOLD_S))
-                asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
-                asked_at = time.monotonic()
             self._interruption.sleep(POLL_S)
         for item in wanted:
             self._bundles |= _claim(item, asked[item.name], tables[item.name]["bundles_to_node_id"])
@@ -178,11 +164,6 @@ class Session:
             why or f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(list(nodes.values()))}"
         )
 
-    def _how_to_wait(self) -> str:
-        if self._config.cluster.address is None:
-            return ""
-        return "; nodes that are still to come (an autoscaler's too) are waited for with cluster.wait_for_nodes_s=600"
-
     def _is_good(self, node_id: str | None) -> bool:
         """Whether a node sees the driver's files, asked once for each; a bad one is told once."""
         if node_id is None:
@@ -201,28 +182,20 @@ class Session:
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             proofs[prove.options(scheduling_strategy=there).remote(str(run_dir), token, node_id, files)] = node_id
         names = {node_id: nodes[node_id].name if node_id in nodes else node_id for node_id in node_ids}
-        problems = {}
         try:
-            self._wait_for_proofs(proofs, names)
-            for proof, node_id in proofs.items():
-                found = _result(proof)
-                if not found and not shared_files.has_answered(run_dir, token, node_id):
-                    found = [f"run.dir={run_dir}: what it writes there does not arrive here"]
-                self._sees_files[node_id] = not found
-                if found:
-                    problems[node_id] = f"node {names[node_id]}: {', '.join(found)}"
+            self._wait_for_proofs({proof: names[node_id] for proof, node_id in proofs.items()})
+            found = {node_id: _result(proof) for proof, node_id in proofs.items()}
         finally:
             shared_files.end_check(run_dir)
-        return problems
+        self._sees_files |= {node_id: not missing for node_id, missing in found.items()}
+        return {node: f"node {names[node]}: {', '.join(missing)}" for node, missing in found.items() if missing}
 
-    def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str], names: dict[str, str]) -> None:
-        started, noted, pending, limit = time.monotonic(), 0.0, list(proofs), self._config.cluster.start_timeout_s
-        while pending and (waited := time.monotonic() - started) < limit:
+    def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str]) -> None:
+        patience, pending, limit = Patience(self._note), list(proofs), self._config.cluster.start_timeout_s
+        while pending and patience.idle_s < limit:
             self._interruption.check()
-            if waited - noted >= NOTE_EVERY_S:
-                noted, left = waited, ", ".join(names[proofs[proof]] for proof in pending)
-                self._note(f"waiting for nodes to prove what they see, {waited:.0f} of {limit:g} s: {left}")
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(SLICE_S, limit))
+            patience.say(f"nodes to prove what they see: {', '.join(proofs[proof] for proof in pending)}")
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=SLICE_S)
 
 
 def _other_files(problems: dict[str, str]) -> str:
@@ -266,15 +239,6 @@ def _given_back(node: Node, bundle: dict[str, float]) -> Node:
 def _node_of(bundle: Bundle) -> str | None:
     group, index = bundle
     return placement_group_table(group).get("bundles_to_node_id", {}).get(index) or None
-
-
-def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
-    until = time.monotonic() + timeout_s
-    while placement_group_table(group)["state"] != "CREATED":
-        if time.monotonic() >= until:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def _result(proof: ray.ObjectRef) -> list[str]:

@@ -8,14 +8,12 @@ from typing import Any
 
 import ray
 
-from infsample_rl.cluster.arrivals import Return, Stream
+from infsample_rl.cluster.arrivals import Finished, Return, Stream
 from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
 from infsample_rl.cluster.dealing import by_prompt, settle, split
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.messages import seal, unseal
-from infsample_rl.cluster.micro_groups import Finished
 from infsample_rl.cluster.weight_delivery import WeightDelivery
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_name
 from infsample_rl.config import Config
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder, WorkerPhases
 

@@ -12,20 +12,19 @@ import ray
 from infsample_rl.cluster.arrivals import (
     Arrival,
     MicroGroupLost,
+    MicroGroups,
     PendingCall,
     ReferenceArrival,
     RewardArrival,
     RowArrival,
 )
 from infsample_rl.cluster.calls import Calls, PayloadLost, open_at_once, status_of, value_of
-from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.interruption import SLICE_S
 from infsample_rl.cluster.messages import seal, unseal
-from infsample_rl.cluster.micro_groups import MicroGroups
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.watchdog import Watchdog
 from infsample_rl.cluster.weight_delivery import WeightDelivery
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost
 from infsample_rl.config import Config
 from infsample_rl.types import Prompt, RowWork
 
@@ -154,12 +153,12 @@ class Traffic:
         if not waited:
             time.sleep(SLICE_S)
             return []
-        if not self._calls.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
+        if not self._calls.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
             return []
         # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at
         # once.
         gather_s = min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)) if self._rollout.streams else 0
-        return self._calls.waiting.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
+        return self._calls.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
 
     def _take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         if ref in self._pending:

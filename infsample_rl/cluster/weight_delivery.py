@@ -11,9 +11,8 @@ import ray
 
 from infsample_rl.cluster.arrivals import Return
 from infsample_rl.cluster.calls import Calls, Patience
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import SLICE_S
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_name
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase

@@ -11,8 +11,8 @@ import pytest
 
 from infsample_rl.cluster import connection
 from infsample_rl.cluster.connection import connect
-from infsample_rl.cluster.failures import Restarts, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import Interruption, Terminated
+from infsample_rl.cluster.workers import Restarts, WorkerLost, worker_name
 from infsample_rl.config.loading import load_config
 from tests.fakes import Handle, Ref, make_workers
 

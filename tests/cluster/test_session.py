@@ -17,7 +17,6 @@ import ray
 from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 
-from infsample_rl.cluster import session as session_module
 from infsample_rl.cluster.connection import allocator_environment
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.session import Session
@@ -71,12 +70,16 @@ def two_nodes(raylets):
     ray.shutdown()
 
 
-def wait_for_nodes(count: int) -> None:
-    """Until Ray knows of just so many."""
+def wait_for(what) -> None:
     deadline = time.monotonic() + 90
-    while sum(node["Alive"] for node in ray.nodes()) != count:
+    while not what():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+def wait_for_nodes(count: int) -> None:
+    """Until Ray knows of just so many."""
+    wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == count)
 
 
 @ray.remote
@@ -154,19 +157,15 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
     for role, index in [("learner", 1), ("rollout", 0), ("rollout", 1)]:
         actor = Probe.options(**mine.options(role, index)).remote({})
         assert ray.get(actor.where.remote())[0] == mine.node_of(role, index)
-    assert [mine.add("rollout", index) for index in (2, 3, 4)] == [True] * 3 and not mine.add("rollout", 5), "8 CPUs"
+    for index in (2, 3, 4):
+        wait_for(lambda index=index: mine.add("rollout", index))
+    assert not mine.add("rollout", 5), "8 CPUs"
     lost = next(node for node in two_nodes.list_all_nodes() if node is not two_nodes.head_node)
     there = next(index for index in (0, 1) if mine.node_of("rollout", index) == lost.node_id)
     two_nodes.remove_node(lost, allow_graceful=False)
-    deadline = time.monotonic() + 90
-    while mine.node_of("rollout", there) == lost.node_id:
-        assert time.monotonic() < deadline, "a place on a lost node is none"
-        time.sleep(0.2)
+    wait_for(lambda: mine.node_of("rollout", there) != lost.node_id)  # a place on a lost node is none
     patiently(lambda: two_nodes.add_node(**SECOND))
-    deadline = time.monotonic() + 90
-    while mine.node_of("rollout", there) is None:  # Ray found it a place on the new node
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_for(lambda: mine.node_of("rollout", there) is not None)  # Ray found it a place on the new node
     assert mine.node_of("rollout", there) not in mine._sees_files
     assert mine.check_new_nodes()
     assert mine._sees_files[mine.node_of("rollout", there)] and not (tmp_path / ".cluster_check").exists()
@@ -193,29 +192,6 @@ def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_pat
     assert mine.check_new_nodes() and len(asked) == 1
     alone, _ = make_session(None, tmp_path)
     assert alone.check_new_nodes()
-
-
-def test_what_is_held_while_the_rest_is_lacking_is_given_back_and_asked_for_again(tmp_path, monkeypatch):
-    """Two runs that start in the same moment would otherwise each hold what the other waits for."""
-    mine, notes = make_session("10.0.0.1:6379", tmp_path, "cluster.wait_for_nodes_s=60")
-    asked, removed = [], []
-
-    def table(group: int) -> dict:
-        state = "CREATED" if group == 0 or removed else "PENDING"
-        return {
-            "state": state,
-            "stats": {"scheduling_state": "QUEUED"},
-            "bundles_to_node_id": dict.fromkeys(range(9), "n"),
-        }
-
-    monkeypatch.setattr(session_module, "placement_group", lambda *_, **__: asked.append(len(asked)) or asked[-1])
-    monkeypatch.setattr(session_module, "placement_group_table", table)
-    monkeypatch.setattr(session_module, "remove_placement_group", removed.append)
-    monkeypatch.setattr(session_module, "HOLD_S", 0.2)
-    monkeypatch.setattr(mine, "_why", lambda *_: "another run is there")
-    mine._reserve()
-    half = len(asked) // 2
-    assert half > 1 and removed == asked[:half] and {group for group, _ in mine._bundles.values()} == set(asked[half:])
 
 
 @pytest.mark.slow
@@ -429,9 +405,10 @@ def test_a_cluster_with_tokens_is_joined_with_its_token_alone(tmp_path, short_pa
     try:
         assert "opened" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
         assert "opened" in join({"RAY_AUTH_TOKEN_PATH": str(token)}), "the cluster's answer turns token mode on"
-        assert "asks for a token, and this process has none" in join({})
-        assert "refuses this process's token" in join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)})
-        assert "cannot be opened or is empty" in join({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nowhere")})
+        refused = [{}, {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "nowhere")}]
+        refused.append({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)})
+        for variables in refused:
+            assert "asks for a token, and this process has none or another" in join(variables)
     finally:
         stop_node(head)
 
