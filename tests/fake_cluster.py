@@ -52,7 +52,7 @@ class FakeCluster:
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
         self.micro_groups = SimpleNamespace(completions=lambda key: self._micro_groups[key], forget=self._forget)
         self.monitor = SimpleNamespace(
-            counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, 0, self.restarts.total),
+            counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, self.restarts.total),
             ask_phases=lambda *, rollout=False: None,
             phases=lambda *, wait_s=0.0: [],
             now=lambda: ClusterNow([], 0, {}),
@@ -77,8 +77,8 @@ class FakeCluster:
     def stop(self) -> None:
         self._called("stop")
 
-    def resize(self) -> None:
-        self._called("resize")
+    def check_nodes(self) -> None:
+        self._called("check_nodes")
 
     def return_to(self, checkpoint: str | None, reason: str) -> None:
         self._in_flight.clear()

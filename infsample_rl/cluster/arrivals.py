@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -12,7 +11,15 @@ import ray
 from infsample_rl.cluster.calls import ANSWER_S
 from infsample_rl.cluster.messages import open_micro_group
 from infsample_rl.cluster.workers import Handle
-from infsample_rl.types import Completion, MaybeNone, MicroGroupHeader, ReferenceReport, RewardResult, RolloutWork
+from infsample_rl.types import (
+    Completion,
+    MaybeNone,
+    MicroGroupHeader,
+    Prompt,
+    ReferenceReport,
+    RewardResult,
+    RolloutWork,
+)
 
 
 class MicroGroupArrival(NamedTuple):
@@ -70,13 +77,12 @@ class Stream:
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """A call on a reward, reference or learner worker about some micro-groups, and how to send it once more."""
+    """A call on a reward, reference or learner worker."""
 
     role: str
     index: int
     handle: Handle
-    keys: list[int]
-    again: Callable[[], None]
+    items: list[tuple[int, Prompt]]  # micro-groups by key; none of the learner, which is not asked again
     since: float = field(default_factory=time.monotonic)
 
 

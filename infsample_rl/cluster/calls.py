@@ -1,5 +1,4 @@
-"""Calls on workers: asked with a deadline, waited for in words; what an answer holds, and which failure it is when it
-holds none."""
+"""Calls on workers: asked with a deadline, waited for in words, and which failure it is when no value comes."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Requests:
         self._asked |= {self._question(worker): worker for worker in workers if worker not in waiting}
 
     def take(self, wait_s: float = 0.0) -> dict[Handle, Any]:
-        """Answers that are there within `wait_s` seconds; a worker that died has none: said where its results are
-        opened."""
+        """Answers that are there within `wait_s` seconds; a worker that died has none."""
         ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s)[0] if self._asked else []
         opened, answers = open_at_once(ready), dict[Handle, Any]()
         for ref in ready:
@@ -146,9 +144,8 @@ class Calls:
         return None
 
     def learner_failure(self, error: Exception) -> Exception:
-        """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their
-        collectives) or hangs, else the error."""
-        if isinstance(error, WorkerLost):
+        """What a failed call of the learner means: StepLost when a rank is gone or hangs, else the error."""
+        if isinstance(error, (WorkerLost, PayloadLost)):
             return StepLost(str(error))
         ranks = self.workers.all("learner").items()
         if gone := [worker_name("learner", index) for index, handle in ranks if status_of(handle) is None]:
@@ -169,9 +166,7 @@ def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
 def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any] | None = None) -> Any:
     """The value of a call on a worker, `opened` or still to be fetched.
 
-    WorkerLost when its process is gone, PayloadLost when the data is; ValueError for a setting it refused; RuntimeError
-    for what it raised.
-    """
+    WorkerLost when its process is gone, PayloadLost when the data is; ValueError, RuntimeError for what it raised."""
     if opened and ref in opened:
         return opened[ref]
     who = worker_name(role, index)

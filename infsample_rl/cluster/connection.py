@@ -1,5 +1,4 @@
-"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit, and whether
-they are still there."""
+"""Joining a Ray cluster or starting one here: address, token, what processes inherit, whether Ray still lives."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home
-    folder."""
+    """A new cluster on this machine; Ray itself gives it a token of this user's home folder."""
     with without_secrets():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:

@@ -15,8 +15,7 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 
 class Terminated(BaseException):
-    """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for
-    one."""
+    """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
 
 
 def end_at_once_on_sigterm(line: str) -> None:
@@ -35,8 +34,7 @@ def end_at_once_on_sigterm(line: str) -> None:
 
 
 class Interruption:
-    """Turns SIGTERM into Terminated at the next check(). The handler itself does nothing else, so it cannot break a
-    call in two."""
+    """Turns SIGTERM into Terminated at the next check(); the handler does nothing else, it breaks no call in two."""
 
     def __init__(self) -> None:
         self.requested_at: float | None = None  # time.monotonic()
@@ -79,8 +77,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self, for_s: float) -> Iterator[None]:
-        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after
-        the request."""
+        """What must not be left half done, as an optimizer step, for at most `for_s` seconds after the request."""
         before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:
             yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from infsample_rl.cluster.arrivals import MicroGroups
 from infsample_rl.cluster.calls import Calls, Requests
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.traffic import Traffic
@@ -23,7 +22,6 @@ class ClusterCounts(NamedTuple):
     at: float  # time.time()
     waited_s: float  # in which the driver waited for something to arrive
     rollout_workers: int  # that can be dealt work now
-    micro_groups: int  # that have arrived
     samples_moved: int  # that a rollout worker gave back, not having started them, for an idle one
     restarts: int
 
@@ -32,16 +30,10 @@ class Monitor:
     """Sees the parts of a cluster, changes none."""
 
     def __init__(
-        self,
-        config: Config,
-        calls: Calls,
-        weights: WeightDelivery,
-        rollout: RolloutStreams,
-        micro_groups: MicroGroups,
-        traffic: Traffic,
+        self, config: Config, calls: Calls, weights: WeightDelivery, rollout: RolloutStreams, traffic: Traffic
     ) -> None:
         self._config, self._calls, self._weights = config, calls, weights
-        self._rollout, self._micro_groups, self._traffic = rollout, micro_groups, traffic
+        self._rollout, self._traffic = rollout, traffic
         self._phases = Requests(lambda worker: worker.phases.remote())
         self._rows = Requests(lambda worker: worker.now.remote())
         self._rows_said: dict[int, tuple[float, RolloutNow]] = {}  # by worker, when and what
@@ -52,14 +44,12 @@ class Monitor:
             time.time(),
             self._calls.waited_s,
             len(self._weights.holders),
-            self._micro_groups.num_arrived,
             self._rollout.num_moved,
             self._calls.workers.restarts.total,
         )
 
     def ask_phases(self, *, rollout: bool = False) -> None:
-        """Ask workers for their phases; they come out of phases(). `rollout`: also rollout workers that decode, who
-        tell theirs when they end."""
+        """Ask workers for their phases(). `rollout`: also those that decode, who tell theirs when they end."""
         telling = set() if rollout else self._rollout.decoding
         roles = ("learner", "reward", "reference")
         self._phases.ask(
@@ -72,13 +62,11 @@ class Monitor:
         )
 
     def phases(self, *, wait_s: float = 0.0) -> list[WorkerPhases]:
-        """What workers have told at the end of their streams, and what those that were asked have answered within
-        `wait_s` seconds."""
+        """What workers told at the end of their streams, and what ask_phases() brings within `wait_s` seconds."""
         return [*self._rollout.take_phases(), *self._phases.take(wait_s).values()]
 
     def now(self) -> ClusterNow:
-        """What is in flight, and the rows as the first rollout workers said last; asks them again and waits for nobody.
-        For one thread, any."""
+        """What is in flight, and the rows as the first rollout workers said last. For one thread, any; never waits."""
         at = time.monotonic()
         self._rows_said |= {answer.worker: (at, answer) for answer in self._rows.take().values()}
         self._rows.ask(list(self._calls.workers.all("rollout").values())[:WORKERS_SHOWN])

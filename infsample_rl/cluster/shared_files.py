@@ -22,8 +22,7 @@ Files = list[tuple[str, str, int]]  # setting, file, bytes
 
 
 def needed_files(config: Config) -> Files:
-    """Every local file the workers read, with the setting that names it and its size; hub names are every node's own
-    affair."""
+    """Every local file the workers read, with the setting that names it and its size."""
     paths = [
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
@@ -57,8 +56,7 @@ def offer_token(run_dir: Path) -> str:
 
 
 def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
-    """What this machine does not see as the driver does, in words; writes nothing into a folder that is not the
-    driver's."""
+    """What this machine does not see as the driver does, in words; it writes into the driver's folder alone."""
     folder, problems = Path(run_dir) / FOLDER, list[str]()
     if not _holds(folder / "driver", token):
         what = "is another folder there (a local disk?)" if Path(run_dir).is_dir() else "is not there"

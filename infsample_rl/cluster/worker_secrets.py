@@ -54,8 +54,7 @@ def _held_secrets() -> list[str]:
 
 
 def take_secrets(secrets: Secrets) -> None:
-    """Make this worker's environment hold the given keys and no others. The first thing a worker does; nothing of it is
-    logged."""
+    """Make this worker's environment hold the given keys and no others, before it does anything else."""
     for name in set(_held_secrets()) - secrets.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in secrets.items() if value is not None})
@@ -63,8 +62,7 @@ def take_secrets(secrets: Secrets) -> None:
 
 @contextlib.contextmanager
 def without_secrets() -> Iterator[None]:
-    """Keys are out of this process's environment inside the block: what it starts there, Ray's local processes, does
-    not inherit them."""
+    """Keep keys out of this process's environment inside the block, and of Ray's local processes started there."""
     kept = {name: os.environ.pop(name) for name in _held_secrets()}
     try:
         yield

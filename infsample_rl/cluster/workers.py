@@ -23,8 +23,7 @@ class WorkerLost(RuntimeError):
 
 
 class StepLost(RuntimeError):
-    """The unfinished step cannot be ended: a learner rank is gone, or something the learner needs. The run goes back to
-    its last checkpoint."""
+    """The unfinished step cannot be ended, as with a lost learner rank: the run goes back to its last checkpoint."""
 
 
 def worker_name(role: str, index: int) -> str:

@@ -75,12 +75,6 @@ class ClusterConfig:
         "prove after every transfer that engines and learner hold the same weights",
         read_if=lambda c: not c.cluster.colocate or c.cluster.learner_ranks > 1 or c.learner.lora_rank > 0,
     )
-    max_workers: int | None = setting(
-        None,
-        "rollout workers the run may grow to between steps where there is room; none: rollout_workers",
-        low=1,
-        read_if=lambda c: not c.cluster.colocate,
-    )
     max_restarts: int = setting(
         8,
         "restarts of a lost worker, or of the learner, between two newly finished steps, after which the run stops",
@@ -95,11 +89,6 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
-        if self.max_workers is not None and self.max_workers < self.rollout_workers:
-            raise ValueError(
-                f"cluster.max_workers must be >= cluster.rollout_workers = {self.rollout_workers}, got "
-                f"{self.max_workers}"
-            )
         if self.learner_gpus not in (0, 1) and self.learner_ranks > 1:
             raise ValueError(
                 f"cluster.learner_gpus must be 0 or 1 with cluster.learner_ranks > 1, got {self.learner_gpus:g}: ranks "
@@ -126,8 +115,3 @@ class ClusterConfig:
     def collective_timeout_s(self) -> float:
         """Seconds a collective of the learner ranks may take: it fails before who waits for the rank gives up."""
         return self.progress_timeout_s / 2
-
-    @property
-    def most_rollout_workers(self) -> int:
-        """Rollout workers the run may have."""
-        return self.max_workers or self.rollout_workers

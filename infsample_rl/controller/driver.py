@@ -128,7 +128,7 @@ class Driver:
         step = make_step(run, self.saver, self._recorder)  # a new one: what a lost step had sampled is gone
         self.evaluation.catch_up()
         while run.step < run.total_steps:
-            run.cluster.resize()
+            run.cluster.check_nodes()
             before = run.cluster.monitor.counts()
             metrics, completions, data_state = step.train_step()
             metrics |= self._observe_step(before)

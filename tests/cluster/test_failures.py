@@ -58,13 +58,6 @@ def test_a_worker_in_the_place_of_one_that_had_started_has_not(fake_ray):
     assert workers.has_started("rollout", 0)
 
 
-def test_workers_have_the_names_of_the_field():
-    assert (
-        worker_name("learner", 0) == "learner rank 0"
-        and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
-    )
-
-
 @pytest.fixture
 def sigterm_is_put_back():
     before = signal.getsignal(signal.SIGTERM)
