@@ -16,7 +16,6 @@ import signal
 import sys
 from typing import NoReturn
 
-from infsample_rl.cluster.interruption import end_at_once_on_sigterm
 from infsample_rl.config.loading import ConfigError, compose, experiments, load_config
 
 
@@ -55,10 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
-    # The driver takes SIGTERM over before it starts anything.
-    end_at_once_on_sigterm(
-        f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it"
-    )
     return train(config)
 
 

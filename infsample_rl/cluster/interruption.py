@@ -4,9 +4,7 @@ before they kill, and the loss of what nothing can bring back."""
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,21 +14,6 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 class Terminated(BaseException):
     """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
-
-
-def end_at_once_on_sigterm(line: str) -> None:
-    """Before anything runs that must be ended in order: SIGTERM prints `line` and ends the process, exit code 0.
-
-    An exception, raised wherever the main thread stands, may be lost in a callback of a library that is being imported.
-    """
-
-    def end(*_: object) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # it may be in the middle of a print
-            sys.stdout.flush()
-        os.write(1, (line + "\n").encode(errors="backslashreplace"))
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 class Interruption:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -74,24 +73,6 @@ def test_sigterm_waits_for_what_must_not_be_left_half_done(sigterm_is_put_back):
     with pytest.raises(Terminated):
         interruption.check()
     assert 0 < interruption.seconds_left(30.0) <= 30.0
-
-
-def test_sigterm_before_the_run_begins_ends_the_command_in_order(tmp_path):
-    """Also where an exception would be lost: in a callback of the interpreter."""
-    script = (
-        "import os, signal, weakref, infsample_rl.main as main\n"
-        "class Kept: pass\n"
-        "def train(config):\n"
-        "    kept = Kept()\n"
-        "    weakref.finalize(kept, os.kill, os.getpid(), signal.SIGTERM)\n"
-        "    print('so far')\n"
-        "    del kept\n"
-        "    raise SystemExit('it went on')\n"
-        "main.train = train\n"
-        f"raise SystemExit(main.main(['run.dir={tmp_path}']))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("so far\nSIGTERM: ended before the run began"), done
 
 
 def test_sigterm_ends_the_wait_for_a_cluster_that_is_still_to_come(tmp_path, sigterm_is_put_back):
