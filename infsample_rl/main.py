@@ -19,7 +19,6 @@ import sys
 import threading
 from typing import NoReturn
 
-from infsample_rl.cluster.interruption import end_at_once_on_sigterm
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.config.overrides import ConfigError, experiments, sweep
 
@@ -62,10 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.overrides, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
-    # The driver takes SIGTERM over before it starts anything.
-    end_at_once_on_sigterm(
-        f"SIGTERM: ended before the run began; run.dir={config.run.dir} run.resume=auto and the same settings begin it"
-    )
     return train(config)
 
 
@@ -106,7 +101,7 @@ def train(config) -> int:
     except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, OSError, MemoryError) as error:
-        return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config), config), 1)
+        return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config.run.dir), config), 1)
     return 0
 
 

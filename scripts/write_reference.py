@@ -116,9 +116,7 @@ def metrics_page() -> str:
     parts.append(
         "One JSON object a step in `metrics.jsonl`, and the same names in W&B, TensorBoard and MLflow (which takes no "
         "`@` and gets `_at_`). "
-        "Where a step has no value (nobody was evaluated, no sample had a reward) the name is absent or null. Metrics "
-        "for Prometheus, of queues and "
-        "processes, are another set: [observability](../observability.md).\n"
+        "Where a step has no value (nobody was evaluated, no sample had a reward) the name is absent or null.\n"
     )
     for group, about in GROUPS.items():
         rows = [

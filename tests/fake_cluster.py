@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.cluster.arrivals import Arrival, MicroGroupArrival, RewardArrival, RowArrival
-from infsample_rl.cluster.failures import Restarts, StepLost
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.monitor import ClusterCounts
+from infsample_rl.cluster.workers import Restarts, StepLost
 from infsample_rl.config import Config
 from infsample_rl.types import (
     ClusterNow,
@@ -53,11 +53,10 @@ class FakeCluster:
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
         self.micro_groups = SimpleNamespace(completions=lambda key: self._micro_groups[key], forget=self._forget)
         self.monitor = SimpleNamespace(
-            counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, 0, self.restarts.total),
+            counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, self.restarts.total),
             ask_phases=lambda *, rollout=False: None,
             phases=lambda *, wait_s=0.0: [],
             now=lambda: ClusterNow([], 0, {}),
-            metrics=SimpleNamespace(observe=lambda name, value: None),
         )
         self.restarts = Restarts(config.cluster.max_restarts, note, lambda seconds: None)
         self.interruption = interruption
@@ -79,8 +78,8 @@ class FakeCluster:
     def stop(self) -> None:
         self._called("stop")
 
-    def resize(self) -> None:
-        self._called("resize")
+    def check_nodes(self) -> None:
+        self._called("check_nodes")
 
     def return_to(self, checkpoint: str | None, reason: str) -> None:
         self._in_flight.clear()

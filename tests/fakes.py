@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from infsample_rl.cluster.failures import Restarts
-from infsample_rl.cluster.workers import Workers
+from infsample_rl.cluster.workers import Restarts, Workers
 from infsample_rl.types import Completion, MicroGroupHeader, RolloutWork, StreamEnd, WorkerPhases, WorkerStatus
 
 DIED = ray.exceptions.RayActorError()  # what a call on a dead worker gives

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_micro_groups, unseal
-from infsample_rl.cluster.telemetry import MetricsExporter, Statistics
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
 from infsample_rl.config import Config
 from infsample_rl.observe.phases import phase, report_phases, status, watch_log
@@ -41,11 +40,10 @@ class Observed:
 
     _done = 0  # micro-groups or rows
 
-    def observe(self, config: Config, role: str, index: int, statistics: Callable[[], Statistics]) -> None:
-        """Begin to export what `statistics` returns, and to keep the last log line."""
+    def observe(self, role: str, index: int) -> None:
+        """Begin to keep the last log line."""
         watch_log()
         self._role, self._index = role, index
-        self.metrics = MetricsExporter(statistics, run=config.run.name, role=role, worker=index)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
@@ -71,21 +69,14 @@ class RolloutCalls(Observed):
         from infsample_rl.rollout.worker import RolloutWorker
 
         self.rollout = RolloutWorker(config, index)
-        self.observe(config, "rollout", index, self.rollout.statistics)
+        self.observe("rollout", index)
 
     def stream(self, order: bytes) -> Iterator[bytes | MicroGroupHeader | list[Completion] | StreamEnd]:
         """Of a sealed StreamOrder: micro-groups as seal_micro_groups() sends them, until halt(number), and the end."""
         asked: StreamOrder = unseal(order)
-        yield from seal_micro_groups(self._counted(self._items(asked)))
+        yield from seal_micro_groups(self._items(asked))
         phases = self.phases()  # type: ignore[operator]  # ray.method() leaves it a method, whatever its hints say
         yield StreamEnd(worker=self._index, stats=self.rollout.stats(), phases=phases)
-
-    def _counted(self, items: Items) -> Items:
-        for item in items:
-            if isinstance(item, list):
-                self.metrics.count("micro_groups_yielded")
-                self.metrics.count("object_store_bytes", sum(completion.num_bytes for completion in item))
-            yield item
 
     def _items(self, asked: StreamOrder) -> Items:
         return self.rollout.stream(asked.work, step=asked.step, evaluation=asked.evaluation, number=asked.number)
@@ -136,7 +127,7 @@ class RewardCalls(Observed):
         from infsample_rl.reward.worker import RewardWorker
 
         self.worker = RewardWorker(config)
-        self.observe(config, "reward", index, self.worker.statistics)
+        self.observe("reward", index)
 
     @ray.method(concurrency_group="control")
     def progress(self) -> int:
@@ -157,14 +148,13 @@ class ReferenceCalls(Observed):
         from infsample_rl.learner.reference_worker import ReferenceWorker
 
         self.worker = ReferenceWorker(config)
-        self.observe(config, "reference", index, dict)
+        self.observe("reference", index)
 
     def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
         """Of a micro-group of each sealed Prompt: a sealed list[ReferenceReport], then every ReferenceResult."""
         found: list[ReferenceResult] = []
         for prompt, payload in zip(prompts, payloads, strict=True):
             found.append(self.worker.logprobs(unseal(prompt), open_micro_group(payload)))
-            self.metrics.count("object_store_bytes", sum(logprobs.nbytes for logprobs in found[-1].logprobs))
             self._done += 1
         return [seal([result.report for result in found]), *found]
 
@@ -177,7 +167,7 @@ class LearnerCalls(Observed):
         from infsample_rl.learner.worker import LearnerWorker
 
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
-        self.observe(config, "learner", rank, self.learner.statistics)
+        self.observe("learner", rank)
 
     def host_store(self) -> tuple[str, int]:
         """Where the other ranks meet rank 0."""
@@ -216,9 +206,7 @@ class LearnerCalls(Observed):
     def publish(self, version: int) -> Published:
         """Weights from rank 0, put into the object store a bucket at a time; every rank must be asked."""
         manifest, buckets, sums = self.learner.publisher.export(version)
-        refs = [ray.put(bucket) for bucket in buckets]
-        self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
-        return manifest, refs, sums
+        return manifest, [ray.put(bucket) for bucket in buckets], sums
 
     def host_weight_link(self) -> tuple[str, int]:
         """Where the rollout workers meet rank 0."""
@@ -247,14 +235,12 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
 
         self.both = ColocatedWorker(config, rank, world_size, total_steps)
         self.learner, self.turn = self.both.learner, TurnLock()
-        self._config, self._rank = config, rank
+        self.observe("colocated", rank)
 
     def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
         """Join the process group, load and shard the policy, build the engine."""
         found = self.both.setup(host, port, checkpoint)
         self.rollout = self.both.rollout
-        statistics = lambda: self.rollout.statistics() | self.learner.statistics()  # noqa: E731
-        self.observe(self._config, "colocated", self._rank, statistics)
         return found
 
     @ray.method(concurrency_group="control")

@@ -1,19 +1,18 @@
-"""Calls on workers: asked with a deadline, waited for in words; what an answer holds, and which failure it is when it
-holds none."""
+"""Calls on workers: asked with a deadline, waited for in words, and which failure it is when no value comes."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.cluster.out_of_memory import is_out_of_memory
-from infsample_rl.cluster.workers import Handle, Workers
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, Workers, worker_name
 from infsample_rl.types import WorkerStatus
 
 POLL_S = 10.0  # how long one wait lasts before it is said what is waited for
@@ -26,20 +25,6 @@ NOT_STARTED = "it could not be started"  # in the reason of a worker whose const
 
 class PayloadLost(RuntimeError):
     """What a call needed, or gave, was in the object store of a node that is gone."""
-
-
-class Waiting:
-    """ray.wait, timed: how long the driver has waited for something to arrive."""
-
-    seconds = 0.0
-
-    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
-        """As ray.wait."""
-        started = time.monotonic()
-        try:
-            return ray.wait(refs, **options)
-        finally:
-            self.seconds += time.monotonic() - started
 
 
 class Patience:
@@ -60,11 +45,43 @@ class Patience:
             self._note(f"still waiting for {what} ({self.idle_s:.0f} s)")
 
 
+class Requests:
+    """Asks workers something without waiting for them. `question`: of a worker, the reference of its answer."""
+
+    def __init__(self, question: Callable[[Handle], ray.ObjectRef]) -> None:
+        self._question = question
+        self._asked: dict[ray.ObjectRef, Handle] = {}  # answer to come -> worker
+
+    def ask(self, workers: Iterable[Handle]) -> None:
+        """Ask every worker that has answered the question before."""
+        waiting = set(self._asked.values())
+        self._asked |= {self._question(worker): worker for worker in workers if worker not in waiting}
+
+    def take(self, wait_s: float = 0.0) -> dict[Handle, Any]:
+        """Answers that are there within `wait_s` seconds; a worker that died has none."""
+        ready = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=wait_s)[0] if self._asked else []
+        opened, answers = open_at_once(ready), dict[Handle, Any]()
+        for ref in ready:
+            worker = self._asked.pop(ref)
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers[worker] = opened[ref] if opened else ray.get(ref)
+        return answers
+
+
 class Calls:
-    """Calls of which all answers are needed; `waiting` sums what the driver waits, here and in traffic.py."""
+    """Calls of which all answers are needed."""
 
     def __init__(self, workers: Workers, note: Callable[[str], None], interruption: Interruption) -> None:
-        self.workers, self.note, self.interruption, self.waiting = workers, note, interruption, Waiting()
+        self.workers, self.note, self.interruption = workers, note, interruption
+        self.waited_s = 0.0  # in which the driver waited for something to arrive, here and in traffic.py
+
+    def wait(self, refs: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """As ray.wait, timed."""
+        started = time.monotonic()
+        try:
+            return ray.wait(refs, **options)
+        finally:
+            self.waited_s += time.monotonic() - started
 
     def ask(
         self,
@@ -88,7 +105,7 @@ class Calls:
         patience, pending, answers = Patience(self.note), list(calls), dict[ray.ObjectRef, Any]()
         while pending:
             self.interruption.check()
-            ready, pending = self.waiting.wait(pending, num_returns=len(pending), timeout=SLICE_S)
+            ready, pending = self.wait(pending, num_returns=len(pending), timeout=SLICE_S)
             opened = open_at_once(ready)
             for ref in ready:
                 answers[ref] = self._value(ref, *calls[ref], opened)
@@ -127,9 +144,8 @@ class Calls:
         return None
 
     def learner_failure(self, error: Exception) -> Exception:
-        """What a failed call of the learner means: StepLost when a rank is gone (the others then fail in their
-        collectives) or hangs, else the error."""
-        if isinstance(error, WorkerLost):
+        """What a failed call of the learner means: StepLost when a rank is gone or hangs, else the error."""
+        if isinstance(error, (WorkerLost, PayloadLost)):
             return StepLost(str(error))
         ranks = self.workers.all("learner").items()
         if gone := [worker_name("learner", index) for index, handle in ranks if status_of(handle) is None]:
@@ -150,9 +166,7 @@ def open_at_once(refs: list[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
 def value_of(ref: ray.ObjectRef, role: str, index: int, opened: dict[ray.ObjectRef, Any] | None = None) -> Any:
     """The value of a call on a worker, `opened` or still to be fetched.
 
-    WorkerLost when its process is gone, PayloadLost when the data is; ValueError for a setting it refused; RuntimeError
-    for what it raised.
-    """
+    WorkerLost when its process is gone, PayloadLost when the data is; ValueError, RuntimeError for what it raised."""
     if opened and ref in opened:
         return opened[ref]
     who = worker_name(role, index)

@@ -10,26 +10,25 @@ import ray
 import torch
 
 from infsample_rl.cluster.actors import ACTORS
+from infsample_rl.cluster.arrivals import MicroGroups
 from infsample_rl.cluster.calls import NOT_STARTED, Calls
-from infsample_rl.cluster.failures import Restarts, StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.cluster.learner_ranks import LearnerRanks
 from infsample_rl.cluster.length_reports import LengthReports
-from infsample_rl.cluster.micro_groups import MicroGroups
 from infsample_rl.cluster.monitor import Monitor
-from infsample_rl.cluster.out_of_memory import KernelKills, explain
+from infsample_rl.cluster.out_of_memory import explain
 from infsample_rl.cluster.session import Session
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.traffic import Traffic
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.cluster.worker_secrets import worker_secrets
-from infsample_rl.cluster.workers import Handle, Workers
+from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
 from infsample_rl.plan.placement import worker_groups
+from infsample_rl.types import LossTotals
 
 
 class Cluster:
@@ -38,17 +37,11 @@ class Cluster:
     `monitor` sees it all, `restarts` counts."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        total_steps: int,
-        note: Callable[[str], None],
-        interruption: Interruption | None = None,
+        self, config: Config, *, total_steps: int, note: Callable[[str], None], interruption: Interruption
     ) -> None:
-        interruption, kills = interruption or Interruption(), KernelKills()
         self._config, self._session = config, Session(config, note, interruption)
         self.restarts = Restarts(
-            config.cluster.max_restarts, note, interruption.sleep, lambda said: explain(kills.add_to(said), config)
+            config.cluster.max_restarts, note, interruption.sleep, lambda said: explain(said, config.run.dir)
         )
         begin = partial(_begin_worker, config, self._session, worker_secrets(config), total_steps)
         self._calls = Calls(Workers(begin, self.restarts), note, interruption)
@@ -58,7 +51,7 @@ class Cluster:
         self.traffic = Traffic(config, self._calls, self.weights, self.rollout, self.micro_groups)
         self.learner = LearnerRanks(config, self._calls, self._session, self.weights)
         self.lengths = LengthReports(config, self._calls, self.rollout)
-        self.monitor = Monitor(config, self._calls, self.weights, self.rollout, self.micro_groups, self.traffic)
+        self.monitor = Monitor(config, self._calls, self.weights, self.rollout, self.traffic)
         self._checked_restarts = 0  # those after which every worker's node had proven what it sees
 
     @phase("start")
@@ -68,7 +61,6 @@ class Cluster:
         self._calls.interruption.install()
         self._session.open()
         self._check_object_store()
-        self.monitor.start()
         for group in worker_groups(self._config):
             workers.start(group.role, group.count)
         if cluster.colocate:
@@ -100,25 +92,13 @@ class Cluster:
             )
             check_object_store(plan_weights(shapes, 0).num_bytes, self._session.object_store_bytes())
 
-    def resize(self) -> None:
-        """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It
-        joins when it has weights.
-
-        After a restart, too: RuntimeError where Ray moved a worker to a node with other files.
-        """
+    def check_nodes(self) -> None:
+        """After a restart, between steps: ValueError where Ray moved a worker to a node with other files."""
         if (restarts := self.restarts.total) > self._checked_restarts and self._session.check_new_nodes():
             self._checked_restarts = restarts
-        workers = self._calls.workers.all("rollout")
-        if self._config.cluster.colocate or len(workers) >= self._config.cluster.most_rollout_workers:
-            return
-        index = max(workers) + 1
-        if self._session.add("rollout", index):
-            self._calls.note(f"{worker_name('rollout', index)} is started: there is a place for it")
-            self._calls.workers.add("rollout", index)
 
     def return_to(self, checkpoint: str | None, reason: str) -> None:
-        """Give the unfinished step up, kill every learner rank and bring all back from `checkpoint`; weights have to be
-        published then."""
+        """Give the step up and bring all learner ranks back from `checkpoint`; weights have to be published then."""
         self.traffic.abandon()
         while True:
             self._calls.workers.replace_all("learner", reason)
@@ -130,9 +110,41 @@ class Cluster:
 
     def stop(self) -> None:
         """End every worker and leave Ray, which gives the run's reservations back."""
-        if self.monitor.metrics is not None:
-            self.monitor.metrics.stop()
         ray.shutdown()
+
+
+class LearnerRanks:
+    """The ranks that the policy is sharded over. Every call raises as Calls.gather."""
+
+    def __init__(self, config: Config, calls: Calls, session: Session, weights: WeightDelivery) -> None:
+        self._config, self._calls, self._session, self._weights = config, calls, session, weights
+
+    def start(self, checkpoint: str | None) -> None:
+        """Wait for every rank, connect them, load the policy or a checkpoint; weights must be published then."""
+        ask, limit = self._calls.ask, self._config.cluster.start_timeout_s
+        ask("learner", "learner ranks to start", lambda rank: rank.status.remote(), limit)
+        self._session.check_new_nodes()  # this role writes checkpoints
+        host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
+        what = "learner ranks to load the policy"
+        found = ask("learner", what, lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
+        self._calls.note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+        self._weights.forget_learner()
+
+    def step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:
+        """Step the optimizer on every rank, for the last time in this step or not; rank 0's metrics, equal on all."""
+        self._weights.learner_has_moved = True
+        limit = self._config.cluster.progress_timeout_s
+        return self._calls.ask("learner", "optimizer step", lambda rank: rank.step.remote(totals, is_last), limit)[0]
+
+    def save(self, folder: str) -> None:
+        """Write the learner's checkpoint into `folder`."""
+        # Behind rows that may still be under way after a step was given up, on all ranks alike: in a process that also
+        # samples those have a group.
+        group = {"concurrency_group": "learner"} if self._config.cluster.colocate else {}
+        limit = self._config.cluster.progress_timeout_s
+        self._calls.ask(
+            "learner", "saving the checkpoint", lambda rank: rank.save.options(**group).remote(folder), limit
+        )
 
 
 def _begin_worker(

@@ -45,8 +45,7 @@ class ColocatedWorker:
         }
 
     def _learner_growth(self) -> int:
-        """Bytes that the learner's fullest row takes above what the learner holds now, by the plan;
-        rollout.kv_budget_bytes=auto leaves them free."""
+        """Bytes that the learner's fullest row takes by the plan above what it holds now: `auto` leaves them free."""
         if self.config.rollout.kv_budget_bytes != "auto":
             return 0
         lines, _ = learner_lines(self.config, ModelOutline.of(self.config, len(self.learner.tokenizer)))
@@ -68,8 +67,7 @@ class ColocatedWorker:
 
 
 def share_parameters(model: PreTrainedModel) -> PreTrainedModel:
-    """A second module over the same parameters, with its own config, so that attention and checkpointing are set for
-    each alone."""
+    """A second module over the same parameters, with a config, attention and checkpointing of its own."""
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     twin.gradient_checkpointing_disable()
     twin.set_attn_implementation("sdpa")
@@ -77,8 +75,7 @@ def share_parameters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class TurnLock:
-    """A lock that is had in the order in which it was asked for, so that decoding cannot keep a waiting learner row
-    out."""
+    """A lock that is had in the order it was asked for, so that decoding cannot keep a learner row out."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()

@@ -1,5 +1,4 @@
-"""Joining a Ray cluster or starting one here: the address, authentication, what Ray's processes inherit, and whether
-they are still there."""
+"""Joining a Ray cluster or starting one here: address, token, what processes inherit, whether Ray still lives."""
 
 from __future__ import annotations
 
@@ -32,10 +31,6 @@ RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
 # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
 CONTROL_SERVICE_GONE_S = 20.0
 TENSOR_ROLES = ("rollout", "reference", "learner")
-HOW_TO_AUTHENTICATE = (
-    "turn authentication on: `ray get-auth-token --generate` once, the token's file on every node, and "
-    "RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this command"
-)
 
 
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
@@ -121,8 +116,7 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A new cluster in this machine. Token authentication is Ray's default for it, with a token of this user's home
-    folder."""
+    """A new cluster on this machine; Ray itself gives it a token of this user's home folder."""
     with without_secrets():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
@@ -143,35 +137,34 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
 
 
 def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None], interruption: Interruption) -> None:
-    address, setting = _find(config, note, interruption), f"cluster.address={config.cluster.address}"
+    address = _find(config, note, interruption)
+    there = f"the Ray cluster at {address}"
     if _uses_tls():
         pass  # a client certificate takes the token's place
     elif _probe(address) is None:
         if not config.cluster.allow_unauthenticated:
             raise ValueError(
-                f"{setting}: the Ray cluster at {address} asks for no token, so whoever reaches its ports can run code "
-                f"on it; {HOW_TO_AUTHENTICATE}; or accept it with cluster.allow_unauthenticated=true"
+                f"cluster.address={config.cluster.address}: {there} asks for no token, so whoever reaches its ports "
+                "can run code on it; turn authentication on: `ray get-auth-token --generate` once, the token's file on "
+                "every node, and RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH=FILE for `ray start` and for this "
+                "command; or accept it with cluster.allow_unauthenticated=true"
             )
-        note(f"warning: the Ray cluster at {address} asks for no token (cluster.allow_unauthenticated=true)")
-    elif not _has_token(config):
+        note(f"warning: {there} asks for no token (cluster.allow_unauthenticated=true)")
+    elif not _has_token_of(address):
+        # Ray itself would try for 20 s, and then say less
         raise ValueError(
-            f"{setting}: the Ray cluster at {address} asks for a token, and this process has none; set "
-            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
-        )
-    # Ray itself would try for 20 s, and then say less
-    elif _probe(address, with_token=True) == grpc.StatusCode.UNAUTHENTICATED:
-        raise ValueError(
-            f"{setting}: the Ray cluster at {address} refuses this process's token; RAY_AUTH_TOKEN_PATH must name the "
-            "file of the cluster's own"
+            f"cluster.address={config.cluster.address}: {there} asks for a token, and this process has none or "
+            "another; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, the file of the cluster's token"
         )
     ray.init(address=address, **arguments)
 
 
-def _has_token(config: Config) -> bool:
+def _has_token_of(address: str) -> bool:
     try:
-        return maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-    except ray.exceptions.AuthenticationError as error:  # a file that is not there, or empty
-        raise ValueError(f"cluster.address={config.cluster.address}: {str(error).split('. ')[0]}") from error
+        has_one = maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    except ray.exceptions.AuthenticationError:  # a file that is not there, or empty
+        return False
+    return has_one and _probe(address, with_token=True) != grpc.StatusCode.UNAUTHENTICATED
 
 
 def _find(config: Config, note: Callable[[str], None], interruption: Interruption) -> str:

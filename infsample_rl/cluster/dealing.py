@@ -12,8 +12,7 @@ KEPT_ROWS = 100_000  # of the data source, those sampled last
 
 
 class ExpectedLengths:
-    """Expected response length of a prompt: the mean of its samples when it was last sampled, else that of the newest
-    samples of all."""
+    """Expected response length of a prompt: the mean when it was last sampled, else that of the newest samples."""
 
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         """`state`: what state() gave."""
@@ -73,8 +72,7 @@ def deal(
 def split(
     work: Iterable[RolloutWork], num_parts: int, expected: dict[int, float] | None = None
 ) -> list[list[RolloutWork]]:
-    """Cut work into `num_parts` contiguous parts of near-equal expected tokens, {prompt_index: tokens of a sample};
-    None: all equal."""
+    """Cut work into contiguous parts of near-equal expected tokens, {prompt_index: of a sample}; None: all equal."""
     work = list(work)
     costs = [1.0 if expected is None else expected[item.prompt_index] for item in work]
     total = sum(cost * len(item.sample_indices) for cost, item in zip(costs, work, strict=True))

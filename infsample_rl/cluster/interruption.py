@@ -4,9 +4,7 @@ before they kill, and the loss of what nothing can bring back."""
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -15,28 +13,11 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 
 class Terminated(BaseException):
-    """The run is to end now. As KeyboardInterrupt it is no Exception: what recovers from errors must not take it for
-    one."""
-
-
-def end_at_once_on_sigterm(line: str) -> None:
-    """Before anything runs that must be ended in order: SIGTERM prints `line` and ends the process, exit code 0.
-
-    An exception, raised wherever the main thread stands, may be lost in a callback of a library that is being imported.
-    """
-
-    def end(*_: object) -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # it may be in the middle of a print
-            sys.stdout.flush()
-        os.write(1, (line + "\n").encode(errors="backslashreplace"))
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
+    """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
 
 
 class Interruption:
-    """Turns SIGTERM into Terminated at the next check(). The handler itself does nothing else, so it cannot break a
-    call in two."""
+    """Turns SIGTERM into Terminated at the next check(); the handler does nothing else, it breaks no call in two."""
 
     def __init__(self) -> None:
         self.requested_at: float | None = None  # time.monotonic()
@@ -79,8 +60,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def held(self, for_s: float) -> Iterator[None]:
-        """What must not be left half done: an optimizer step and all that belongs to it. `for_s`: at most so long after
-        the request."""
+        """What must not be left half done, as an optimizer step, for at most `for_s` seconds after the request."""
         before, self._held_s = self._held_s, max(self._held_s, for_s)
         try:
             yield

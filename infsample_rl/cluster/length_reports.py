@@ -5,8 +5,8 @@ from __future__ import annotations
 import ray
 
 from infsample_rl.cluster.calls import Calls
-from infsample_rl.cluster.failures import WorkerLost
 from infsample_rl.cluster.streams import RolloutStreams
+from infsample_rl.cluster.workers import WorkerLost
 from infsample_rl.config import Config
 from infsample_rl.types import ProbeReport
 

@@ -26,16 +26,14 @@ def seal(record: Any) -> bytes:
 
 
 def unseal(sealed: bytes) -> Any:
-    """The record: a process of this run made the bytes, Ray carried them. Of a sealed micro-group the header alone,
-    which comes first."""
+    """The record that a process of this run made bytes of; of a sealed micro-group its header, which comes first."""
     return pickle.loads(sealed)
 
 
 def seal_micro_groups(
     items: Iterable[MicroGroupHeader | list[Completion]],
 ) -> Iterator[bytes | MicroGroupHeader | list[Completion]]:
-    """Of header, micro-group, header, micro-group, ...: each small micro-group sealed in one with its header, the
-    others as they are."""
+    """Of header, micro-group, header, ...: each small micro-group in one with its header, the others as they are."""
     header: MicroGroupHeader | MaybeNone = None
     for item in items:
         if isinstance(item, MicroGroupHeader):

@@ -1,10 +1,8 @@
-"""A run's place in a Ray cluster: joined, reserved by placement groups, proven to see the run's files. Who gets what is
-placement.py's arithmetic."""
+"""A run's place in a Ray cluster: joined, reserved by placement groups, proven to see the run's files."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,10 +11,11 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from infsample_rl.cluster import shared_files
+from infsample_rl.cluster.calls import Patience
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.config import Config
@@ -33,27 +32,21 @@ from infsample_rl.plan.placement import (
 
 POLL_S = 0.1
 NOTE_EVERY_S = 10.0  # how often a wait is said again
-HOLD_S = 3.0  # how long some places are held while others are lacking: another run may hold those and wait for these
 SETTLE_S = 5.0  # how long it may take until Ray gives back what a run that has just ended held
-ADD_S = 2.0  # how long one more worker's place is waited for when it is first asked for
+
+HOW_TO_WAIT = "; nodes that are still to come (an autoscaler's too) are waited for with cluster.wait_for_nodes_s=600"
 
 Bundle = tuple[PlacementGroup, int]
 
 
 class Session:
-    """Joins or starts Ray, reserves a place for every worker, and says where that is.
-
-    The workers of a role are reserved together (placement.reservations); each that is added later has a reservation of
-    its own.
-    """
+    """Joins or starts Ray, reserves the places of every role together, and says where a worker is."""
 
     def __init__(self, config: Config, note: Callable[[str], None], interruption: Interruption):
         self._config, self._note, self._interruption = config, note, interruption
         self._groups = {group.role: group for group in worker_groups(config)}
         self._bundles: dict[Worker, Bundle] = {}
-        # added workers that still have no place; an autoscaler sees what they ask for
-        self._asked: dict[Worker, PlacementGroup] = {}
-        self._sees_files: dict[str, bool] = {}  # node -> whether it proved to see the driver's files
+        self._proven: set[str] = set()  # nodes that see the driver's run folder
 
     def open(self) -> None:
         """Connect, reserve, print the layout, have every node prove what it sees.
@@ -68,10 +61,7 @@ class Session:
         index = {node_id: position for position, node_id in enumerate(nodes)}
         shown = {worker: index[node_id] for worker, node_id in places.items() if node_id in index}
         self._note(layout_table(self._config, list(nodes.values()), shown))
-        if self._config.cluster.address is not None:  # a local cluster is this machine
-            problems = self._check_files(sorted(set(filter(None, places.values()))))
-            if problems:
-                raise ValueError(_other_files(problems))
+        self.check_new_nodes()
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Options of the actor of worker `index` of a role: what it takes, and the bundle it takes it from."""
@@ -85,36 +75,27 @@ class Session:
             "runtime_env": environment,
         }
 
-    def add(self, role: str, index: int) -> bool:
-        """A place for one more worker of a role; whether there is one. Ask again later if not: it stays asked for."""
-        worker = (role, index)
-        if worker in self._bundles:
-            return True
-        wait_s = 0.0 if worker in self._asked else ADD_S
-        if worker not in self._asked:
-            self._asked[worker] = self._ask([worker], "PACK", f"{role} {index}")
-        if not _is_reserved(self._asked[worker], wait_s) or not self._is_good(_node_of((self._asked[worker], 0))):
-            return False
-        self._bundles[worker] = (self._asked.pop(worker), 0)
-        return True
-
     def node_of(self, role: str, index: int) -> str | None:
         """Ray's id of the node that holds a worker's place; none while it has none."""
-        return _node_of(self._bundles[role, index])
+        group, bundle = self._bundles[role, index]
+        return placement_group_table(group).get("bundles_to_node_id", {}).get(bundle) or None
 
     def has_place(self, role: str, index: int) -> bool:
         """Whether a node that is there holds a worker's place."""
         return self.node_of(role, index) in {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def check_new_nodes(self) -> bool:
-        """Have nodes that Ray moved workers to prove what they see; whether every worker has a place. RuntimeError for
-        a node with other files."""
+        """Whether every worker has a place; new nodes prove what they see. ValueError for other files there."""
         if self._config.cluster.address is None:
-            return True
+            return True  # a local cluster is this machine
         nodes = {self.node_of(*worker) for worker in self._bundles}
-        new = sorted(node_id for node_id in nodes if node_id is not None and not self._sees_files.get(node_id))
+        new = sorted(node for node in nodes if node is not None and node not in self._proven)
         if new and (problems := self._check_files(new)):
-            raise RuntimeError(_other_files(problems))
+            raise ValueError(
+                f"every node must see the driver's run folder, model and data: {'; '.join(problems)}; put them on a "
+                "file system that all nodes mount at the same path"
+            )
+        self._proven |= set(new)
         return None not in nodes
 
     def object_store_bytes(self) -> int:
@@ -128,42 +109,29 @@ class Session:
         return int(min(sizes, default=0))
 
     def _reserve(self) -> None:
-        """Ask for all reservations; wait, telling what is missing, as long as nodes may still come; ValueError if it
-        does not fit."""
-        wanted = reservations(self._config)
-        asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
+        """Ask for all reservations; wait as long as nodes may still come, saying what is missing, else ValueError."""
+        wanted, asked = reservations(self._config), dict[str, PlacementGroup]()
+        for item in wanted:
+            bundles = [self._groups[role].bundle for role, _ in item.workers]
+            name = f"{self._config.run.name}: {item.name}"
+            asked[item.name] = placement_group(bundles, strategy=item.strategy, name=name)
         started, noted, wait_s = time.monotonic(), -NOTE_EVERY_S, self._config.cluster.wait_for_nodes_s
-        asked_at = started
+        how_to_wait = "" if self._config.cluster.address is None else HOW_TO_WAIT
         while True:
             tables = {name: placement_group_table(group) for name, group in asked.items()}
-            pending = {
-                name: table["stats"]["scheduling_state"]
-                for name, table in tables.items()
-                if table["state"] != "CREATED"
-            }
+            pending = [table["stats"]["scheduling_state"] for table in tables.values() if table["state"] != "CREATED"]
             if not pending:
                 break
             waited = time.monotonic() - started
-            limit = wait_s or (0.0 if "INFEASIBLE" in pending.values() else SETTLE_S)
+            limit = wait_s or (0.0 if "INFEASIBLE" in pending else SETTLE_S)
             if waited >= limit:
-                raise ValueError(self._why(wanted, tables) + ("" if wait_s else self._how_to_wait()))
+                raise ValueError(self._why(wanted, tables) + ("" if wait_s else how_to_wait))
             if wait_s and waited - noted >= NOTE_EVERY_S:
                 noted = waited
                 self._note(f"waiting for nodes, {waited:.0f} of {wait_s:g} s: {self._why(wanted, tables)}")
-            # Ray gives each reservation whole, not all of them
-            if len(pending) < len(wanted) and time.monotonic() - asked_at > HOLD_S:
-                for group in asked.values():
-                    remove_placement_group(group)
-                self._interruption.sleep(random.uniform(0.0, HOLD_S))
-                asked = {item.name: self._ask(item.workers, item.strategy, item.name) for item in wanted}
-                asked_at = time.monotonic()
             self._interruption.sleep(POLL_S)
         for item in wanted:
             self._bundles |= _claim(item, asked[item.name], tables[item.name]["bundles_to_node_id"])
-
-    def _ask(self, workers: list[Worker], strategy: str, name: str) -> PlacementGroup:
-        bundles = [self._groups[role].bundle for role, _ in workers]
-        return placement_group(bundles, strategy=strategy, name=f"{self._config.run.name}: {name}")
 
     def _why(self, wanted: list[Reservation], tables: dict[str, Any]) -> str:
         """What is wanted, there and missing; what this run has already been given counts as free."""
@@ -173,27 +141,12 @@ class Session:
                 if node_id in nodes:
                     nodes[node_id] = _given_back(nodes[node_id], self._groups[item.workers[bundle][0]].bundle)
         pending = " and ".join(item.name for item in wanted if tables[item.name]["state"] != "CREATED")
-        why = refusal(self._config, list(nodes.values()))
-        return (
-            why or f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(list(nodes.values()))}"
-        )
+        there = list(nodes.values())
+        no_place = f"Ray finds no place for all of {pending} on the nodes there are{nodes_text(there)}"
+        return refusal(self._config, there) or no_place
 
-    def _how_to_wait(self) -> str:
-        if self._config.cluster.address is None:
-            return ""
-        return "; nodes that are still to come (an autoscaler's too) are waited for with cluster.wait_for_nodes_s=600"
-
-    def _is_good(self, node_id: str | None) -> bool:
-        """Whether a node sees the driver's files, asked once for each; a bad one is told once."""
-        if node_id is None:
-            return False
-        if self._config.cluster.address is not None and node_id not in self._sees_files:
-            for problem in self._check_files([node_id]).values():
-                self._note(f"warning: no worker is started there: {problem}")
-        return self._sees_files.get(node_id, True)
-
-    def _check_files(self, node_ids: list[str]) -> dict[str, str]:
-        """Let nodes prove that they see the driver's files; node -> what one does not see."""
+    def _check_files(self, node_ids: list[str]) -> list[str]:
+        """Let nodes prove that they see the driver's files: what they do not see, a text for each such node."""
         run_dir, nodes = Path(self._config.run.dir or "."), _nodes()
         token, files = shared_files.offer_token(run_dir), shared_files.needed_files(self._config)
         prove, proofs = ray.remote(num_cpus=0)(shared_files.prove), {}
@@ -201,36 +154,19 @@ class Session:
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
             proofs[prove.options(scheduling_strategy=there).remote(str(run_dir), token, node_id, files)] = node_id
         names = {node_id: nodes[node_id].name if node_id in nodes else node_id for node_id in node_ids}
-        problems = {}
         try:
-            self._wait_for_proofs(proofs, names)
-            for proof, node_id in proofs.items():
-                found = _result(proof)
-                if not found and not shared_files.has_answered(run_dir, token, node_id):
-                    found = [f"run.dir={run_dir}: what it writes there does not arrive here"]
-                self._sees_files[node_id] = not found
-                if found:
-                    problems[node_id] = f"node {names[node_id]}: {', '.join(found)}"
+            self._wait_for_proofs({proof: names[node_id] for proof, node_id in proofs.items()})
+            found = {node_id: _result(proof) for proof, node_id in proofs.items()}
         finally:
             shared_files.end_check(run_dir)
-        return problems
+        return [f"node {names[node]}: {', '.join(missing)}" for node, missing in found.items() if missing]
 
-    def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str], names: dict[str, str]) -> None:
-        started, noted, pending, limit = time.monotonic(), 0.0, list(proofs), self._config.cluster.start_timeout_s
-        while pending and (waited := time.monotonic() - started) < limit:
+    def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str]) -> None:
+        patience, pending, limit = Patience(self._note), list(proofs), self._config.cluster.start_timeout_s
+        while pending and patience.idle_s < limit:
             self._interruption.check()
-            if waited - noted >= NOTE_EVERY_S:
-                noted, left = waited, ", ".join(names[proofs[proof]] for proof in pending)
-                self._note(f"waiting for nodes to prove what they see, {waited:.0f} of {limit:g} s: {left}")
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=min(SLICE_S, limit))
-
-
-def _other_files(problems: dict[str, str]) -> str:
-    found = "; ".join(problems.values())
-    return (
-        f"every node must see the driver's run folder, model and data: {found}; put them on a file system that all "
-        "nodes mount at the same path"
-    )
+            patience.say(f"nodes to prove what they see: {', '.join(proofs[proof] for proof in pending)}")
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=SLICE_S)
 
 
 def _claim(reservation: Reservation, group: PlacementGroup, node_ids: dict[int, str]) -> dict[Worker, Bundle]:
@@ -261,20 +197,6 @@ def _nodes() -> dict[str, Node]:
 def _given_back(node: Node, bundle: dict[str, float]) -> Node:
     cpus, gpus = node.cpus + bundle.get("CPU", 0), node.gpus + bundle.get("GPU", 0)
     return dataclasses.replace(node, cpus=min(cpus, node.all_cpus), gpus=min(gpus, node.all_gpus))
-
-
-def _node_of(bundle: Bundle) -> str | None:
-    group, index = bundle
-    return placement_group_table(group).get("bundles_to_node_id", {}).get(index) or None
-
-
-def _is_reserved(group: PlacementGroup, timeout_s: float) -> bool:
-    until = time.monotonic() + timeout_s
-    while placement_group_table(group)["state"] != "CREATED":
-        if time.monotonic() >= until:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def _result(proof: ray.ObjectRef) -> list[str]:

@@ -2,8 +2,7 @@
 session.py carries it out.
 
 driver                                          every node
-token into run.dir/.cluster_check/driver   ->   reads it there; compares the size of every file
-reads it there                             <-   the same token into run.dir/.cluster_check/NODE
+token into run.dir/.cluster_check/driver   ->   reads it there, writes a file beside it, compares the size of every file
 """
 
 from __future__ import annotations
@@ -18,14 +17,12 @@ from infsample_rl.config import Config
 
 FOLDER = ".cluster_check"
 READ_PATIENCE_S = 5.0  # a network file system may show a new file late
-WRITE_PATIENCE_S = 30.0  # and longer in a folder that was listed before
 
 Files = list[tuple[str, str, int]]  # setting, file, bytes
 
 
 def needed_files(config: Config) -> Files:
-    """Every local file the workers read, with the setting that names it and its size; hub names are every node's own
-    affair."""
+    """Every local file the workers read, with the setting that names it and its size."""
     paths = [
         ("model.path", config.model.path),
         ("model.tokenizer_path", config.model.tokenizer_path),
@@ -59,14 +56,16 @@ def offer_token(run_dir: Path) -> str:
 
 
 def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
-    """What this machine does not see as the driver does, in words; writes nothing into a folder that is not the
-    driver's."""
-    folder = Path(run_dir) / FOLDER
-    if not _holds(folder / "driver", token, READ_PATIENCE_S):
+    """What this machine does not see as the driver does, in words; it writes into the driver's folder alone."""
+    folder, problems = Path(run_dir) / FOLDER, list[str]()
+    if not _holds(folder / "driver", token):
         what = "is another folder there (a local disk?)" if Path(run_dir).is_dir() else "is not there"
         problems = [f"run.dir={run_dir} {what}"]
     else:
-        problems = _answer(folder / node, token, run_dir)
+        try:
+            (folder / node).touch()
+        except OSError as error:
+            problems = [f"run.dir={run_dir} cannot be written there ({error.strerror})"]
     for setting, name, size in files:
         found = os.stat(name).st_size if os.path.exists(name) else None
         if found != size:
@@ -75,26 +74,13 @@ def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
     return problems
 
 
-def has_answered(run_dir: Path, token: str, node: str) -> bool:
-    """Whether what a node wrote into its run folder arrived in the driver's."""
-    return _holds(run_dir / FOLDER / node, token, WRITE_PATIENCE_S)
-
-
 def end_check(run_dir: Path) -> None:
     """Remove the tokens."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
 
 
-def _answer(path: Path, token: str, run_dir: str) -> list[str]:
-    try:
-        path.write_text(token)
-    except OSError as error:
-        return [f"run.dir={run_dir} cannot be written there ({error.strerror})"]
-    return []
-
-
-def _holds(path: Path, token: str, patience_s: float) -> bool:
-    until = time.monotonic() + patience_s
+def _holds(path: Path, token: str) -> bool:
+    until = time.monotonic() + READ_PATIENCE_S
     while True:
         try:
             if path.read_text() == token:

@@ -1,5 +1,4 @@
-"""What the rollout workers decode: work that is dealt, given back for idle ones, and dealt again when a worker is
-lost."""
+"""What the rollout workers decode: work dealt, given back for idle ones, dealt again when a worker is lost."""
 
 from __future__ import annotations
 
@@ -8,14 +7,12 @@ from typing import Any
 
 import ray
 
-from infsample_rl.cluster.arrivals import Return, Stream
+from infsample_rl.cluster.arrivals import Finished, Return, Stream
 from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
 from infsample_rl.cluster.dealing import by_prompt, settle, split
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.messages import seal, unseal
-from infsample_rl.cluster.micro_groups import Finished
 from infsample_rl.cluster.weight_delivery import WeightDelivery
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_name
 from infsample_rl.config import Config
 from infsample_rl.types import MicroGroupHeader, RolloutWork, StreamEnd, StreamOrder, WorkerPhases
 
@@ -75,8 +72,7 @@ class RolloutStreams:
 
     @property
     def waited_for(self) -> list[Stream]:
-        """Streams of the workers that owe an answer: those that have not ended, and those that were asked for work
-        before they did."""
+        """Streams of the workers that owe an answer: that have not ended, or were asked for work before they did."""
         return list(dict.fromkeys([*self._streams.values(), *self._asked_back.values()]))
 
     def in_flight(self, ref: Any) -> Stream | Return | None:
@@ -104,8 +100,7 @@ class RolloutStreams:
         return wanted
 
     def take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> Finished | None:
-        """Take something that is ready, a stream after advance(); a micro-group if it completes one. `opened`: values
-        that have been fetched."""
+        """A micro-group, if what is ready (a stream after advance()) completes one. `opened`: values fetched before."""
         if ref in self._streams:
             try:
                 return self._take_item(ref, self._streams[ref], opened)
@@ -150,8 +145,7 @@ class RolloutStreams:
     # losses
 
     def draw_again(self, work: RolloutWork, why: str) -> None:
-        """Samples that had arrived are gone: deal them once more. StepLost where a part of a prompt's samples cannot be
-        drawn again."""
+        """Deal samples that had arrived once more; StepLost where a part of a prompt cannot be drawn again."""
         self._check_parts(why)
         self._backlog.append(work)
 
@@ -168,8 +162,7 @@ class RolloutStreams:
             )
 
     def _draw_what_is_owed(self, stream: Stream) -> None:
-        """Deal again what a stream that has ended neither sent nor is asked for: its worker gave it back, and the
-        answer was lost."""
+        """Deal again what an ended stream neither sent nor is asked for: given back, and the answer was lost."""
         if not self._takes_the_first and stream not in self._asked_back.values():
             self._backlog += stream.owed.values()
             stream.owed.clear()
@@ -182,8 +175,7 @@ class RolloutStreams:
         self.lose(lost, stream.handle)
 
     def replace(self, lost: WorkerLost, handle: Handle) -> Handle | None:
-        """Start a rollout worker in place of one that is gone, which has no weights before the next version; None if
-        that has been done."""
+        """Start a rollout worker, as yet without weights, in place of one that is gone; None if that is done."""
         if not self._calls.workers.is_current("rollout", lost.index, handle):
             return None
         self._weights.holders.discard(lost.index)

@@ -1,5 +1,4 @@
-"""Everything in flight between the workers during a step, what of it has arrived, and what is sent again when a worker
-is lost."""
+"""Everything in flight between the workers in a step, what has arrived of it, and what is sent again."""
 
 from __future__ import annotations
 
@@ -12,20 +11,19 @@ import ray
 from infsample_rl.cluster.arrivals import (
     Arrival,
     MicroGroupLost,
+    MicroGroups,
     PendingCall,
     ReferenceArrival,
     RewardArrival,
     RowArrival,
 )
 from infsample_rl.cluster.calls import Calls, PayloadLost, open_at_once, status_of, value_of
-from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.interruption import SLICE_S
 from infsample_rl.cluster.messages import seal, unseal
-from infsample_rl.cluster.micro_groups import MicroGroups
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.watchdog import Watchdog
 from infsample_rl.cluster.weight_delivery import WeightDelivery
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost
 from infsample_rl.config import Config
 from infsample_rl.types import Prompt, RowWork
 
@@ -83,18 +81,18 @@ class Traffic:
         else:
             answer, *logprobs = handle.logprobs.options(num_returns=1 + len(keys)).remote(*arguments)
             self._micro_groups.references |= zip(keys, logprobs, strict=True)
-        self._pending[answer] = PendingCall(role, index, handle, keys, lambda: self._ask_again(role, index, items))
+        self._pending[answer] = PendingCall(role, index, handle, items)
 
     def _sealed(self, prompt: Prompt) -> bytes:
         if id(prompt) not in self._sealed_prompts:
             self._sealed_prompts[id(prompt)] = prompt, seal(prompt)
         return self._sealed_prompts[id(prompt)][1]
 
-    def _ask_again(self, role: str, index: int, items: list[tuple[int, Prompt]]) -> None:
+    def _ask_again(self, call: PendingCall) -> None:
         """One by one, so that one that is gone takes no other with it."""
-        for key, prompt in items:
+        for key, prompt in call.items:
             if key in self._micro_groups.payloads:
-                self._ask(role, index, [(key, prompt)])
+                self._ask(call.role, call.index, [(key, prompt)])
 
     def learn(self, rank: int, work: RowWork, keys: list[int]) -> None:
         """Send a learner rank its row of a wave, together with the others that are ready at the same time."""
@@ -115,7 +113,7 @@ class Traffic:
         payloads = [self._micro_groups.payloads[key] for key in keys]
         payloads += [self._micro_groups.references[key] for key in keys if key in self._micro_groups.references]
         answer = method.remote(seal([work for work, _ in rows]), *payloads)
-        self._pending[answer] = PendingCall("learner", rank, handle, [], _never)
+        self._pending[answer] = PendingCall("learner", rank, handle, [])
 
     # what has arrived
 
@@ -154,12 +152,12 @@ class Traffic:
         if not waited:
             time.sleep(SLICE_S)
             return []
-        if not self._calls.waiting.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
+        if not self._calls.wait(waited, num_returns=1, timeout=SLICE_S, fetch_local=False)[0]:
             return []
         # A wait looks at all that is in flight, thousands of calls in a large run: everything that is there is taken at
         # once.
         gather_s = min(GATHER_S, GATHER_SHARE * (time.monotonic() - began)) if self._rollout.streams else 0
-        return self._calls.waiting.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
+        return self._calls.wait(waited, num_returns=len(waited), timeout=gather_s, fetch_local=False)[0]
 
     def _take(self, ref: Any, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         if ref in self._pending:
@@ -170,40 +168,36 @@ class Traffic:
     def _open_call(self, ref: ray.ObjectRef, call: PendingCall, opened: dict[ray.ObjectRef, Any]) -> list[Arrival]:
         try:
             value = value_of(ref, call.role, call.index, opened)
-        except PayloadLost as error:
-            return self._lose_payload(call, error)
-        except WorkerLost as lost:
-            if call.role == "learner":
-                raise self._calls.learner_failure(lost) from lost
-            # it lives: the micro-group it was given is that of a worker that died
-            if status_of(call.handle) is not None:
-                return self._lose_payload(call, lost)
-            self._replace(lost, call.handle)
-            call.again()
-            return []
         except RuntimeError as error:
-            if call.role == "learner":
-                raise self._calls.learner_failure(error) from error
-            raise
+            return self._fail(call, error)
         if call.role == "learner":
             return [RowArrival(call.index, report) for report in value]
         kind, answers = RewardArrival if call.role == "reward" else ReferenceArrival, unseal(value)
         held = self._micro_groups.payloads
-        return [kind(key, answer) for key, answer in zip(call.keys, answers, strict=True) if key in held]
+        return [kind(key, answer) for (key, _), answer in zip(call.items, answers, strict=True) if key in held]
 
     # losses
+
+    def _fail(self, call: PendingCall, error: RuntimeError) -> list[Arrival]:
+        if call.role == "learner":
+            raise self._calls.learner_failure(error) from error
+        if isinstance(error, WorkerLost) and status_of(call.handle) is None:
+            self._replace(error, call.handle)
+            self._ask_again(call)
+            return []
+        if isinstance(error, (PayloadLost, WorkerLost)):  # it lives: the micro-group is that of a worker that died
+            return self._lose_payload(call, error)
+        raise error
 
     def _replace(self, lost: WorkerLost, handle: Handle) -> None:
         if self._calls.workers.is_current(lost.role, lost.index, handle):
             self._calls.workers.replace(lost)
 
     def _lose_payload(self, call: PendingCall, error: Exception) -> list[Arrival]:
-        if call.role == "learner":
-            raise StepLost(str(error)) from error
-        if len(call.keys) > 1:
-            call.again()
+        if len(call.items) > 1:
+            self._ask_again(call)
             return []
-        (key,) = call.keys
+        ((key, _),) = call.items
         work = self._micro_groups.work.get(key)
         if work is None:
             return []
@@ -226,7 +220,7 @@ class Traffic:
             if (call.role, call.index) == (role, index):
                 del self._pending[ref]
                 self._replace(lost, call.handle)
-                call.again()
+                self._ask_again(call)
 
     def abandon(self, *, for_good: bool = False) -> None:
         """Give the unfinished step up: end the streams, forget everything in flight. `for_good`: nothing is sampled any
@@ -242,7 +236,3 @@ class Traffic:
         """Calls on reward, reference and learner that have not been answered; may be asked from another thread."""
         roles = [call.role for call in list(self._pending.values())]
         return {role: roles.count(role) for role in ("reward", "reference", "learner")}
-
-
-def _never() -> None:
-    raise AssertionError("learner rows are not sent again: the step is lost with the rank")

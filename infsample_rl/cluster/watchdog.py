@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from typing import Any, NamedTuple
-
-import ray
+from typing import NamedTuple
 
 from infsample_rl.cluster.arrivals import PendingCall, Return, Stream
-from infsample_rl.cluster.calls import POLL_S, SHOWN, Calls, standing
-from infsample_rl.cluster.failures import worker_name
+from infsample_rl.cluster.calls import POLL_S, SHOWN, Calls, Requests, standing, status_of
+from infsample_rl.cluster.workers import Handle, worker_name
 from infsample_rl.config import Config
-from infsample_rl.types import WorkerStatus
 
 Worker = tuple[str, int]  # role and index of a process
 
@@ -20,7 +16,7 @@ Worker = tuple[str, int]  # role and index of a process
 class Waited(NamedTuple):
     """A worker that is waited for."""
 
-    handle: Any
+    handle: Handle
     idle_s: float  # since it moved, or was first waited for
     limit_s: float
 
@@ -34,9 +30,9 @@ class Watchdog:
         self._began = self._looked = self._last_move = time.monotonic()
         self._moved: dict[Worker, float] = {}  # when
         self._starting: set[Worker] = set()  # at the last look
-        self._standing: dict[Worker, ray.ObjectRef] = {}  # asked of those that were late at the last look
-        self._asked: dict[ray.ObjectRef, tuple[Worker, Any]] = {}  # worker and handle, for its progress
-        self._progress: dict[Worker, int] = {}
+        self._questions = Requests(lambda handle: handle.progress.remote())
+        self._asked: dict[Handle, Worker] = {}
+        self._progress: dict[Handle, int] = {}
         # Often enough that a worker which still works has been asked, and has answered, well within its limit.
         self._every_s = min(POLL_S, config.cluster.progress_timeout_s / 3)
 
@@ -49,7 +45,7 @@ class Watchdog:
         return ("learner" if self._config.cluster.colocate and role == "rollout" else role), index
 
     def silent(self, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, str]:
-        """Workers that have to be given up, and why; before, it is said who has not moved. Waits for nobody."""
+        """Workers that have to be given up, and why; before, it is said who has not moved."""
         now = time.monotonic()
         if now - self._looked < self._every_s:
             return {}
@@ -59,8 +55,10 @@ class Watchdog:
         self._hear()
         waited = self._waited(now, in_flight)
         self._say(waited)
-        self._ask({worker: item.handle for worker, item in waited.items() if item.idle_s >= self._every_s})
-        return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
+        quiet = {item.handle: worker for worker, item in waited.items() if item.idle_s >= self._every_s}
+        self._asked |= quiet
+        self._questions.ask(quiet)
+        return {worker: self._give_up(worker, item) for worker, item in waited.items() if item.idle_s > item.limit_s}
 
     def _waited(self, now: float, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, Waited]:
         cluster, found = self._config.cluster, dict[Worker, Waited]()
@@ -94,45 +92,17 @@ class Watchdog:
             more = f" and {len(quiet) - SHOWN} more" if len(quiet) > SHOWN else ""
             self._note(f"waiting: {', '.join(quiet[:SHOWN])}{more}")
 
-    def _ask(self, workers: dict[Worker, Any]) -> None:
-        asked = {id(handle) for _, handle in self._asked.values()}
-        self._asked |= {
-            handle.progress.remote(): (worker, handle) for worker, handle in workers.items() if id(handle) not in asked
-        }
-
     def _hear(self) -> None:
         """Progress of those that have answered since the last look."""
-        for ref in _answered(list(self._asked)):
-            worker, _ = self._asked.pop(ref)
-            with contextlib.suppress(ray.exceptions.RayError):  # a death is dealt with where its results are opened
-                progress = ray.get(ref)
-                if self._progress.get(worker) != progress:
-                    self.moved(*worker)
-                self._progress[worker] = progress
+        for handle, progress in self._questions.take().items():
+            if self._progress.get(handle) != progress:
+                self.moved(*self._asked[handle])
+            self._progress[handle] = progress
 
-    def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
-        """Those that were late at the last look already, and so could say where they stand."""
-        given_up = {
-            worker: self._say_last(worker, late[worker], ref)
-            for worker, ref in self._standing.items()
-            if worker in late
-        }
-        self._standing = {
-            worker: item.handle.status.remote() for worker, item in late.items() if worker not in given_up
-        }
-        return given_up
-
-    def _say_last(self, worker: Worker, item: Waited, asked: ray.ObjectRef) -> str:
-        status: WorkerStatus | None = None
-        with contextlib.suppress(ray.exceptions.RayError):
-            status = ray.get(asked) if _answered([asked]) else None
+    def _give_up(self, worker: Worker, item: Waited) -> str:
         said = (
             f"it has not moved for {item.idle_s:.0f} s "
             f"(cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
         )
-        self._note(f"{worker_name(*worker)}: {said}; {standing(status)}")
+        self._note(f"{worker_name(*worker)}: {said}; {standing(status_of(item.handle))}")
         return said
-
-
-def _answered(refs: list[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    return ray.wait(refs, num_returns=len(refs), timeout=0)[0] if refs else []

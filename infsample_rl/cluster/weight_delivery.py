@@ -1,5 +1,4 @@
-"""Weights from the learner to the rollout workers: a version to all of them, and to one that takes a lost one's
-place."""
+"""Weights from the learner to the rollout workers: to all of them, and to one in a lost one's place."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ import ray
 
 from infsample_rl.cluster.arrivals import Return
 from infsample_rl.cluster.calls import Calls, Patience
-from infsample_rl.cluster.failures import StepLost, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import SLICE_S
-from infsample_rl.cluster.workers import Handle
+from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_name
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase
@@ -118,8 +116,7 @@ class WeightDelivery:
         self._linked = members
 
     def _those_that_started(self) -> dict[int, Handle]:
-        """Rollout workers that can take weights: not those that still wait for a place or load the model, unless too
-        few are left."""
+        """Rollout workers that can take weights: that neither wait for a place nor load the model, one at least."""
         cluster, patience = self._config.cluster, Patience(self._calls.note)
         while True:
             handles = self._calls.workers.all("rollout")

@@ -35,23 +35,17 @@ def check_reward_environment(config: Config) -> None:
 
 
 def worker_secrets(config: Config) -> dict[str, Secrets]:
-    """Role -> the keys its workers are given: the hub's where a model or predictor comes from it, reward.environment
-    for reward.
+    """Role -> the keys its workers are given: the hub's who load models, reward.environment for reward.
 
     Roles are those of placement.worker_groups. W&B's key is nobody's but the driver's.
     """
     hub = {name: os.environ.get(name) for name in HUB_NAMES}
-    given: dict[str, Secrets] = {}
-    for group in worker_groups(config):
-        given[group.role] = dict(hub) if any(is_hub_name(path) for path in _models_of(group.role, config)) else {}
-        if group.role == "reward":
-            given[group.role] |= {name: os.environ.get(name) for name in config.reward.environment}
-    return given
-
-
-def is_hub_name(path: str | None) -> bool:
-    """Whether a model's path is a name on the Hugging Face hub; local ones have been made absolute."""
-    return path is not None and path != "" and not os.path.isabs(path)
+    given: dict[str, Secrets] = {group.role: dict(hub) for group in worker_groups(config)}
+    named = {name: os.environ.get(name) for name in config.reward.environment}
+    names = [function.name for function in config.reward.functions]
+    # functions run others' code: only a reward model by hub name brings the hub's token; local paths are absolute
+    from_hub = any(name.startswith("model:") and not os.path.isabs(name.removeprefix("model:")) for name in names)
+    return given | {"reward": named | (hub if from_hub else {})}
 
 
 def _held_secrets() -> list[str]:
@@ -60,8 +54,7 @@ def _held_secrets() -> list[str]:
 
 
 def take_secrets(secrets: Secrets) -> None:
-    """Make this worker's environment hold the given keys and no others. The first thing a worker does; nothing of it is
-    logged."""
+    """Make this worker's environment hold the given keys and no others, before it does anything else."""
     for name in set(_held_secrets()) - secrets.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in secrets.items() if value is not None})
@@ -69,28 +62,9 @@ def take_secrets(secrets: Secrets) -> None:
 
 @contextlib.contextmanager
 def without_secrets() -> Iterator[None]:
-    """Keys are out of this process's environment inside the block: what it starts there, Ray's local processes, does
-    not inherit them."""
+    """Keep keys out of this process's environment inside the block, and of Ray's local processes started there."""
     kept = {name: os.environ.pop(name) for name in _held_secrets()}
     try:
         yield
     finally:
         os.environ.update(kept)
-
-
-def _models_of(role: str, config: Config) -> list[str | None]:
-    """Folders and hub names the workers of a role load from."""
-    policy, reference = config.model.path, config.reference.path or config.model.path
-    if role == "reward":
-        return [
-            function.name.removeprefix("model:")
-            for function in config.reward.functions
-            if function.name.startswith("model:")
-        ]
-    if role == "reference":
-        return [reference]
-    tokenizer, predictor = config.model.tokenizer_path, config.rollout.predictor_path
-    beside = [reference] if role == "learner" and config.reference.placement == "learner" else []
-    if role == "rollout" or config.cluster.colocate:
-        return [policy, tokenizer, predictor, *beside]
-    return [policy, tokenizer, *beside]

@@ -76,12 +76,6 @@ class ClusterConfig:
         "prove after every transfer that engines and learner hold the same weights",
         read_if=lambda c: not c.cluster.colocate or c.cluster.learner_ranks > 1 or c.learner.lora_rank > 0,
     )
-    max_workers: int | None = setting(
-        None,
-        "rollout workers the run may grow to between steps where there is room; none: rollout_workers",
-        low=1,
-        read_if=lambda c: not c.cluster.colocate,
-    )
     max_restarts: int = setting(
         8,
         "restarts of a lost worker, or of the learner, between two newly finished steps, after which the run stops",
@@ -97,11 +91,7 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
         check_pairs(
-            [
-                ("", "cluster.rollout_workers<=cluster.max_workers", ""),
-                ("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU"),
-            ],
-            cluster=self,
+            [("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU")], cluster=self
         )
         if self.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", self.address):
             raise ValueError(
@@ -123,8 +113,3 @@ class ClusterConfig:
     def collective_timeout_s(self) -> float:
         """Seconds a collective of the learner ranks may take: it fails before who waits for the rank gives up."""
         return self.progress_timeout_s / 2
-
-    @property
-    def most_rollout_workers(self) -> int:
-        """Rollout workers the run may have."""
-        return self.max_workers or self.rollout_workers

@@ -36,6 +36,7 @@ REMOVED = {
     "cluster.reference_cpus": _CPUS,
     "cluster.reward_cpus": _CPUS,
     "cluster.threads_per_worker": Removed(1, "set cluster.cpus_per_worker, which is the number of threads too"),
+    "cluster.max_workers": Removed(None, "stop the run and go on with another cluster.rollout_workers"),
     "cluster.min_workers": Removed(1, "a step needs one rollout worker, lost ones are replaced"),
     "cluster.start_timeout_s": Removed(300.0, "set cluster.progress_timeout_s, where a start takes more than 300 s"),
     "cluster.collective_timeout_s": Removed(300.0, "set cluster.progress_timeout_s to twice of it"),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from infsample_rl.cluster.cluster import Cluster
 from infsample_rl.cluster.dealing import ExpectedLengths
-from infsample_rl.cluster.failures import StepLost
 from infsample_rl.cluster.interruption import Interruption, Terminated
 from infsample_rl.cluster.monitor import ClusterCounts
+from infsample_rl.cluster.workers import StepLost
 from infsample_rl.config import Config
 from infsample_rl.controller.async_step import AsyncTrainingStep
 from infsample_rl.controller.checks import Start, claim_run_folder
@@ -128,7 +128,7 @@ class Driver:
         step = make_step(run, self.saver, self._recorder)  # a new one: what a lost step had sampled is gone
         self.evaluation.catch_up()
         while run.step < run.total_steps:
-            run.cluster.resize()
+            run.cluster.check_nodes()
             before = run.cluster.monitor.counts()
             metrics, completions, data_state = step.train_step()
             metrics |= self._observe_step(before)
@@ -146,7 +146,6 @@ class Driver:
         """Enter the step that has just ended into metrics and timeline, and ask the workers what they did in it.
         `before`: when it began."""
         cluster, now = self.run_state.cluster, self.run_state.cluster.monitor.counts()
-        cluster.monitor.metrics.observe("step_seconds", now.at - before.at)
         self._draw_phases()
         self._timeline.end_step(self.run_state.step, before.at, now.at)
         cluster.monitor.ask_phases()

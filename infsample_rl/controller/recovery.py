@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.cluster.dealing import ExpectedLengths
-from infsample_rl.cluster.failures import StepLost
+from infsample_rl.cluster.workers import StepLost
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.saving import CheckpointSaver

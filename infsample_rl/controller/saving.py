@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.cluster.failures import StepLost
 from infsample_rl.cluster.interruption import Terminated
+from infsample_rl.cluster.workers import StepLost
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.observe.phases import phase

@@ -123,7 +123,6 @@ class TrainingStep:
         with self._saver.held_while_a_save_has_time():
             predictor = self._learn_lengths()
             synced = run.publish_weights()
-        run.cluster.monitor.metrics.observe("weight_sync_seconds", synced.seconds)
         show_number(run, groups)
         metrics = predictor | step_metrics(groups, rounds, update, started=started)
         metrics |= {"weight_sync/bytes": synced.num_bytes, "timing/weight_sync": synced.seconds}

@@ -43,7 +43,6 @@ class RowTrainer:
         self.objective = dataclasses.replace(config.objective, importance=config.importance)
         self.device = torch.device("cuda" if config.cluster.learner_gpus > 0 else "cpu")
         self.num_updates = 0  # updates done, skipped ones included
-        self.num_rows = self.num_row_tokens = 0  # trained since the start
         self.provisional: LossTotals | None = None
         self.sums = UpdateSums()
         self.old_logprobs: dict[PassId, Tensor] = {}  # of this step's rows, where there are several updates
@@ -79,7 +78,6 @@ class RowTrainer:
             tokens += shared.num_tokens
             with phase("backward"):
                 self.backend.backward(shared.gradient_carrier())
-        self.num_rows, self.num_row_tokens = self.num_rows + 1, self.num_row_tokens + tokens
         return {"samples": len(samples), "row_tokens": tokens}
 
     def _accumulate_pass(

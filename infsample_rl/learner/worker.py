@@ -212,14 +212,6 @@ class LearnerWorker(RowTrainer):
         }
         together(lambda _: write_progress(path, kinds, **counts) if rank == 0 else None, ())
 
-    def statistics(self) -> dict[str, float]:
-        """Sums since the start, by metric name."""
-        return {
-            "learner_rows": self.num_rows,
-            "learner_row_tokens": self.num_row_tokens,
-            "learner_updates": self.num_updates,
-        }
-
     def close(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():

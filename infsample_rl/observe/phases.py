@@ -59,7 +59,6 @@ class _Recorder:
         self._ended: deque[Phase] = deque(maxlen=KEPT)
         self._threads: dict[int, int] = {}  # threading.get_ident() -> number
         self._idle_since = time.time()
-        self._seconds: dict[str, float] = {}
         self._comm = _open_comm()
 
     def begin(self, opened: phase) -> float:
@@ -75,7 +74,6 @@ class _Recorder:
             self._open.remove((opened, start))
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
             self._ended.append(Phase(opened.name, start, now, thread))
-            self._seconds[opened.name] = self._seconds.get(opened.name, 0.0) + now - start
             if not self._open:
                 self._idle_since = now
             self._show(self._open[-1][0].name if self._open else IDLE)
@@ -89,10 +87,6 @@ class _Recorder:
             taken = list(self._ended)
             self._ended.clear()
             return taken, min([start for _, start in self._open], default=time.time())
-
-    def seconds(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._seconds)
 
     def _show(self, name: str) -> None:
         if self._comm is not None:
@@ -110,11 +104,6 @@ def report_phases(role: str, index: int, node: str) -> WorkerPhases:
     around it), signed with the worker they are of."""
     phases, until = _recorder.take()
     return WorkerPhases(role, index, node, phases, until)
-
-
-def phase_seconds() -> dict[str, float]:
-    """Seconds spent in every phase since the process started, those of inner phases counted in outer ones too."""
-    return _recorder.seconds()
 
 
 def phase_of(pid: int) -> str | None:

@@ -113,18 +113,10 @@ def total_cpus(config: Config) -> float:
     return sum(group.count * group.bundle.get("CPU", 0) for group in worker_groups(config))
 
 
-def most_cpus(config: Config) -> float:
-    """CPUs the workers reserve together once there are cluster.max_workers rollout workers."""
-    growth = 0 if config.cluster.colocate else config.cluster.most_rollout_workers - config.cluster.rollout_workers
-    return total_cpus(config) + growth * sum(
-        group.bundle.get("CPU", 0) for group in worker_groups(config) if group.role == "rollout"
-    )
-
-
 def local_cpus(config: Config) -> int:
     """CPUs of a Ray node that is started here for this run alone: reservations, not cores, so as many as its workers
     ask for."""
-    return max(os.cpu_count() or 1, int(most_cpus(config)) + 1)
+    return max(os.cpu_count() or 1, int(total_cpus(config)) + 1)
 
 
 def total_gpus(config: Config) -> float:

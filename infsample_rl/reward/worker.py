@@ -59,23 +59,9 @@ class RewardWorker:
             ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
         )
 
-    @property
-    def num_timeouts(self) -> int:
-        """Calls that were killed at their time limit since the start."""
-        return self._pool.num_timeouts if self._pool else 0
-
-    @property
-    def num_deaths(self) -> int:
-        """Processes that died in a call since the start."""
-        return self._pool.num_deaths if self._pool else 0
-
     def progress(self) -> int:
         """Grows with every function call and micro-group that ends, and with every process that dies."""
         return self._scored + (self._pool.num_calls + self._pool.num_deaths if self._pool else 0)
-
-    def statistics(self) -> dict[str, float]:
-        """Sums since the start, by metric name."""
-        return {"reward_timeouts": self.num_timeouts, "reward_deaths": self.num_deaths}
 
     @property
     def pids(self) -> list[int]:

@@ -167,16 +167,9 @@ class RolloutWorker:
         From another thread."""
         return self.engine.withdrawals.ask()
 
-    def statistics(self) -> dict[str, float]:
-        """KV pool, rows and sums since the start, by metric name; also while a stream runs."""
-        return self.engine.statistics()
-
     def now(self) -> RolloutNow:
         """The rows that decode and how full the KV pool is; also while a stream runs."""
-        statistics = self.engine.statistics()
-        return RolloutNow(
-            self.worker_index, self.engine.rows_now(), int(statistics["kv_pages"]), int(statistics["kv_pages_used"])
-        )
+        return RolloutNow(self.worker_index, self.engine.rows_now(), *self.engine.pages_now())
 
     def stats(self) -> dict[str, float]:
         """Figures of the last stream, by metric name."""

@@ -39,6 +39,6 @@ def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call():
             logprobs=[np.zeros(3, np.float32)], report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7)
         )
 
-    calls.worker, calls.metrics = SimpleNamespace(logprobs=logprobs), SimpleNamespace(count=lambda *_: None)
+    calls.worker = SimpleNamespace(logprobs=logprobs)
     assert len(calls.logprobs([seal("a prompt")] * 2, ["a micro-group"], ["another"])) == 3
     assert seen == [0, 1] and calls.progress() == 2

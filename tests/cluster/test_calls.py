@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from infsample_rl.cluster.calls import Calls, PayloadLost, value_of
-from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.interruption import Interruption
+from infsample_rl.cluster.workers import StepLost, WorkerLost
 from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 

@@ -53,16 +53,9 @@ def test_expected_is_the_prompts_last_mean_else_that_of_the_newest_samples():
 def test_the_rows_kept_are_those_seen_last(monkeypatch):
     monkeypatch.setattr(dealing, "KEPT_ROWS", 2)
     expected = ExpectedLengths()
-    for lengths in ({1: [10]}, {2: [20]}, {1: [11]}, {3: [30]}):
+    for lengths in ({1: [10]}, {2: [20]}, {1: [11]}, {3: [30]}, {1: []}):  # the last keeps its mean
         expected.observe(lengths)
     assert expected.state()["rows"] == [[1, 11.0], [3, 30.0]]
-
-
-def test_a_row_without_samples_keeps_its_mean():
-    expected = ExpectedLengths()
-    expected.observe({1: [10]})
-    expected.observe({1: []})
-    assert expected.state()["rows"] == [[1, 10.0]]
 
 
 def test_pieces_of_a_prompt_become_one():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from infsample_rl.cluster import connection
 from infsample_rl.cluster.connection import connect
-from infsample_rl.cluster.failures import Restarts, WorkerLost, worker_name
 from infsample_rl.cluster.interruption import Interruption, Terminated
+from infsample_rl.cluster.workers import Restarts, WorkerLost, worker_name
 from infsample_rl.config.loading import load_config
 from tests.fakes import Handle, Ref, make_workers
 
@@ -58,13 +57,6 @@ def test_a_worker_in_the_place_of_one_that_had_started_has_not(fake_ray):
     assert workers.has_started("rollout", 0)
 
 
-def test_workers_have_the_names_of_the_field():
-    assert (
-        worker_name("learner", 0) == "learner rank 0"
-        and str(WorkerLost("reward", 2, "gone")) == "reward worker 2: gone"
-    )
-
-
 @pytest.fixture
 def sigterm_is_put_back():
     before = signal.getsignal(signal.SIGTERM)
@@ -81,24 +73,6 @@ def test_sigterm_waits_for_what_must_not_be_left_half_done(sigterm_is_put_back):
     with pytest.raises(Terminated):
         interruption.check()
     assert 0 < interruption.seconds_left(30.0) <= 30.0
-
-
-def test_sigterm_before_the_run_begins_ends_the_command_in_order(tmp_path):
-    """Also where an exception would be lost: in a callback of the interpreter."""
-    script = (
-        "import os, signal, weakref, infsample_rl.main as main\n"
-        "class Kept: pass\n"
-        "def train(config):\n"
-        "    kept = Kept()\n"
-        "    weakref.finalize(kept, os.kill, os.getpid(), signal.SIGTERM)\n"
-        "    print('so far')\n"
-        "    del kept\n"
-        "    raise SystemExit('it went on')\n"
-        "main.train = train\n"
-        f"raise SystemExit(main.main(['run.dir={tmp_path}']))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("so far\nSIGTERM: ended before the run began"), done
 
 
 def test_sigterm_ends_the_wait_for_a_cluster_that_is_still_to_come(tmp_path, sigterm_is_put_back):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from infsample_rl.cluster.calls import Calls
-from infsample_rl.cluster.failures import StepLost, WorkerLost
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.messages import open_micro_group, seal_micro_groups, unseal
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.weight_delivery import WeightDelivery
+from infsample_rl.cluster.workers import StepLost, WorkerLost
 from infsample_rl.config.loading import load_config
 from infsample_rl.types import MicroGroupHeader
 from tests.fakes import DIED, Handle, Items, Method, Ref, completion, header, make_workers, stream_end, work

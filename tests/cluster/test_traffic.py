@@ -7,15 +7,22 @@ from itertools import count
 import numpy as np
 import pytest
 
-from infsample_rl.cluster.arrivals import MicroGroupArrival, MicroGroupLost, ReferenceArrival, RewardArrival, RowArrival
+from infsample_rl.cluster.arrivals import (
+    Finished,
+    MicroGroupArrival,
+    MicroGroupLost,
+    MicroGroups,
+    ReferenceArrival,
+    RewardArrival,
+    RowArrival,
+)
 from infsample_rl.cluster.calls import Calls
-from infsample_rl.cluster.failures import StepLost
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.messages import open_micro_group, seal, seal_micro_groups, unseal
-from infsample_rl.cluster.micro_groups import Finished, MicroGroups
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.traffic import MOST_ASKED_AT_ONCE, MOST_ROWS_AT_ONCE, Traffic
 from infsample_rl.cluster.weight_delivery import WeightDelivery
+from infsample_rl.cluster.workers import StepLost
 from infsample_rl.config.loading import load_config
 from infsample_rl.types import Prompt, ReferenceReport, RewardResult, RowWork, StreamOrder
 from tests.fakes import (

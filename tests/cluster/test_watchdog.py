@@ -45,7 +45,7 @@ class Watch:
 
     def call(self, role, index, worker=None):
         worker = worker or Worker(hangs=True)
-        self.calls.append(PendingCall(role, index, worker, [0], None, since=self.now))
+        self.calls.append(PendingCall(role, index, worker, [], since=self.now))
         return worker
 
     def after(self, seconds, *, arrived=(), working=()):

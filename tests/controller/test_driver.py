@@ -157,7 +157,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_only_a_run_that_has_done_its_s
 
 @pytest.mark.parametrize("failure", [full_disk, lose_step])
 def test_sigterm_says_what_is_lost_where_it_cannot_be_saved(train, failure):
-    run = train("run.checkpoint_every=0", resize=at_call(4, sigterm), save=failure)
+    run = train("run.checkpoint_every=0", check_nodes=at_call(4, sigterm), save=failure)
     assert "steps 1 to 3 are lost; no checkpoint is kept" in run.log
     assert "nothing but the unfinished" not in run.log and run.steps == [1, 2, 3] and run.saved == []
 
@@ -176,7 +176,7 @@ def test_sigterm_saves_what_is_finished_though_the_checkpoint_before_was_damaged
         (tmp_path / "run/checkpoints/step_000002/driver_state.json").write_text("")
         cluster.sigterm()
 
-    run = train(resize=at_call(4, damage_and_end))
+    run = train(check_nodes=at_call(4, damage_and_end))
     assert "stopped after step 3; nothing but the unfinished step is lost" in run.log
     assert checkpoints.read_state(run.folder / "checkpoints/step_000003")["step"] == 3
 
@@ -191,7 +191,7 @@ def test_a_save_that_hangs_holds_sigterm_back_no_longer_than_the_grace(train, is
         raise AssertionError("waits on")
 
     if is_last_save:
-        run = train("run.checkpoint_every=0", resize=at_call(3, sigterm), save=hang)
+        run = train("run.checkpoint_every=0", check_nodes=at_call(3, sigterm), save=hang)
         why = "the save did not end within run.grace_s=30"
     else:
         run = train(save=hang)
@@ -248,7 +248,7 @@ def test_what_cannot_be_brought_back_ends_the_run_with_what_is_finished_saved(tr
         cluster.interruption._looked = 0.0  # it is looked for every two seconds
 
     match = r"gcs_server\) has not answered .* once Ray is there again, run.resume=auto and the same settings go on"
-    run = train(resize=at_call(4, lose_ray), fails=RuntimeError, match=match)
+    run = train(check_nodes=at_call(4, lose_ray), fails=RuntimeError, match=match)
     assert run.saved[-1] == "step_000003"
     assert "for 20 s: stopped after step 3; nothing but the unfinished step is lost" in run.log
 

@@ -168,12 +168,11 @@ def test_printing_reading_and_flooding_do_not_disturb(open_worker):
     assert result.rewards == [2.0, 1.0]
 
 
-def test_a_hang_costs_one_sample_and_is_counted(open_worker):
+def test_a_hang_costs_one_sample(open_worker):
     worker = open_worker(":acts", timeout_s=0.5)
     result = worker.score_texts(make_prompt(), ["a", "hang", "abc"])
     assert result.rewards == [1.0, None, 3.0]
     assert result.failures == ["acts: timed out after 0.5 s on prompt row 17 (1 sample)"]
-    assert (worker.num_timeouts, worker.num_deaths) == (1, 0)
     assert worker.score_texts(make_prompt(), ["abcd"]).rewards == [4.0]
 
 

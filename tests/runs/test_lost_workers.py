@@ -328,27 +328,6 @@ def test_two_runs_at_once_on_a_cluster_with_a_full_object_store_do_not_disturb_e
     assert [chaos.differences(undisturbed, run) for run in runs] == [[], []]
 
 
-def test_a_run_grows_to_max_workers_where_there_is_room(settings, undisturbed, tmp_path, ray_cluster):
-    run = tmp_path / "run"
-    changes = joined(
-        ray_cluster(), "cluster.rollout_workers=1", "cluster.max_workers=2", "run.steps=500", "run.checkpoint_every=0"
-    )
-    target = chaos.Target(command(settings, run, *changes), run)
-    try:
-        wait_for(
-            lambda: any(row["cluster/rollout_workers"] == 2 for row in read_records(run / "metrics.jsonl")), target
-        )
-        target.driver.terminate()
-        assert target.driver.wait(timeout=120) == 0
-        assert "rollout worker 1 is started: there is a place for it" in Path(target._log.name).read_text()
-    finally:
-        target.end()
-    rows = {record["step"]: record for record in read_records(run / "metrics.jsonl")}
-    assert rows[1]["cluster/rollout_workers"] == 1
-    for record in read_records(undisturbed / "metrics.jsonl"):
-        assert rows[record["step"]]["learner/loss"] == record["learner/loss"]
-
-
 def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings, undisturbed, tmp_path):
     run = tmp_path / "run"
     target = chaos.Target(command(settings, run, "rollout.group_size=6", "rollout.slots=3"), run)

@@ -37,13 +37,12 @@ def _check_shared_gpu(cluster: ClusterConfig) -> None:
                 f"cluster.{name} must be > 0 with cluster.weight_sync=cuda_ipc, got 0; without a GPU: "
                 "cluster.weight_sync=object_store"
             )
-    together = cluster.learner_ranks * cluster.learner_gpus + cluster.most_rollout_workers * cluster.rollout_gpus
+    together = cluster.learner_ranks * cluster.learner_gpus + cluster.rollout_workers * cluster.rollout_gpus
     if together > 1:
         raise ValueError(
             "cluster.weight_sync=cuda_ipc needs learner and engines on one GPU: cluster.learner_ranks x learner_gpus + "
-            "rollout_workers (or "
-            f"max_workers) x rollout_gpus <= 1, got {cluster.learner_ranks} x {cluster.learner_gpus:g} + "
-            f"{cluster.most_rollout_workers} x "
+            f"rollout_workers x rollout_gpus <= 1, got {cluster.learner_ranks} x {cluster.learner_gpus:g} + "
+            f"{cluster.rollout_workers} x "
             f"{cluster.rollout_gpus:g}; "
             "the nearest that works on more GPUs is cluster.weight_sync=broadcast"
         )

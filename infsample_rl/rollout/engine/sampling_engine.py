@@ -169,19 +169,11 @@ class SamplingEngine:
         self.stats = self._loop.stats
         return self._run(self._loop, pause_every, is_halted)
 
-    def statistics(self) -> dict[str, float]:
-        """What the pool and the rows are at this moment, and sums since construction; may be asked from another thread
-        while a stream runs."""
-        loop, kv, totals = self._loop, self.runner.kv, self.totals
-        pool = None if loop is None else loop.planner.pool
-        return {
-            "kv_pages": 0 if kv is None else kv.num_pages,
-            "kv_pages_used": 0 if pool is None else pool.num_pages - pool.num_free,
-            "rows": 0 if loop is None else len(loop.planner.running),
-            "running_steps": totals.running_steps,
-            "sampled_tokens": totals.sampled_tokens,
-            "preemptions": totals.preemptions,
-        }
+    def pages_now(self) -> tuple[int, int]:
+        """Pages of the KV pool, and those that are held at this moment; from another thread, also while a stream
+        runs."""
+        kv, pool = self.runner.kv, None if self._loop is None else self._loop.planner.pool
+        return 0 if kv is None else kv.num_pages, 0 if pool is None else pool.num_pages - pool.num_free
 
     def unfinished_tokens(self) -> dict[tuple[int, int], list[int]]:
         """{(prompt_index, sample_index): response tokens so far} of the rows that decode; to be asked at a stream's
@@ -190,7 +182,7 @@ class SamplingEngine:
         return {(sample.group.prompt_index, sample.sample_index): list(sample.tokens) for sample in running}
 
     def rows_now(self) -> list[RowNow]:
-        """The samples that decode at this moment; from another thread as statistics() is."""
+        """The samples that decode at this moment; from another thread as pages_now() is."""
         running = [] if self._loop is None else list(self._loop.planner.running)
         return [
             RowNow(sample.group.prompt_index, sample.sample_index, sample.num_tokens, sample.predicted)
@@ -224,13 +216,11 @@ class SamplingEngine:
                     return
                 self.withdrawals.answer(planner)
                 seconds_before = self.lengths.seconds_spent
-                before = planner.running_steps, planner.num_tokens, planner.num_preemptions
+                steps_before = planner.running_steps
                 micro_groups = loop.step()
                 loop.stats.predict_seconds += self.lengths.seconds_spent - seconds_before
                 totals.last_step_at = time.time()
-                totals.running_steps += planner.running_steps - before[0]
-                totals.sampled_tokens += planner.num_tokens - before[1]
-                totals.preemptions += planner.num_preemptions - before[2]
+                totals.running_steps += planner.running_steps - steps_before
                 is_done = loop.is_done
                 yield from micro_groups
                 if pause_every is not None and loop.stats.running_steps - paused_at >= pause_every and not is_done:

@@ -36,6 +36,4 @@ class Totals:
     """Sums over all calls of an engine; they grow from step to step."""
 
     running_steps: int = 0
-    sampled_tokens: int = 0
-    preemptions: int = 0
     last_step_at: float = 0.0  # time.time() of the last running step: when what a stream just yielded ended

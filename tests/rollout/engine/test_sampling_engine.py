@@ -204,11 +204,11 @@ def test_a_stream_closed_early_frees_everything_and_the_next_works(model, tokeni
     engine = make_engine(model, tokenizer, prompts_at_once=2)
     stream = engine.stream(PROMPTS, seed=4, step=2)
     next(stream)
-    assert engine.statistics()["kv_pages_used"] > 0 and engine.rows_now() != []
+    assert engine.pages_now()[1] > 0 and engine.rows_now() != []
     stream.close()
-    assert engine.statistics()["kv_pages_used"] == 0 and engine.rows_now() == []
+    assert engine.pages_now()[1] == 0 and engine.rows_now() == []
     assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
-    assert engine.statistics()["kv_pages_used"] == 0
+    assert engine.pages_now()[1] == 0
 
 
 def test_a_later_call_ends_an_unfinished_stream(model, tokenizer):
