@@ -30,7 +30,6 @@ from infsample_rl.observe.summary import write_summary
 from infsample_rl.observe.timeline import Timeline
 
 LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
-TRACE_STEPS = 20  # steps that trace.json keeps, the newest last
 
 
 class Driver:
@@ -63,8 +62,7 @@ class Driver:
         self.recovery = Recovery(self.run_state, self.saver)
         self.evaluation = Evaluation(self.run_state, start.eval_prompts)
         self._recorder = StepRecorder(self.run_state, start.tokenizer)
-        trace = run_dir / "trace.json"
-        self._timeline = Timeline(trace, keep_steps=TRACE_STEPS, start_step=start.step, say=log.keep)
+        self._timeline = Timeline(run_dir / "trace.json", start_step=start.step)
 
     def run(self) -> None:
         """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM save what is

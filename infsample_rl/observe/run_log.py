@@ -21,7 +21,6 @@ from infsample_rl.observe.records import (
     rewind_records,
 )
 from infsample_rl.observe.screen import Screen
-from infsample_rl.observe.timeline_picture import draw_timeline, newest_step
 from infsample_rl.observe.trackers.trackers import start_trackers
 from infsample_rl.types import ClusterNow
 
@@ -29,10 +28,9 @@ METRICS_FILE, COMPLETIONS_FILE, WARNINGS_FILE = "metrics.jsonl", "completions.js
 SAMPLES_FILE, LENGTHS_FILE = "samples.jsonl", "lengths.jsonl"
 # with a step: cut back where steps are done again
 RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)
-REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
+REPORT_FILE = "report.html"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 WARN_EVERY_STEPS = 20  # of warnings that may come with every step, one of a kind in so many is said
-PICTURE_EVERY_S = 60.0  # trackers get a timeline; drawing one takes a part of a second
 
 
 class RunLogger:
@@ -46,7 +44,6 @@ class RunLogger:
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
         self._trackers = start_trackers(config, run_dir, start_step)  # first: it may refuse
-        self._pictured, self._picture_due_at = start_step, time.monotonic() + PICTURE_EVERY_S
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
@@ -76,10 +73,6 @@ class RunLogger:
     def note(self, text: str) -> None:
         """Print a line (above the progress bar) and keep it in run.log."""
         self._screen.line(text)
-
-    def keep(self, text: str) -> None:
-        """Keep a line in run.log alone."""
-        self._screen.keep(text)
 
     def warn(self, text: str, rule: str = "") -> None:
         """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py,
@@ -122,8 +115,6 @@ class RunLogger:
         known = _known(values)
         for tracker in self._trackers:
             tracker.log(step, known, samples)
-        if time.monotonic() >= self._picture_due_at:
-            self._show_timeline()
         self._say_of_trackers()
         self._screen.step(step, known)
         for finding in findings:
@@ -152,7 +143,7 @@ class RunLogger:
         if not is_last and time.monotonic() < self._report_due_at:
             return
         # late: what it takes, a run that fails at start need not load
-        from infsample_rl.observe.report.writing import write_report
+        from infsample_rl.observe.report.page import write_report
 
         started = time.monotonic()
         try:
@@ -160,16 +151,6 @@ class RunLogger:
         except Exception as error:  # whatever a page stumbles over, the run and its exit code are not its business
             self.warn(f"{REPORT_FILE} could not be written ({type(error).__name__}: {error})")
         self._report_due_at = time.monotonic() + (time.monotonic() - started) / REPORT_SHARE
-
-    def _show_timeline(self) -> None:
-        """Give the trackers a picture of the newest step that trace.json has, if they have not got it."""
-        self._picture_due_at = time.monotonic() + PICTURE_EVERY_S
-        found = newest_step(self._run_dir / TRACE_FILE) if self._trackers else None
-        if found is None or found[0] <= self._pictured:
-            return
-        self._pictured, picture = found[0], draw_timeline(*found)
-        for tracker in self._trackers:
-            tracker.show(found[0], "timeline", picture)
 
     def _say_of_trackers(self) -> None:
         for tracker in self._trackers:
@@ -184,7 +165,7 @@ class RunLogger:
             last = step if name == WARNINGS_FILE else step or -1
             self._files[name] = rewind_records(file, self._run_dir / name, last)
         self._health.rewind(step)
-        self._step, self._pictured = step, min(self._pictured, step)
+        self._step = step
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
@@ -193,12 +174,10 @@ class RunLogger:
         self._screen.stop_live()
         if not self._files[METRICS_FILE].closed:
             self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
-        if self._trackers:
-            self._show_timeline()
-            for tracker in self._trackers:
-                tracker.close(failed=failed)
-            self._say_of_trackers()
-            self._trackers = []
+        for tracker in self._trackers:
+            tracker.close(failed=failed)
+        self._say_of_trackers()
+        self._trackers = []
         for file in self._files.values():
             file.close()
         self._screen.close()

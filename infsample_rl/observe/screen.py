@@ -55,10 +55,6 @@ class Screen:
         self._write_log(text)
         self._print(text, style)
 
-    def keep(self, text: str) -> None:
-        """A line for run.log alone."""
-        self._write_log(printable(text))
-
     def table(self, title: str, rows: list[tuple[str, str]]) -> None:
         """Names and values, aligned."""
         width = max((len(printable(name)) for name, _ in rows), default=0)

@@ -55,7 +55,7 @@ def write_summary(config: Config, run_dir: Path, *, checkpoint: Path | None, sec
         ("held-out accuracy", accuracy_text(records)),
         ("reward", before_after(steps, "reward/mean", "{:.3f}")),
         ("response length", before_after(steps, "response/length_mean", "{:.1f}", " tokens")),
-        ("sampled", sampled_text(steps, config.samples_per_step)),
+        ("sampled", sampled_text(steps)),
         ("time", duration(seconds)),
         ("checkpoint", str(checkpoint.resolve()) if checkpoint else "none"),
     ]
@@ -104,12 +104,9 @@ def accuracy_text(records: list[dict[str, Any]]) -> str:
     return f"{values[0]:.3f} -> {values[-1]:.3f} (before and after: step {at[0]} and step {at[-1]})"
 
 
-def sampled_text(steps: list[dict[str, Any]], samples_per_step: int) -> str:
+def sampled_text(steps: list[dict[str, Any]]) -> str:
     """Tokens sampled in the steps (evaluations apart) and tokens a second of step time."""
-    measured = [step for step in steps if step.get("response/length_mean") is not None]
-    # With objective.dynamic_sampling a step has more samples than samples_per_step.
-    tokens = sum(step.get("response/tokens") or step["response/length_mean"] * samples_per_step for step in measured)
-    seconds = sum(step.get("timing/step") or 0.0 for step in measured)
+    tokens, seconds = (sum(series(steps, name)[1]) for name in ("response/tokens", "timing/step"))
     speed = f", {tokens / seconds:,.0f} tokens/s over {duration(seconds)} of steps" if seconds > 0 else ""
     return f"{tokens:,.0f} tokens{speed}"
 

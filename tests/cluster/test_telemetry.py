@@ -223,7 +223,5 @@ def test_a_run_is_seen_from_outside_while_it_runs_and_its_trace_afterwards(tiny_
     assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == 20, (
         "the newest that trace.json keeps"
     )
-    paths = re.findall(r"step \d+: critical path, .*", (folder / "run.log").read_text())
-    assert len(paths) == 40 and all("decode" in path for path in paths)
     wandb = next((folder / "wandb").glob("offline-run-*/*.wandb")).read_bytes()
     assert b"proc.memory.rssMB" in wandb, "system metrics of the machine the driver is on"

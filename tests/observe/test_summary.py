@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config
-from infsample_rl.observe.summary import sampled_text, smooth, write_summary
+from infsample_rl.observe.summary import smooth, write_summary
 from tests.observe.logged import logged_config
 
 
@@ -26,7 +26,14 @@ def write_lines(path: Path, records: list[dict]) -> None:
 def twelve_steps() -> list[dict]:
     """Rewards 0.1 to 1.2 (the second one None), lengths 10 to 120, evaluations at 0, 6 and 12."""
     steps = [
-        {"step": n, "reward/mean": n / 10, "response/length_mean": 10.0 * n, "timing/step": 2.0} for n in range(1, 13)
+        {
+            "step": n,
+            "reward/mean": n / 10,
+            "response/length_mean": 10.0 * n,
+            "response/tokens": 80 * n,
+            "timing/step": 2.0,
+        }
+        for n in range(1, 13)
     ]
     steps[1]["reward/mean"] = None
     steps[5]["eval/accuracy"], steps[11]["eval/accuracy"] = 0.5, 0.625
@@ -64,12 +71,6 @@ def test_summary_of_a_hand_written_run(tmp_path):
     ]
 
 
-def test_sampled_tokens_are_those_that_were_counted_where_a_step_has_more_samples_than_it_trains() -> None:
-    step = {"response/length_mean": 100.0, "response/tokens": 3200, "timing/step": 10.0}
-    assert sampled_text([step], 8) == "3,200 tokens, 320 tokens/s over 10 s of steps"
-    assert sampled_text([{**step, "response/tokens": None}], 8) == "800 tokens, 80 tokens/s over 10 s of steps"
-
-
 def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", twelve_steps())
     write_summary(config(), tmp_path, checkpoint=None, seconds=1.0)
@@ -85,7 +86,7 @@ def test_reward_curve_is_a_picture_with_all_three_colours(tmp_path):
     [
         ([], ["a $tiny_run$: 0 steps", "not evaluated", "none measured", "none measured", "0 tokens"]),
         (
-            [{"step": 1, "reward/mean": 0.5, "response/length_mean": 4.0}],
+            [{"step": 1, "reward/mean": 0.5, "response/length_mean": 4.0, "response/tokens": 32}],
             ["a $tiny_run$: 1 steps", "not evaluated", "0.500 (one step)", "4.0 tokens (one step)", "32 tokens"],
         ),
         (

@@ -1,4 +1,4 @@
-"""MLflow: metrics, settings as parameters, pictures, and at the end config.yaml and the samples as artifacts.
+"""MLflow: metrics, settings as parameters, and at the end config.yaml and the samples as artifacts.
 
 Written with MlflowClient, without MLflow's active run of the process:
 https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
@@ -78,9 +78,6 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
         self._try(lambda client: client.log_batch(self._run_id, metrics=metrics))
-
-    def show(self, step: int, name: str, picture: Any) -> None:
-        self._try(lambda client: client.log_image(self._run_id, picture, key=name, step=step))
 
     def close(self, *, failed: bool) -> None:
         for name in ARTIFACTS:

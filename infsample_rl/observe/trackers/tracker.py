@@ -21,9 +21,6 @@ class Tracker(Protocol):
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Metrics of a step that have a value, and samples with the keys COMPLETION_COLUMNS."""
 
-    def show(self, step: int, name: str, picture: Any) -> None:
-        """A picture of a step, uint8 [height, width, 3]."""
-
     def close(self, *, failed: bool) -> None:
         """Send what is left, and end."""
 

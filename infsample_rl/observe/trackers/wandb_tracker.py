@@ -1,4 +1,4 @@
-"""W&B: metrics over `step`, samples as a table, pictures as media; offline without a key or a server."""
+"""W&B: metrics over `step`, samples as a table; offline without a key or a server."""
 
 from __future__ import annotations
 
@@ -58,11 +58,6 @@ class WandbTracker:
         table = {"completions": wandb_table(samples)} if samples else {}
         self._run.log({"step": step, **values, **table})
 
-    def show(self, step: int, name: str, picture: Any) -> None:
-        import wandb
-
-        self._run.log({"step": step, name: wandb.Image(picture, caption=f"step {step}")})
-
     def close(self, *, failed: bool) -> None:
         try:
             self._run.finish(exit_code=1 if failed else 0)
@@ -103,7 +98,7 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
     # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
     # dropped.
     run.define_metric("step", hidden=True)
-    for name in (*(f"{group}/*" for group in GROUPS), "completions", "timeline"):
+    for name in (*(f"{group}/*" for group in GROUPS), "completions"):
         run.define_metric(name, step_metric="step")
     run.define_metric("eval/accuracy", step_metric="step", summary="max,last")
     return run, reason
