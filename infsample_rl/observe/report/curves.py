@@ -188,11 +188,11 @@ def _line(records: Sequence[Record], name: str, spread: str | None) -> Chart:
     values = [[record[name] for record in part] for part in parts]
     middle = list(map(fmean, values))
     line: Chart = {"x": [part[-1]["step"] for part in parts], "y": list(map(short, middle))}
-    deviations = [record.get(spread) for record in found] if spread and size == 1 else [None]
+    deviations = [record[spread] for record in found if record.get(spread) is not None] if spread else []
     if size > 1:
         low, high = list(map(min, values)), list(map(max, values))
         band = f"lowest to highest; the line is the mean of {size} steps"
-    elif None not in deviations:
+    elif len(deviations) == len(found):
         low, high = ([mean + sign * by for mean, by in zip(middle, deviations, strict=True)] for sign in (-1, 1))
         band = "± standard deviation"
     else:

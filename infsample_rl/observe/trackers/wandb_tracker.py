@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from requests.utils import get_netrc_auth
 
 from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import GROUPS
-from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
 
 # of the public server, the older name and the one since 0.31
 PUBLIC_SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
+COMPLETION_COLUMNS = [
+    "step", "prompt_index", "sample_index", "prompt", "response", "reward", "components", "advantage", "length",
+    "finish_reason", "policy_version",
+]  # fmt: skip
 
 
 def wandb_mode(choice: str) -> str:
@@ -48,9 +52,10 @@ def has_wandb_key() -> bool:
 class WandbTracker:
     """A W&B run, with its files in run_dir/wandb, its id in run_dir/wandb_id, and nothing of its own on the console."""
 
-    def __init__(self, config: Config, run_dir: Path, mode: str, start_step: int) -> None:
-        path = run_dir / "wandb_id"
-        self._run, reason = start_wandb(config, run_dir, mode, kept_id(path, start_step) or new_id(path))
+    def __init__(self, config: Config, run_dir: Path, mode: str, kept_id: str | None) -> None:
+        run_id = kept_id or secrets.token_hex(4)
+        (run_dir / "wandb_id").write_text(run_id + "\n", encoding="utf-8")
+        self._run, reason = start_wandb(config, run_dir, mode, run_id)
         self.said = [f"W&B goes offline: {reason}"] if reason else []
         self.place = f"W&B: {self._run.url or 'offline, in ' + str(run_dir / 'wandb')}"
 
