@@ -81,22 +81,6 @@ def test_hovering_a_bar_tells_of_its_sample(page):
     assert "sample 8" in said and "tokens, ended by itself" in said and "reward" in said and "Answer: " in said
 
 
-def test_hovering_a_chart_tells_the_values_of_the_nearest_step(page):
-    page.locator("#learning figure").first.locator(".sensor").hover()
-    assert page.locator(".tip").inner_text().startswith("step 2") and "0.25" in page.locator(".tip").inner_text()
-
-
-def test_another_step_axis_and_colour_of_the_timeline_can_be_chosen(page):
-    controls = page.locator("#rows select")
-    controls.nth(0).select_option("2")
-    controls.nth(2).select_option("steps")
-    controls.nth(3).select_option("length")
-    assert (
-        "running steps" in page.locator("#rows .plot").inner_text()
-        and "length (tokens)" in page.locator("#rows .legend").inner_text()
-    )
-
-
 def test_completions_are_filtered_by_kind_step_and_words(page):
     shown, kind, step = (
         page.locator("article.completion"),
