@@ -11,7 +11,7 @@ ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Imported once when they have been installed, so that not every process of the first run compiles them.
 COMPILED := infsample_rl.controller.driver, infsample_rl.rollout.worker, infsample_rl.learner.fsdp_backend, infsample_rl.learner.deepspeed_backend, \
-  infsample_rl.reward.worker, infsample_rl.observe.report.writing, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
+  infsample_rl.reward.worker, infsample_rl.observe.report.page, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -55,10 +55,9 @@ def build_workspace(options: DashboardOptions) -> Any:
         axis = workspaces.SectionPanelSettings(x_axis="step")
         return workspaces.Section(name=name, panels=shown, is_open=is_open, panel_settings=axis)
 
-    media = [panels.MediaBrowser(title="timeline: what every process did", media_keys=["timeline"])]
     tables = [panels.WeavePanelSummaryTable(table_name="completions")]
     sections = [section("overview", [lines(*entry) for entry in OVERVIEW], is_open=True)]
-    sections += [section("samples", tables, is_open=True), section("timeline", media, is_open=True)]
+    sections.append(section("samples", tables, is_open=True))
     for group in GROUPS:
         names = [name for name in METRICS if name.startswith(group + "/") and "<" not in name]
         sections.append(section(group, [lines(_title(name), (name,)) for name in names]))

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from infsample_rl.observe.records import read_records
-from infsample_rl.observe.report.writing import labels
+from infsample_rl.observe.report.page import labels
 
 PANELS = (
     ("reward/mean", "mean reward"),

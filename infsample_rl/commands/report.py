@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from infsample_rl.config.command_line import run_command
-from infsample_rl.observe.report.writing import write_report
+from infsample_rl.observe.report.page import write_report
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -26,11 +26,11 @@ from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.controller.step_records import StepRecorder
 from infsample_rl.observe.phases import report_phases
 from infsample_rl.observe.run_log import RunLogger
-from infsample_rl.observe.summary import write_summary
+from infsample_rl.observe.screen import aligned
+from infsample_rl.observe.summary import summary
 from infsample_rl.observe.timeline import Timeline
 
 LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
-TRACE_STEPS = 20  # steps that trace.json keeps, the newest last
 
 
 class Driver:
@@ -41,7 +41,7 @@ class Driver:
         self._lock = start.lock  # of the run folder, for as long as this process lives
         run_dir, total_steps = Path(config.run.dir or "."), start.total_steps
         log = RunLogger(config, run_dir, total_steps=total_steps, start_step=start.step)
-        log.print_table(f"{config.run.name}: what was derived", start.table)
+        log.note(aligned(f"{config.run.name}: what was derived", start.table))
         for warning in start.warnings:
             log.warn(warning)
         log.note("first prompt: " + repr(start.prompts.first_rendered))
@@ -63,8 +63,7 @@ class Driver:
         self.recovery = Recovery(self.run_state, self.saver)
         self.evaluation = Evaluation(self.run_state, start.eval_prompts)
         self._recorder = StepRecorder(self.run_state, start.tokenizer)
-        trace = run_dir / "trace.json"
-        self._timeline = Timeline(trace, keep_steps=TRACE_STEPS, start_step=start.step, say=log.keep)
+        self._timeline = Timeline(run_dir / "trace.json", start_step=start.step)
 
     def run(self) -> None:
         """Train to the last step, evaluating and saving on the way; end with a summary. After SIGTERM save what is
@@ -98,7 +97,7 @@ class Driver:
             # Ray has put back what there was before it; a second SIGTERM changes nothing now
             run.interruption.install()
         seconds = time.monotonic() - started
-        print(write_summary(run.config, run.run_dir, checkpoint=self.saver.checkpoint, seconds=seconds), flush=True)
+        print(summary(run.config, run.run_dir, checkpoint=self.saver.checkpoint, seconds=seconds), flush=True)
 
     def _start(self) -> None:
         """Start all workers, with the weights that sample first."""

@@ -50,29 +50,23 @@ class Steps:
     first: Sequence[dict[str, Any]]
     recent: Sequence[dict[str, Any]]
 
-    def last(self, count: int, name: str, default: float | None = None) -> list[float]:
-        """A metric in the last `count` steps; empty unless all of them are there and have a number or `default`."""
-        return _numbers(self.recent[-count:], count, name, default)
-
-    def last_known(self, count: int, name: str) -> list[float]:
-        """A metric of the last `count` steps that have it; empty where fewer have. Steps without a learner row have no
+    def last(self, count: int, name: str) -> list[float]:
+        """A metric in the last `count` steps that have it; empty where fewer have. Steps without a learner row have no
         mean over tokens."""
-        return _numbers([record for record in self.recent if record.get(name) is not None][-count:], count, name)
+        return values if len(values := _known(self.recent, name)[-count:]) == count else []
 
     def baseline(self, name: str) -> float | None:
         """Mean of a metric over those of the first BASELINE_STEPS that have it, once later ones are there to be
         compared with them."""
         if len(self.first) < BASELINE_STEPS or self.recent[-1]["step"] < self.first[-1]["step"] + RECENT:
             return None
-        known = [record for record in self.first if record.get(name) is not None]
-        values = _numbers(known, len(known), name)
+        values = _known(self.first, name)
         return fmean(values) if values else None
 
 
-def _numbers(records: Sequence[dict[str, Any]], count: int, name: str, default: float | None = None) -> list[float]:
-    values = [default if record.get(name) is None else record[name] for record in records]
-    numbers = [value for value in values if value is not None and math.isfinite(value)]
-    return numbers if len(numbers) == len(values) == count else []
+def _known(records: Sequence[dict[str, Any]], name: str) -> list[float]:
+    values = (record.get(name) for record in records)
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def _slower(config: Config) -> str:
@@ -85,18 +79,11 @@ def constant_reward(config: Config, steps: Steps) -> Verdict:
     means = steps.last(SAME_REWARD_STEPS, "reward/mean")
     if not signal or not means or max(signal) > 0:
         return None
-    if max(steps.last(SAME_REWARD_STEPS, "reward/std", 0.0)) == 0:
-        do = (
-            "see in completions.jsonl whether reward.functions reads the answer (data.answer_field); if it does, take "
-            "easier or harder prompts"
-        )
-    else:
-        do = f"take prompts of middling difficulty, rollout.group_size={2 * config.rollout.group_size}"
-        if not config.objective.dynamic_sampling and config.run.max_staleness == 0:
-            do += ", or objective.dynamic_sampling=true"
     return 1.0, (
         f"the samples of every prompt of the last {SAME_REWARD_STEPS} steps got the same reward (mean "
-        f"{fmean(means):.3g}): nothing is learnt; {do}"
+        f"{fmean(means):.3g}): nothing is learnt; see in completions.jsonl whether reward.functions reads the answer "
+        "(data.answer_field); if it does, take prompts of middling difficulty, or set "
+        f"rollout.group_size={2 * config.rollout.group_size}"
     )
 
 
@@ -118,7 +105,7 @@ def exploding_kl(config: Config, steps: Steps) -> Verdict:
 
 def collapsing_entropy(config: Config, steps: Steps) -> Verdict:
     """Samples of a prompt grow alike."""
-    newest, first = steps.last_known(RECENT, "learner/entropy"), steps.baseline("learner/entropy")
+    newest, first = steps.last(RECENT, "learner/entropy"), steps.baseline("learner/entropy")
     if not newest or first is None or not fmean(newest) < ENTROPY_SHARE * first:
         return None
     now, more = fmean(newest), f"objective.entropy_coef={max(0.001, 3 * config.objective.entropy_coef):.1g}"
@@ -148,68 +135,52 @@ def all_cut(config: Config, steps: Steps) -> Verdict:
 def predictor_worse_than_none(config: Config, steps: Steps) -> Verdict:
     """Predicted lengths cost running steps, or order samples the wrong way round."""
     used, saved = steps.last(RECENT, "predictor/used"), steps.last(RECENT, "predictor/steps_saved")
-    is_used = bool(used) and min(used) == 1
+    taus, is_used = steps.last(TAU_STEPS, "predictor/tau"), bool(used) and min(used) == 1
     if is_used and saved and sum(saved) < 0 and max(saved) <= 0:
         return -sum(saved), (
             f"predicted lengths are used and cost {-sum(saved):.0f} running steps in the last {RECENT} steps' replays: "
             "set rollout.predictor=none"
         )
-    taus, is_frozen = steps.last(TAU_STEPS, "predictor/tau"), config.rollout.predictor == "bert"
-    if not taus or fmean(taus) > 0 or not (is_frozen or is_used):
+    if not taus or fmean(taus) > 0 or not (is_used or config.rollout.predictor == "bert"):
         return None
-    do = (
-        "train it on this policy's samples, or set rollout.predictor=probe"
-        if is_frozen
-        else "set rollout.predictor=none"
-    )
     return 1.0 - fmean(taus), (
         f"predicted lengths order samples no better than chance: Kendall's tau is {fmean(taus):.2f} over the last "
-        f"{TAU_STEPS} steps; {do}"
+        f"{TAU_STEPS} steps; set rollout.predictor=none, or train a bert predictor on this policy's samples"
     )
 
 
 def idle_rows(config: Config, steps: Steps) -> Verdict:
     """Memory and compute for rows that do not decode."""
-    used, workers = steps.last(RECENT, "rollout/row_utilisation"), steps.last(RECENT, "cluster/rollout_workers", 1.0)
-    if not used:
-        return None
+    used, workers = steps.last(RECENT, "rollout/row_utilisation"), steps.last(1, "cluster/rollout_workers") or [1.0]
     rollout, prompts = config.rollout, config.data.prompts_per_step
     samples = prompts * rollout.group_size / workers[-1]
     unfilled = rollout.schedule != "token_budget" and samples < rollout.num_slots
-    if fmean(used) >= (UNFILLED_SHARE if unfilled else IDLE_SHARE):
+    if not used or fmean(used) >= (UNFILLED_SHARE if unfilled else IDLE_SHARE):
         return None
     if unfilled:
-        do = (
-            f"a worker has {samples:.0f} samples a step for {rollout.num_slots} slots; set "
-            f"rollout.slots={max(1, int(samples))}"
-        )
-    elif prompts / workers[-1] > rollout.prompts_at_once:
-        do = f"a prompt's last samples decode nearly alone; set rollout.prompts_at_once={2 * rollout.prompts_at_once}"
+        do = f"a worker has {samples:.0f} samples a step; set rollout.slots={max(1, int(samples))}"
     else:
-        do = (
-            f"a step's last samples decode nearly alone; set data.prompts_per_step={2 * prompts}, or "
-            "rollout.max_new_tokens lower"
-        )
-    said = f"{1 - fmean(used):.0%} of the decode rows stood idle over the last {RECENT} steps"
-    return 1 / max(fmean(used), 1e-3), f"{said}: {do}"
+        do = f"the last decode nearly alone; set data.prompts_per_step={2 * prompts} or rollout.prompts_at_once higher"
+    return 1 / max(fmean(used), 1e-3), (
+        f"{1 - fmean(used):.0%} of the decode rows stood idle over the last {RECENT} steps: {do}"
+    )
 
 
 def skipped_updates(config: Config, steps: Steps) -> Verdict:
     """Updates that could not be made: NaN, infinity, or nothing to learn from."""
-    newest, recent = steps.recent[-1], steps.recent[-10:]
-    if not newest.get("learner/skipped_updates"):
+    recent = steps.recent[-10:]
+    if not recent[-1].get("learner/skipped_updates"):
         return None
-    count = sum(record.get("learner/skipped_updates") or 0 for record in recent)
-    if (newest.get("reward/failed") or 0) >= (newest.get("response/samples") or config.samples_per_step):
-        why = "no sample has a reward; see the warnings above it in run.log"
-    elif config.objective.dynamic_sampling and not newest.get("reward/groups_with_signal"):
-        why = "no group was left by objective.dynamic_sampling; take prompts of middling difficulty"
-    elif config.learner.on_nonfinite == "stop":  # what is not finite would have ended the run
-        why = "an update had no sample with a reward or a signal; set fewer objective.mini_batches"
+    count = sum(_known(recent, "learner/skipped_updates"))
+    if config.learner.on_nonfinite == "stop":  # what is not finite would have ended the run
+        why = (
+            "an update had no sample with a reward or a signal; see the warnings before this one, take prompts of "
+            "middling difficulty or set fewer objective.mini_batches"
+        )
     else:
         dtype = {"float16": "model.dtype=bfloat16", "bfloat16": "model.lm_head_fp32=true"}.get(config.model.dtype)
         do = " or ".join(filter(None, [_slower(config), dtype]))
-        why = f"the loss or the gradient was not finite; set {do}"
+        why = f"the loss or the gradient was not finite, or nothing had a reward or a signal; set {do}"
     return count, f"{count:.0f} updates of the last {len(recent)} steps were skipped: {why}"
 
 
@@ -227,8 +198,8 @@ def always_clipped(config: Config, steps: Steps) -> Verdict:
 
 def failing_rewards(config: Config, steps: Steps) -> Verdict:
     """Samples whose reward function failed teach nothing."""
-    failed, samples = steps.last(3, "reward/failed"), steps.last(3, "response/samples", config.samples_per_step)
-    share = sum(failed) / sum(samples) if failed else 0.0
+    failed, samples = steps.last(3, "reward/failed"), steps.last(3, "response/samples")
+    share = sum(failed) / sum(samples) if failed and samples else 0.0
     if share < FAILED_SHARE:
         return None
     return share, (
@@ -246,17 +217,13 @@ def growing_mismatch(config: Config, steps: Steps) -> Verdict:
         name, setting = "learner/logprob_diff_mean", "mismatch_stop"
     else:
         return None
-    bound, newest, first = getattr(config.objective, setting), steps.last_known(RECENT, name), steps.baseline(name)
+    bound, newest, first = getattr(config.objective, setting), steps.last(RECENT, name), steps.baseline(name)
     if not newest or first is None or fmean(newest) < max(MISMATCH_SHARE * bound, MISMATCH_GROWTH * first):
         return None
     now = fmean(newest)
+    do = "set objective.importance=token_tis or model.lm_head_fp32=true"
     if config.mismatch_is_rounding:
-        do = (
-            f"set objective.{setting}={4 * now:.1g} if it is rounding of a sure policy; else engine and learner no "
-            "longer run the same one"
-        )
-    else:
-        do = "set objective.importance=token_tis" + ("" if config.model.lm_head_fp32 else " or model.lm_head_fp32=true")
+        do = f"set objective.{setting}={4 * now:.1g} if it is rounding; else engine and learner run different policies"
     return now / bound, (
         f"engine and learner differ by {now:.2g} in log-probability over the last {RECENT} steps, "
         f"{now / max(first, 1e-12):.1f} times the first steps'; the run stops at objective.{setting}={bound:g}: {do}"
@@ -265,15 +232,13 @@ def growing_mismatch(config: Config, steps: Steps) -> Verdict:
 
 def stale_samples(config: Config, steps: Steps) -> Verdict:
     """Importance weights of samples from older weights, or of a rounding engine, leave few of them."""
-    shares = steps.last_known(RECENT, "learner/engine_ess")
+    shares = steps.last(RECENT, "learner/engine_ess")
     if not shares or config.importance == "none" or fmean(shares) >= ESS_LIMIT:
         return None
     if config.run.max_staleness > 0:
         do = f"set run.max_staleness=0 or {_slower(config)}"
-    elif config.importance == "sequence_tis":
-        do = "set objective.importance=token_tis"
     else:
-        do = "set rollout.kv_dtype=auto" if config.rollout.kv_dtype != "auto" else "set model.lm_head_fp32=true"
+        do = "set rollout.kv_dtype=auto, model.lm_head_fp32=true or objective.importance=token_tis"
     return 1 / fmean(shares), (
         f"importance weights leave {fmean(shares):.0%} of the last {RECENT} steps' tokens effective: samples are of a "
         f"policy too different; {do}"

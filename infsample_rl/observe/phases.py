@@ -10,6 +10,7 @@ the name twice (docs/observability.md).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import ContextDecorator
+from collections.abc import Iterator
 from pathlib import Path
 
 from infsample_rl.types import Phase, WorkerPhases, WorkerStatus
@@ -30,57 +31,53 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _FRAMES = 6  # of a thread, the innermost
 
 
-class phase(ContextDecorator):  # noqa: N801 -- reads as a statement: with phase("decode")
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
     """A phase of this process, for a block or a whole function. Phases nest: at its end the outer one is the current
     one again."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def _recreate_cm(self) -> phase:
-        return phase(self.name)  # a decorated function may run in several threads
-
-    def __enter__(self) -> phase:
-        self._start = _recorder.begin(self)
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        _recorder.end(self, self._start)
-        if isinstance(error, Exception) and "__notes__" not in error.__dict__:  # the innermost phase says where it was
-            error.add_note(f"in phase {self.name}")
+    opened = _recorder.begin(name)
+    try:
+        yield
+    except Exception as error:
+        if "__notes__" not in error.__dict__:  # the innermost phase says where it was
+            error.add_note(f"in phase {name}")
+        raise
+    finally:
+        _recorder.end(*opened)
 
 
 class _Recorder:
     """Phases of one process: those that are open, the newest last, and those that have ended."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[tuple[phase, float]] = []  # of all threads together
+        self._lock = threading.RLock()
+        self._open: list[tuple[str, float]] = []  # of all threads together: name, since when
         self._ended: deque[Phase] = deque(maxlen=KEPT)
         self._threads: dict[int, int] = {}  # threading.get_ident() -> number
         self._idle_since = time.time()
-        self._comm = _open_comm()
+        self._comm: int | None = None  # this process's name, kept open, which makes a write three times cheaper
+        with contextlib.suppress(OSError):  # there is no /proc
+            self._comm = os.open("/proc/self/comm", os.O_WRONLY | os.O_CLOEXEC)
 
-    def begin(self, opened: phase) -> float:
+    def begin(self, name: str) -> tuple[str, float]:
         with self._lock:
-            now = time.time()
-            self._open.append((opened, now))
-            self._show(opened.name)
-            return now
+            self._open.append((name, time.time()))
+            self._show()
+            return self._open[-1]
 
-    def end(self, opened: phase, start: float) -> None:
+    def end(self, name: str, start: float) -> None:
         with self._lock:
             now = max(start, time.time())  # the clock may be set back
-            self._open.remove((opened, start))
+            self._open.remove((name, start))
             thread = self._threads.setdefault(threading.get_ident(), len(self._threads))
-            self._ended.append(Phase(opened.name, start, now, thread))
+            self._ended.append(Phase(name, start, now, thread))
             if not self._open:
                 self._idle_since = now
-            self._show(self._open[-1][0].name if self._open else IDLE)
+            self._show()
 
     def current(self) -> tuple[str, float]:
         with self._lock:
-            return (self._open[-1][0].name, self._open[-1][1]) if self._open else (IDLE, self._idle_since)
+            return self._open[-1] if self._open else (IDLE, self._idle_since)
 
     def take(self) -> tuple[list[Phase], float]:
         with self._lock:
@@ -88,9 +85,9 @@ class _Recorder:
             self._ended.clear()
             return taken, min([start for _, start in self._open], default=time.time())
 
-    def _show(self, name: str) -> None:
+    def _show(self) -> None:
         if self._comm is not None:
-            os.write(self._comm, name.encode()[:NAME_BYTES])
+            os.write(self._comm, self.current()[0].encode()[:NAME_BYTES])
 
 
 def current() -> tuple[str, float]:
@@ -155,30 +152,16 @@ def _stack() -> str:
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
         if ident != threading.get_ident() and any(entry.filename.startswith(_PACKAGE) for entry in frames):
-            texts.append(
-                "\n".join(
-                    f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}: {entry.line}"
-                    for entry in frames[-_FRAMES:]
-                )
-            )
+            lines = (f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}: {entry.line}" for entry in frames)
+            texts.append("\n".join(deque(lines, maxlen=_FRAMES)))
     return "\n\n".join(texts)
-
-
-def _open_comm() -> int | None:
-    """This process's name, to be written; kept open, which makes a write three times cheaper. None where there is no
-    /proc."""
-    try:
-        return os.open("/proc/self/comm", os.O_WRONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def _start_anew() -> None:
     """In a forked child: its parent's phases are not its own, and the open name is still its parent's."""
     global _recorder
-    inherited = _recorder._comm
-    if inherited is not None:
-        os.close(inherited)
+    if _recorder._comm is not None:
+        os.close(_recorder._comm)
     _recorder = _Recorder()
 
 

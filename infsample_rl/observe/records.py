@@ -9,60 +9,61 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from infsample_rl.observe.files import write_atomically
 
 
-def open_records(path: Path, start_step: int) -> TextIO:
-    """Open a JSONL file for appending. For a new run, `start_step` 0, it is empty: an older file is set aside."""
-    if start_step == 0:
-        set_aside(path)
-    file = _append_to(path)
-    if file.tell():
-        with path.open("rb") as written:
-            written.seek(-1, os.SEEK_END)
-            if written.read() != b"\n":
-                file.write("\n")  # behind the part of a line that a killed process has left
-    return file
+class RecordFile:
+    """A file that is appended to. For a new run, `start_step` 0, it is empty: an older one is set aside."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        if start_step == 0:
+            set_aside(path)
+        self._path = path
+        self._file = path.open("ab+")
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read() != b"\n":
+                self._file.write(b"\n")  # behind the part of a line that a killed process has left
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Write records, each with its step, and hand them to the operating system, so that a killed process loses
+        none."""
+        self._file.write(b"".join(map(_line, records)))
+        self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop records of steps after `step` (-1: all) and torn lines."""
+        self._rewrite(lambda record, line: line if record["step"] <= step else b"")
+
+    def amend(self, step: int, values: dict[str, Any]) -> None:
+        """Add values to the record of a step."""
+
+        self._rewrite(lambda record, line: _line(record | values) if record["step"] == step else line)
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+    def _rewrite(self, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
+        """Write for every record and its line what `change` makes of them; torn lines go."""
+        self._file.close()
+        with self._path.open("rb") as old:
+            records = ((parse_record(line), line.rstrip(b"\n") + b"\n") for line in old)
+            # the bytes as they are: numbers keep every digit
+            write_atomically(self._path, (change(record, line) for record, line in records if record is not None))
+        self._file = self._path.open("ab+")
 
 
-def rewind_records(file: TextIO, path: Path, step: int) -> TextIO:
-    """Cut an open file of this run back to `step` (-1: empty it) and go on with it."""
-    file.close()
-    cut_back(path, step)
-    return _append_to(path)
-
-
-def amend_record(file: TextIO, path: Path, step: int, values: dict[str, Any]) -> TextIO:
-    """Add values to the record that an open file has of a step, and go on with it."""
-    file.close()
-
-    def amended(record: dict[str, Any], line: bytes) -> bytes:
-        return _line(record | values).encode(errors="backslashreplace") if record["step"] == step else line
-
-    _rewrite(path, amended)
-    return _append_to(path)
-
-
-def _append_to(path: Path) -> TextIO:
-    # A lone surrogate (from a data file) becomes \udxxx, which is also how JSON writes it.
-    return path.open("a", encoding="utf-8", errors="backslashreplace")
-
-
-def append_records(file: TextIO, records: list[dict[str, Any]]) -> None:
-    """Write records and hand them to the operating system, so that a killed process loses none. Numbers as json_value()
-    gives them."""
-    file.write("".join(_line(record) for record in records))
-    file.flush()
-
-
-def _line(record: dict[str, Any]) -> str:
+def _line(record: dict[str, Any]) -> bytes:
     try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     # NaN, or a number of numpy's: seldom, and walking through every record takes ten times as long
     except (ValueError, TypeError):
-        return json.dumps(json_value(record), ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps(json_value(record), ensure_ascii=False, allow_nan=False)
+    # a lone surrogate (from a data file) becomes \udxxx, which is also how JSON writes it
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -73,20 +74,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 record = parse_record(line)
                 if record is not None:
                     yield record
-
-
-def cut_back(path: Path, step: int) -> None:
-    """Drop records of steps after `step` and torn lines."""
-    if path.exists():
-        _rewrite(path, lambda record, line: line if record["step"] <= step else b"")
-
-
-def _rewrite(path: Path, change: Callable[[dict[str, Any], bytes], bytes]) -> None:
-    """Write for every record and its line what `change` makes of them; torn lines go."""
-    with path.open("rb") as old:
-        records = ((parse_record(line), line.rstrip(b"\n") + b"\n") for line in old)
-        # the bytes as they are: numbers keep every digit
-        write_atomically(path, (change(record, line) for record, line in records if record is not None))
 
 
 def set_aside(path: Path) -> None:

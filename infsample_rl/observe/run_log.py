@@ -12,16 +12,8 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.observe.health import Health
 from infsample_rl.observe.live_view import LiveView
-from infsample_rl.observe.records import (
-    amend_record,
-    append_records,
-    json_value,
-    open_records,
-    read_records,
-    rewind_records,
-)
+from infsample_rl.observe.records import RecordFile, json_value, read_records
 from infsample_rl.observe.screen import Screen
-from infsample_rl.observe.timeline_picture import draw_timeline, newest_step
 from infsample_rl.observe.trackers.trackers import start_trackers
 from infsample_rl.types import ClusterNow
 
@@ -29,10 +21,9 @@ METRICS_FILE, COMPLETIONS_FILE, WARNINGS_FILE = "metrics.jsonl", "completions.js
 SAMPLES_FILE, LENGTHS_FILE = "samples.jsonl", "lengths.jsonl"
 # with a step: cut back where steps are done again
 RECORD_FILES = (METRICS_FILE, COMPLETIONS_FILE, SAMPLES_FILE, LENGTHS_FILE, WARNINGS_FILE)
-REPORT_FILE, TRACE_FILE = "report.html", "trace.json"
+REPORT_FILE = "report.html"
 REPORT_SHARE = 0.02  # of a run's time, at most, that reports at checkpoints may take
 WARN_EVERY_STEPS = 20  # of warnings that may come with every step, one of a kind in so many is said
-PICTURE_EVERY_S = 60.0  # trackers get a timeline; drawing one takes a part of a second
 
 
 class RunLogger:
@@ -46,19 +37,15 @@ class RunLogger:
 
     def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
         self._trackers = start_trackers(config, run_dir, start_step)  # first: it may refuse
-        self._pictured, self._picture_due_at = start_step, time.monotonic() + PICTURE_EVERY_S
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
         sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
         self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
-        options: dict[str, Any] = {
-            "total_steps": total_steps,
-            "start_step": start_step,
-            "progress": config.logging.progress,
-        }
-        self._screen = Screen(run_dir / "run.log", self._view, **options)
-        self._files = {name: open_records(run_dir / name, start_step) for name in RECORD_FILES}
+        steps = {"total_steps": total_steps, "start_step": start_step}
+        self._screen = Screen(run_dir / "run.log", self._view, progress=config.logging.progress, **steps)
+        self._files = {name: RecordFile(run_dir / name, start_step) for name in RECORD_FILES}
+        self._is_closed = False
         self._report_due_at = 0.0
         self._step = start_step
         before = (record for record in read_records(run_dir / METRICS_FILE) if record["step"] <= start_step)
@@ -69,23 +56,15 @@ class RunLogger:
         for place in filter(None, (tracker.place for tracker in self._trackers)):
             self.note(place)
 
-    def print_table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Print names and values below a title."""
-        self._screen.table(title, rows)
-
     def note(self, text: str) -> None:
         """Print a line (above the progress bar) and keep it in run.log."""
         self._screen.line(text)
-
-    def keep(self, text: str) -> None:
-        """Keep a line in run.log alone."""
-        self._screen.keep(text)
 
     def warn(self, text: str, rule: str = "") -> None:
         """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py,
         where one found it."""
         self._screen.warn(text)
-        append_records(self._files[WARNINGS_FILE], [{"step": self._step, "rule": rule or None, "text": text}])
+        self.append(WARNINGS_FILE, [{"step": self._step, "rule": rule or None, "text": text}])
 
     def warn_seldom(self, text: str) -> None:
         """A warning that may come with every step: said once in WARN_EVERY_STEPS of those that differ in numbers alone,
@@ -101,15 +80,14 @@ class RunLogger:
     def start_progress(self, source: Callable[[], ClusterNow] | None = None) -> None:
         """Show the live view before the first step ends. `source`: what is in flight, without waiting; asked on a
         terminal only."""
-        if self._screen.is_live:
-            self._view.watch(source)
+        self._view.watch(source)
         self._screen.start_live()
 
     def log_step(self, step: int, metrics: dict[str, float | None], completions: list[dict[str, Any]]) -> None:
         """Keep and show one step. Call it before the step's checkpoint gets its name, or a kill in between loses the
         record.
 
-        `completions`: dicts with the keys COMPLETION_COLUMNS; the first logging.completions_per_step are kept.
+        `completions`: as StepRecorder has them; the first logging.completions_per_step are kept.
         """
         self._step = step
         findings = self._health.enter(step, metrics)
@@ -117,15 +95,10 @@ class RunLogger:
             metrics = {**metrics, "health/warnings": self._health.num_holding}
         values = json_value(metrics)
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
-        append_records(self._files[METRICS_FILE], [{"step": step, **values}])
-        append_records(self._files[COMPLETIONS_FILE], samples)
-        known = _known(values)
-        for tracker in self._trackers:
-            tracker.log(step, known, samples)
-        if time.monotonic() >= self._picture_due_at:
-            self._show_timeline()
-        self._say_of_trackers()
-        self._screen.step(step, known)
+        self.append(METRICS_FILE, [{"step": step, **values}])
+        self.append(COMPLETIONS_FILE, samples)
+        self._track(step, values, samples)
+        self._screen.step(step, _known(values))
         for finding in findings:
             self.warn(finding.text, finding.rule)
 
@@ -136,15 +109,13 @@ class RunLogger:
     def add_to_step(self, step: int, metrics: dict[str, float | None]) -> None:
         """Keep and show what of a step was measured after log_step()."""
         values = json_value(metrics)
-        self._files[METRICS_FILE] = amend_record(self._files[METRICS_FILE], self._run_dir / METRICS_FILE, step, values)
-        for tracker in self._trackers:
-            tracker.log(step, _known(values), [])
-        self._say_of_trackers()
+        self._files[METRICS_FILE].amend(step, values)
+        self._track(step, values, [])
         self._screen.step(step, _known(self.record_of(step) or {}))
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Keep records with a step in one of RECORD_FILES."""
-        append_records(self._files[name], records)
+        self._files[name].append(records)
 
     def write_report(self, *, is_last: bool = False) -> None:
         """Write report.html. Before the run's last it is left out where it would take more than REPORT_SHARE of the
@@ -152,7 +123,7 @@ class RunLogger:
         if not is_last and time.monotonic() < self._report_due_at:
             return
         # late: what it takes, a run that fails at start need not load
-        from infsample_rl.observe.report.writing import write_report
+        from infsample_rl.observe.report.page import write_report
 
         started = time.monotonic()
         try:
@@ -161,15 +132,10 @@ class RunLogger:
             self.warn(f"{REPORT_FILE} could not be written ({type(error).__name__}: {error})")
         self._report_due_at = time.monotonic() + (time.monotonic() - started) / REPORT_SHARE
 
-    def _show_timeline(self) -> None:
-        """Give the trackers a picture of the newest step that trace.json has, if they have not got it."""
-        self._picture_due_at = time.monotonic() + PICTURE_EVERY_S
-        found = newest_step(self._run_dir / TRACE_FILE) if self._trackers else None
-        if found is None or found[0] <= self._pictured:
-            return
-        self._pictured, picture = found[0], draw_timeline(*found)
+    def _track(self, step: int, values: dict[str, Any], samples: list[dict[str, Any]]) -> None:
         for tracker in self._trackers:
-            tracker.show(found[0], "timeline", picture)
+            tracker.log(step, _known(values), samples)
+        self._say_of_trackers()
 
     def _say_of_trackers(self) -> None:
         for tracker in self._trackers:
@@ -181,24 +147,22 @@ class RunLogger:
         """Forget steps after `step`, which are done again: the JSONL files are cut back as on a resume. 0: the first
         evaluation too."""
         for name, file in self._files.items():  # a warning before the first step stays
-            last = step if name == WARNINGS_FILE else step or -1
-            self._files[name] = rewind_records(file, self._run_dir / name, last)
+            file.rewind(step if name == WARNINGS_FILE else step or -1)
         self._health.rewind(step)
-        self._step, self._pictured = step, min(self._pictured, step)
+        self._step = step
         self._screen.rewind(step)
 
     def close(self, *, failed: bool = False) -> None:
         """Stop the live view, finish the trackers (as a failed run if `failed`) and close the files. Calling it again
         does nothing."""
         self._screen.stop_live()
-        if not self._files[METRICS_FILE].closed:
-            self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
-        if self._trackers:
-            self._show_timeline()
-            for tracker in self._trackers:
-                tracker.close(failed=failed)
-            self._say_of_trackers()
-            self._trackers = []
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.write_report(is_last=True)  # before the trackers, which may take longer than run.grace_s leaves
+        for tracker in self._trackers:
+            tracker.close(failed=failed)
+        self._say_of_trackers()
         for file in self._files.values():
             file.close()
         self._screen.close()

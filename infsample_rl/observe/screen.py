@@ -55,15 +55,6 @@ class Screen:
         self._write_log(text)
         self._print(text, style)
 
-    def keep(self, text: str) -> None:
-        """A line for run.log alone."""
-        self._write_log(printable(text))
-
-    def table(self, title: str, rows: list[tuple[str, str]]) -> None:
-        """Names and values, aligned."""
-        width = max((len(printable(name)) for name, _ in rows), default=0)
-        self.line("\n".join([title, *(f"  {printable(name):<{width}}  {value}" for name, value in rows)]))
-
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Bring the view up to date, or print the step's line."""
         self._step = step
@@ -90,14 +81,9 @@ class Screen:
         self._marks.clear()
         self._view.rewind(step)
 
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a view to be watched: on a terminal, with logging.progress."""
-        return self._console is not None and self._progress
-
     def start_live(self) -> None:
-        """Start the live view, once."""
-        if self._console is None or not self.is_live or self._live is not None:
+        """Start the live view on a terminal, once, unless logging.progress is false."""
+        if self._console is None or not self._progress or self._live is not None:
             return
         # Lines of other processes (Ray prints workers' output here) stay above the view; a stderr that goes to a file
         # is left alone.
@@ -149,6 +135,12 @@ class Screen:
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         self._log.writelines(f"{stamp} {line}\n" for line in text.splitlines())
         self._log.flush()
+
+
+def aligned(title: str, rows: list[tuple[str, str]]) -> str:
+    """Names and values below a title."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
 def duration(seconds: float) -> str:

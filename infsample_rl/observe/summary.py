@@ -1,11 +1,8 @@
-"""The end of a run: a short summary from metrics.jsonl and a picture of the reward curve."""
+"""The end of a run: a short summary from metrics.jsonl."""
 
 from __future__ import annotations
 
-import json
 import shlex
-import sys
-import warnings
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,43 +22,30 @@ FILES = {  # what a run folder may hold, in the order it is listed
     "trace.json": "who did what when, for ui.perfetto.dev",
     "plan.json": "memory that was planned",
     "versions.json": "of Python, packages and machine",
-    "reward_curve.png": "reward, held-out accuracy and response length over the steps",
     "run.log": "what was printed, with times",
     "checkpoints": "to resume from, and to load with transformers",
     "wandb": "W&B files; to upload those of offline runs: wandb sync DIR/offline-run-*",
     "tensorboard": "TensorBoard files; to see them: tensorboard --logdir DIR",
 }
-CURVES = {
-    "reward/mean": ("reward", "#1f5fa8"),
-    "eval/accuracy": ("held-out accuracy", "#d1620a"),
-    "response/length_mean": ("response length (tokens)", "#2a7f4f"),
-}
 
 
-def write_summary(config: Config, run_dir: Path, *, checkpoint: Path | None, seconds: float) -> str:
-    """Draw run_dir/reward_curve.png and return the summary as text.
-
-    `seconds` is the time of this start of the run; tokens and tokens/s are over all steps in metrics.jsonl, earlier
-    starts included.
-    """
+def summary(config: Config, run_dir: Path, *, checkpoint: Path | None, seconds: float) -> str:
+    """The summary as text. `seconds` is the time of this start of the run; tokens and tokens/s are over all steps in
+    metrics.jsonl, earlier starts included."""
     records = list(read_records(run_dir / "metrics.jsonl"))
     steps = [record for record in records if record["step"] > 0]
-    title = f"{config.run.name}: {len(steps)} steps"
-    if steps:
-        draw_curves(
-            records, run_dir / "reward_curve.png", title=f"{title}, {config.rollout.group_size} samples a prompt"
-        )
-    rows = [
-        ("held-out accuracy", accuracy_text(records)),
-        ("reward", before_after(steps, "reward/mean", "{:.3f}")),
-        ("response length", before_after(steps, "response/length_mean", "{:.1f}", " tokens")),
-        ("sampled", sampled_text(steps, config.samples_per_step)),
-        ("time", duration(seconds)),
-        ("checkpoint", str(checkpoint.resolve()) if checkpoint else "none"),
-    ]
+    rows = {
+        "held-out accuracy": accuracy_text(records),
+        "reward": before_after(steps, "reward/mean", "{:.3f}"),
+        "response length": before_after(steps, "response/length_mean", "{:.1f}", " tokens"),
+        "sampled": sampled_text(steps),
+        "time": duration(seconds),
+        "checkpoint": str(checkpoint.resolve()) if checkpoint else "none",
+    }
     if checkpoint is not None:
-        rows.append(("try it", try_command(config, checkpoint.resolve(), run_dir.resolve())))
-    lines = [title, *(f"  {name:<17}  {text}" for name, text in rows), f"  files in {run_dir.resolve()}:"]
+        rows["try it"] = f"python -m infsample_rl chat {shlex.quote(str(checkpoint.resolve()))}"
+    lines = [f"{config.run.name}: {len(steps)} steps", *(f"  {name:<17}  {text}" for name, text in rows.items())]
+    lines.append(f"  files in {run_dir.resolve()}:")
     for name, text in FILES.items():
         path = run_dir / name
         if path.exists():
@@ -76,22 +60,14 @@ def series(records: list[dict[str, Any]], name: str) -> tuple[list[int], list[fl
     return [step for step, _ in found], [value for _, value in found]
 
 
-def ends(values: list[float]) -> tuple[float, float, int]:
-    """Mean of the first and the last n values and n: five, or half of them when there are fewer than ten."""
-    n = max(1, min(5, len(values) // 2))
-    return fmean(values[:n]), fmean(values[-n:]), n
-
-
 def before_after(steps: list[dict[str, Any]], name: str, form: str, unit: str = "") -> str:
-    """ "0.310 -> 0.520 (mean of the first and of the last 5 steps)"."""
+    """ "0.310 -> 0.520 (mean of the first and of the last 5 steps)"; of fewer than ten steps half of them."""
     _, values = series(steps, name)
-    if not values:
-        return "none measured"
-    first, last, n = ends(values)
-    if len(values) == 1:
-        return f"{form.format(first)}{unit} (one step)"
+    if len(values) < 2:
+        return f"{form.format(values[0])}{unit} (one step)" if values else "none measured"
+    n = min(5, len(values) // 2)
     over = f"mean of the first and of the last {n} steps" if n > 1 else "first and last step"
-    return f"{form.format(first)} -> {form.format(last)}{unit} ({over})"
+    return f"{form.format(fmean(values[:n]))} -> {form.format(fmean(values[-n:]))}{unit} ({over})"
 
 
 def accuracy_text(records: list[dict[str, Any]]) -> str:
@@ -104,58 +80,8 @@ def accuracy_text(records: list[dict[str, Any]]) -> str:
     return f"{values[0]:.3f} -> {values[-1]:.3f} (before and after: step {at[0]} and step {at[-1]})"
 
 
-def sampled_text(steps: list[dict[str, Any]], samples_per_step: int) -> str:
+def sampled_text(steps: list[dict[str, Any]]) -> str:
     """Tokens sampled in the steps (evaluations apart) and tokens a second of step time."""
-    measured = [step for step in steps if step.get("response/length_mean") is not None]
-    # With objective.dynamic_sampling a step has more samples than samples_per_step.
-    tokens = sum(step.get("response/tokens") or step["response/length_mean"] * samples_per_step for step in measured)
-    seconds = sum(step.get("timing/step") or 0.0 for step in measured)
+    tokens, seconds = (sum(series(steps, name)[1]) for name in ("response/tokens", "timing/step"))
     speed = f", {tokens / seconds:,.0f} tokens/s over {duration(seconds)} of steps" if seconds > 0 else ""
     return f"{tokens:,.0f} tokens{speed}"
-
-
-def try_command(config: Config, checkpoint: Path, run_dir: Path) -> str:
-    """A shell line that samples from the checkpoint with plain transformers, on the last prompt of
-    completions.jsonl."""
-    samples = run_dir / "completions.jsonl"
-    if samples.exists() and samples.stat().st_size > 0:
-        prompt = f'json.loads(open({str(samples)!r}).readlines()[-1])["prompt"]'
-    else:
-        prompt = json.dumps("Question: what is 7 + 5?\nAnswer:")
-    model = repr(str(checkpoint))
-    sample = f"max_new_tokens={config.rollout.max_new_tokens}, do_sample=True, temperature={config.rollout.temperature}"
-    generate = f'pipeline("text-generation", {model})({prompt}, {sample})[0]["generated_text"]'
-    code = f"import json; from transformers import pipeline; print({generate})"
-    return f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}"
-
-
-def smooth(values: list[float]) -> list[float]:
-    """Centred mean over about a tenth of the values, 5 to 21, and over fewer at both ends."""
-    half = min(10, max(2, len(values) // 20))
-    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-
-
-def draw_curves(records: list[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Write a PNG: reward, held-out accuracy where it was measured, and response length over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display and no pyplot state
-    from matplotlib.figure import Figure
-
-    shown = [name for name in CURVES if series(records, name)[1]]
-    figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(max(1, len(shown)), 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].set_title(title, parse_math=False)
-    for axes, name in zip(panels, shown, strict=False):
-        label, colour = CURVES[name]
-        at, values = series(records, name)
-        is_sparse = len(values) < 30
-        axes.plot(at, values, color=colour, alpha=0.35, linewidth=1, marker="." if is_sparse else "")
-        axes.plot(at, smooth(values) if len(values) >= 8 else values, color=colour, linewidth=2.2)
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("step")
-    panels[-1].xaxis.get_major_locator().set_params(integer=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a run's name in letters that no font here has: boxes
-        figure.savefig(path)

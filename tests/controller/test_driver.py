@@ -43,7 +43,7 @@ class Run:
 @pytest.fixture
 def train(tiny_qwen3, sums_file, tmp_path, monkeypatch) -> Callable[..., Run]:
     """Runs with `on` in FakeCluster.on; a run that is to fail is given the exception it ends with."""
-    monkeypatch.setattr(driver, "write_summary", lambda *arguments, **options: "")  # they take the longest here
+    monkeypatch.setattr(driver, "summary", lambda *arguments, **options: "")  # they take the longest here
     monkeypatch.setattr(RunLogger, "write_report", lambda *arguments, **options: None)
     inputs = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", f"data.eval_source={sums_file}"]
 

@@ -64,5 +64,4 @@ def test_every_metric_is_plotted_over_step(tmp_path):
         == {section["localPanelSettings"]["xAxis"] for section in sections}
         == {"step"}
     )
-    assert [panel["mediaKeys"] for panel in panels if "mediaKeys" in panel] == [["timeline"]]
     assert (view["entity"], view["project"]) == ("team", "kk")

@@ -26,6 +26,7 @@ FINE = {  # a step of a run that learns
     "learner/kl": 0.002, "learner/entropy": 0.3, "learner/grad_norm": 0.2, "learner/skipped_updates": 0.0,
     "learner/logprob_diff_mean": 0.002, "learner/logprob_diff_max": 1e-5, "learner/engine_ess": 0.99,
     "rollout/row_utilisation": 0.5, "predictor/used": 1.0, "predictor/steps_saved": 20, "cluster/rollout_workers": 2,
+    "response/samples": 128,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from infsample_rl.observe.live_view import LiveView, step_figures
+from infsample_rl.observe.live_view import LiveView
 from infsample_rl.observe.records import read_records
 from infsample_rl.types import ClusterNow, RolloutNow, RowNow
 
@@ -111,11 +111,6 @@ def test_the_source_is_asked_once_a_second_and_no_more_once_it_is_over():
 @pytest.mark.parametrize("owed", [0, 1])
 def test_rows_that_were_told_of_are_gone_once_all_samples_are_in(owed):
     assert any(line.startswith("rollout 0 ") for line in texts(view_of(owed=owed), 80)) == bool(owed)
-
-
-def test_figures_that_were_not_measured_are_left_out():
-    assert step_figures({}) == []
-    assert step_figures({"reward/mean": None, "learner/entropy": 0.25}) == [("policy", "entropy 0.25")]
 
 
 SCRIPT = r"""

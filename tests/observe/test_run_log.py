@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infsample_rl.observe.records import cut_back, read_records
+from infsample_rl.observe.records import RecordFile, read_records
 from infsample_rl.observe.run_log import RunLogger
-from infsample_rl.observe.screen import duration
+from infsample_rl.observe.screen import aligned, duration
 from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
 from tests.observe.logged import logged_config, sample
 
@@ -25,6 +25,7 @@ def log_steps(run_dir: Path, steps: range, *, start_step: int = 0, **logging: ob
     if start_step:
         logger.rewind(start_step)
     for step in steps:
+        logger.append("samples.jsonl", [{"step": step, "prompt_index": 0}])
         logger.log_step(step, {"reward/mean": step / 10}, [sample(step)])
     logger.close()
 
@@ -52,42 +53,20 @@ def test_completions_are_kept_up_to_the_set_number_whatever_they_contain(tmp_pat
     assert records == [sample(1), {**sample(1, 1, reward=None), "response": "line\nline \u03b1 \ud800"}]
 
 
-def test_resume_cuts_both_files_back_and_drops_a_torn_line(tmp_path):
+def test_a_resume_cuts_every_file_back_and_drops_a_torn_line_and_a_start_that_is_refused_cuts_nothing(tmp_path):
     log_steps(tmp_path, range(1, 6))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "reward/me')
-    log_steps(tmp_path, range(4, 7), start_step=3)
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert [record["step"] for record in read_records(tmp_path / "completions.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert list(tmp_path.glob("*.tmp")) == []
-
-
-def test_a_start_that_is_refused_cuts_nothing(tmp_path):
-    log_steps(tmp_path, range(1, 6))
-    with (tmp_path / "warnings.jsonl").open("a") as file:
-        file.write('{"step": 5, "ru')
+    for name in ("metrics", "warnings"):
+        with (tmp_path / f"{name}.jsonl").open("a") as file:
+            file.write('{"step": 6, "reward/me')
     logger = RunLogger(logged_config(), tmp_path, total_steps=9, start_step=3)
     logger.warn("there is no Ray cluster at that address")
     logger.close(failed=True)
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert [record["step"] for record in read_records(tmp_path / "warnings.jsonl")] == [3]
-
-
-def test_timelines_go_on_after_a_resume_as_completions_do(tmp_path):
-    for steps, start in ((range(1, 6), 0), (range(4, 7), 3)):
-        logger = RunLogger(logged_config(), tmp_path, total_steps=9, start_step=start)
-        logger.rewind(start)
-        for step in steps:
-            logger.append("samples.jsonl", [{"step": step, "prompt_index": 0, "from": start}])
-        logger.close()
-    kept = [(record["step"], record["from"]) for record in read_records(tmp_path / "samples.jsonl")]
-    assert kept == [(1, 0), (2, 0), (3, 0), (4, 3), (5, 3), (6, 3)]
-    logger = RunLogger(logged_config(), tmp_path, total_steps=9, start_step=6)
-    logger.append("samples.jsonl", [{"step": 7, "prompt_index": 0}])
-    logger.rewind(2)
-    logger.append("samples.jsonl", [{"step": 3, "prompt_index": 0}])
-    logger.close()
-    assert [record["step"] for record in read_records(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    log_steps(tmp_path, range(4, 7), start_step=3)
+    for name in ("metrics", "completions", "samples"):
+        assert [record["step"] for record in read_records(tmp_path / f"{name}.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert list(tmp_path.glob(".*.tmp")) == []
 
 
 def test_the_report_is_written_at_checkpoints_within_its_share_of_time_and_at_the_end(tmp_path):
@@ -113,7 +92,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path, capsys):
 def test_cutting_back_keeps_the_bytes_of_a_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "x": 0.10000000000000001}\n{"step": 2}\n\xff\xfe\n{"step": 1, "y": 2}')
-    cut_back(path, 1)
+    RecordFile(path, 1).rewind(1)
     assert path.read_bytes() == b'{"step": 1, "x": 0.10000000000000001}\n{"step": 1, "y": 2}\n'
 
 
@@ -143,7 +122,7 @@ def test_a_new_run_sets_older_files_aside(tmp_path):
 
 def test_plain_output_is_one_readable_line_a_step(tmp_path, capsys):
     logger = RunLogger(logged_config(), tmp_path, total_steps=20, start_step=0)
-    logger.print_table("Derived", [("prompts a step", "8"), ("KV pool", "1.0 MB")])
+    logger.note(aligned("Derived", [("prompts a step", "8"), ("KV pool", "1.0 MB")]))
     logger.note(f"first prompt: [bold]{ESCAPE}[31m\u03b1")
     logger.start_progress()
     metrics = {
@@ -224,7 +203,7 @@ from pathlib import Path
 from infsample_rl.observe.run_log import RunLogger
 from tests.observe.logged import logged_config
 logger = RunLogger(logged_config(), Path(sys.argv[1]), total_steps=9, start_step=0)
-logger.print_table("Derived", [("G", "\u03b1")])
+logger.note("Derived\n  G  \u03b1")
 logger.log_step(1, {"reward/mean": 0.25, "response/length_mean": 7.0}, [])
 print("a worker's line")
 logger.log_step(9, {"reward/mean": 0.75, "response/length_mean": 7.0}, [])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
 
 import pytest
 
 from infsample_rl.observe.timeline import Timeline
-from infsample_rl.observe.trace import TraceFile
 from infsample_rl.types import Phase, WorkerPhases
 
 
 def rollout(index: int, *phases: tuple[str, float, float], until: float) -> WorkerPhases:
     return WorkerPhases("rollout", index, "node-a", [Phase(name, start, end, 0) for name, start, end in phases], until)
-
-
-def timeline(folder, *, keep_steps=3, start_step=0, say=lambda line: None) -> Timeline:
-    return Timeline(folder / "trace.json", keep_steps=keep_steps, start_step=start_step, say=say)
 
 
 def events(folder, kind="X") -> list[dict]:
@@ -33,133 +26,72 @@ def drawn(folder, pid=None) -> list[tuple[str, float, float, int]]:
     ]
 
 
-def check_format(found: list[dict]) -> None:
-    """The fields that the Trace Event Format asks of complete and metadata events; complete events of one thread
-    nest."""
-    for event in found:
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index") and event["args"]
-        else:
-            assert event["ph"] == "X" and isinstance(event["tid"], int) and isinstance(event["cat"], str)
-            assert isinstance(event["ts"], int) and isinstance(event["dur"], int) and event["dur"] >= 0
-    complete = sorted((event for event in found if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"]))
-    for _, line in itertools.groupby(
-        sorted(complete, key=lambda e: (e["pid"], e["tid"])), key=lambda e: (e["pid"], e["tid"])
-    ):
-        around: list[float] = []
-        for event in line:
-            start, end = event["ts"], event["ts"] + event["dur"]
-            while around and around[-1] <= start:
-                around.pop()
-            assert not around or end <= around[-1], event
-            around.append(end)
-
-
 def test_phases_are_drawn_in_their_steps(tmp_path):
-    run = timeline(tmp_path, say=(lines := []).append)
+    run = Timeline(tmp_path / "trace.json", start_step=0)
     run.end_step(1, 100.0, 110.0)
     run.add([rollout(0, ("decode", 101.0, 108.0), ("prefill", 101.5, 102.0), ("sync", 109.0, 110.0), until=110.5)])
     driver = WorkerPhases("driver", 0, "node-h", [Phase("sample", 100.5, 109.0, 0)], 110.0)
     run.add([rollout(1, ("decode", 101.0, 104.0), until=110.0), driver])
     run.end_step(2, 110.0, 120.0)
-    run.add([rollout(0, ("decode", 112.0, 119.0), until=120.5)])
+    run.add([rollout(0, ("decode", 105.0, 113.0), ("decode", 113.0, 119.0), ("save", 121.0, 122.0), until=122.5)])
     run.close()
     assert drawn(tmp_path, 100_001) == [
         ("decode", 101.0, 108.0, 1),
         ("prefill", 101.5, 102.0, 1),
         ("sync", 109.0, 110.0, 1),
-        ("decode", 112.0, 119.0, 2),
+        ("decode", 105.0, 113.0, 1),  # its end came late: it belongs to the step it began in
+        ("decode", 113.0, 119.0, 2),
+        ("save", 121.0, 122.0, 2),
     ]
     assert drawn(tmp_path, 100_002) == [("decode", 101.0, 104.0, 1)]
     assert [event["name"] for event in events(tmp_path) if event["cat"] == "driver"] == ["step 1", "sample", "step 2"]
     names = {event["args"]["name"] for event in events(tmp_path, "M") if event["name"] == "process_name"}
+    assert all(isinstance(event[key], int) for event in events(tmp_path) for key in ("ts", "dur", "pid", "tid"))
     assert names == {"rollout 0 on node-a", "rollout 1 on node-a", "driver on node-h"}
-    check_format(json.loads((tmp_path / "trace.json").read_text()))
-    assert lines[0].startswith("step 1: critical path, 10.0 s: decode 70 % (rollout 0) > sync 10 %, wait 20 %")
-    assert len(lines) == 2
-
-
-def test_a_worker_that_answers_late_or_is_still_decoding_is_drawn_later_in_its_own_step(tmp_path):
-    run = timeline(tmp_path)
-    run.end_step(1, 100.0, 110.0)
-    run.add([rollout(0, ("decode", 101.0, 103.0), until=105.0)])  # since 105 it is in a phase that has not ended
-    run.end_step(2, 110.0, 120.0)
-    run.add([rollout(0, ("decode", 105.0, 113.0), until=121.0)])
-    run.close()
-    assert drawn(tmp_path) == [
-        ("decode", 101.0, 103.0, 1),
-        ("decode", 105.0, 113.0, 1),
-    ]
-    check_format(json.loads((tmp_path / "trace.json").read_text()))
 
 
 def run_steps(run: Timeline, first: int, last: int) -> None:
     for step in range(first, last + 1):
-        run.add([rollout(0, ("decode", 10.0 * step - 20, 10.0 * step - 15), until=10.0 * step - 10)])
+        run.add([rollout(0, ("decode", 10.0 * step - 9, 10.0 * step - 5), until=10.0 * step)])
         run.end_step(step, 10.0 * step - 10, 10.0 * step)
 
 
 def test_only_the_last_steps_are_kept_and_a_whole_file_is_there_at_any_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("infsample_rl.observe.trace.WRITE_EVERY_S", 0.0)
-    run = timeline(tmp_path, keep_steps=3)
+    monkeypatch.setattr("infsample_rl.observe.timeline.WRITE_EVERY_S", 0.0)
+    monkeypatch.setattr("infsample_rl.observe.timeline.KEPT_STEPS", 3)
+    run = Timeline(tmp_path / "trace.json", start_step=0)
     for step in range(1, 9):
         run_steps(run, step, step)
         if step > 1:
-            run.flush()
-            # this step is drawn with the next
-            assert {event["args"]["step"] for event in events(tmp_path)} == set(range(max(1, step - 3), step))
+            found = {event["args"]["step"] for event in events(tmp_path)}
+            assert found in (set(range(max(1, last - 2), last + 1)) for last in (step - 1, step))
     run.close()
     assert {event["args"]["step"] for event in events(tmp_path)} == {6, 7, 8}
 
 
-def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path, monkeypatch):
-    def broken(self, events):
-        raise RuntimeError("no step can be drawn")
-
-    run = timeline(tmp_path)
-    monkeypatch.setattr(TraceFile, "add", broken)
-    run.add([rollout(0, ("decode", 1.0, 2.0), until=3.0)])
+def test_what_goes_wrong_in_its_thread_is_raised_by_a_later_call(tmp_path):
+    run = Timeline(tmp_path / "trace.json", start_step=0)
+    run.add([rollout(0, ("decode", 1.0, 2.0), until=3.0)._replace(role="unheard of")])
     run.end_step(1, 0.0, 10.0)
-    run.end_step(2, 10.0, 20.0)  # draws step 1
-    with pytest.raises(RuntimeError, match="no step can be drawn"):
-        for _ in range(2000):  # more than it has done when the next is handed in
-            run.add([])
-            time.sleep(0.001)
+    with pytest.raises(ValueError, match="not in tuple"):
+        run.end_step(2, 10.0, 20.0)
 
 
 def test_a_file_that_cannot_be_written_ends_no_run(tmp_path):
-    run = timeline(tmp_path)
+    run = Timeline(tmp_path / "trace.json", start_step=0)
     (tmp_path / ".trace.json.tmp").mkdir()  # as a full disk
     run_steps(run, 1, 2)
+    run.add([])
+    run.end_step(3, 20.0, 30.0)
     (tmp_path / ".trace.json.tmp").rmdir()
     run.close()
-    assert {event["args"]["step"] for event in events(tmp_path)} == {1, 2}
+    assert {event["args"]["step"] for event in events(tmp_path)} == {1, 2, 3}
 
 
-def test_a_resumed_run_drops_the_steps_that_are_done_again(tmp_path):
-    first = timeline(tmp_path, keep_steps=5)
-    run_steps(first, 1, 4)
-    first.close()
-    run_steps(second := timeline(tmp_path, start_step=2), 3, 3)
-    second.close()
-    assert sorted({event["args"]["step"] for event in events(tmp_path)}) == [1, 2, 3]
-    assert len([event for event in events(tmp_path) if event["name"] == "step 3"]) == 1
-
-
-def test_a_new_run_sets_an_older_trace_aside_and_a_torn_one_hinders_nobody(tmp_path):
-    (tmp_path / "trace.json").write_text('[\n{"name": "old"')
-    run = timeline(tmp_path)
-    run_steps(run, 1, 1)
-    run.close()
-    assert (tmp_path / "trace.1.json").exists() and events(tmp_path)
-    (tmp_path / "trace.json").write_text('[\n{"name": "old"')
-    timeline(tmp_path, start_step=1).close()
-    assert json.loads((tmp_path / "trace.json").read_text()) == []
-
-
-def test_no_file_is_written_when_no_step_is_kept(tmp_path):
-    run = timeline(tmp_path, keep_steps=0, say=(lines := []).append)
-    run_steps(run, 1, 2)
-    run.close()
-    assert list(tmp_path.iterdir()) == [] and len(lines) == 2
+def test_a_new_run_sets_an_older_trace_aside_and_a_resumed_one_replaces_it(tmp_path):
+    for start_step, step in ((0, 1), (0, 1), (1, 2)):
+        run = Timeline(tmp_path / "trace.json", start_step=start_step)
+        run_steps(run, step, step)
+        run.close()
+    assert (tmp_path / "trace.1.json").exists() and not (tmp_path / "trace.2.json").exists()
+    assert {event["args"]["step"] for event in events(tmp_path)} == {2}

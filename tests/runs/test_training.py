@@ -97,7 +97,7 @@ def test_run_folder_holds_what_is_promised(finished):
         "metrics.jsonl",
         "completions.jsonl",
         "checkpoints",
-        "reward_curve.png",
+        "report.html",
     }
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
     assert list(run_dir.parent.iterdir()) == [run_dir], "nothing is written beside the run folder"
@@ -108,8 +108,8 @@ def test_the_report_of_a_run_has_every_part_and_misses_nothing(finished):
     run_dir, output = finished
     text = (run_dir / "report.html").read_text(encoding="utf-8")
     page = json.loads(re.search(r'<script type="application/json" id="page">(.*?)</script>', text, re.DOTALL)[1])
-    assert page["notes"] == [] and "report.html" in output and page["runs"][0]["state"] == "finished"
-    assert [step["step"] for step in page["trace"]["steps"]] == [1, 2] and len(page["completions"]["rows"]) == 8
+    assert page["notes"] == [] and "report.html" in output and page["figures"][0] == ["steps", "2 of 2 (finished)"]
+    assert len(page["completions"]["rows"]) == 8
     groups = page["timelines"]["groups"]
     assert [(group["step"], group["prompt_index"]) for group in groups] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     for sample in (sample for group in groups for sample in group["samples"]):

@@ -1,4 +1,4 @@
-"""Tables of the page: settings and how they differ, versions, final figures of every run."""
+"""Tables of the page: settings and how they differ, versions, the plan, figures of every run."""
 
 from __future__ import annotations
 
@@ -8,164 +8,118 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from infsample_rl.config import Config
-from infsample_rl.observe.report.run_folder import METRICS, RunFolder
+from infsample_rl.config.fields import default_of
+from infsample_rl.config.loading import SECTIONS
+from infsample_rl.observe.metric_names import METRICS
+from infsample_rl.observe.report.run_folder import Record, RunFolder
 from infsample_rl.observe.screen import duration
-from infsample_rl.observe.summary import accuracy_text, before_after, ends, sampled_text, series
+from infsample_rl.observe.summary import accuracy_text, before_after, sampled_text, series
 
-FRESH_S = 300.0  # a run without an end that wrote a step within this time may be going on
 ABSENT = "–"
+MISSING = dataclasses.MISSING
+AT_THE_END = {  # what a metric's last value is called, and its unit
+    "entropy": ("learner/entropy", "nats per token"),
+    "KL": ("learner/kl", "nats per token"),
+    "mismatch": ("learner/logprob_diff_mean", "nats"),
+    "restarts": ("cluster/restarts", "workers"),
+}
 
 
 def settings_rows(run: RunFolder) -> list[list[Any]]:
     """[name, value, default where it differs, else None] of every setting in config.yaml."""
-    defaults = _defaults()
-    rows = []
-    for name, value in _settings(run).items():
-        default = defaults.get(name, value)
-        rows.append([name, text_of(value), None if default == value else text_of(default)])
+    specs = {f"{name}.{spec.name}": spec for name, section in SECTIONS.items() for spec in dataclasses.fields(section)}
+    rows: list[list[Any]] = []
+    for name, value in run.settings.items():
+        spec = specs.get(name)
+        has_default = spec is not None and (spec.default, spec.default_factory) != (MISSING, MISSING)
+        default = text_of(default_of(spec)) if spec is not None and has_default else text_of(value)
+        rows.append([name, text_of(value), None if default == text_of(value) else default])
     return rows
 
 
-def setting_differences(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    """[name, value of each run] of the settings that are not equal in all, where the run wrote itself apart."""
-    settings = [{name: text_of(value) for name, value in _settings(run).items()} for run in runs]
-    names = dict.fromkeys(name for values in settings for name in values if name != "run.dir")
-    rows = [[name, *(values.get(name, ABSENT) for values in settings)] for name in names]
+def setting_differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """Of the settings that are not equal in all, where the run wrote itself apart."""
+    rows = beside([{name: text_of(value) for name, value in run.settings.items() if name != "run.dir"} for run in runs])
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def version_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    """[name, value of each run] of versions.json."""
-    names = dict.fromkeys(str(name) for run in runs for name in run.versions)
-    return [
-        [name.removesuffix("_bytes"), *(_version_text(name, run.versions.get(name)) for run in runs)] for name in names
-    ]
+def version_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """Of versions.json."""
+    return beside([{name: text_of(value) for name, value in run.versions.items()} for run in runs])
 
 
-def figure_rows(runs: Sequence[RunFolder]) -> list[list[Any]]:
-    """[name, value of each run]: what came out."""
-    figures = [_figures(run) for run in runs]
-    rows = [[name, *(found[name] for found in figures)] for name in figures[0]]
-    return [row for row in rows if set(row[1:]) != {ABSENT}]
+def figure_rows(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """What came out."""
+    return beside([_figures(run) for run in runs])
 
 
-def headline(run: RunFolder) -> list[list[str]]:
-    """[name, value, what it is] of the few figures at the top of the page."""
+def beside(columns: Sequence[dict[str, str]]) -> list[list[str]]:
+    """[name, value in each column] of all names that some column has."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, ABSENT) for column in columns)] for name in names]
+
+
+def _figures(run: RunFolder) -> dict[str, str]:
     steps = run.metrics_of_steps
-    done = f"{run.last_step:,}" + ("" if run.total_steps is None else f" of {run.total_steps:,}")
-    cards = [["steps", done, state(run)]]
-    for title, name, form in (
-        ("held-out accuracy", "eval/accuracy", "{:.3f}"),
-        ("reward", "reward/mean", "{:.3f}"),
-        ("response length", "response/length_mean", "{:,.0f} tokens"),
-    ):
-        is_evaluation = name.startswith("eval/")
-        values = series(run.metrics if is_evaluation else steps, name)[1]
-        if values:
-            first, last, n = (values[0], values[-1], 1) if is_evaluation else ends(values)
-            was = f"was {form.format(first)}" + (f"; means of {n} steps" if n > 1 else "")
-            cards.append([title, form.format(last), was if len(values) > 1 else "only measured once"])
-    seconds = series(steps, "timing/step")[1]
-    if seconds:
-        _, last, n = ends(seconds)
-        mean = f"mean of the last {n} steps; " if n > 1 else ""
-        cards.append(["a step", f"{last:,.1f} s", f"{mean}{duration(sum(seconds))} of steps in all"])
-    return cards
+    figures = {"steps": f"{run.last_step:,} of {run.total_steps or '?'} ({state(run)})"}
+    if steps:
+        seconds = series(steps, "timing/step")[1] or [0.0]
+        figures |= {
+            "held-out accuracy": accuracy_text(run.metrics),
+            "reward": before_after(steps, "reward/mean", "{:.3f}"),
+            "response length": before_after(steps, "response/length_mean", "{:.1f}", " tokens"),
+            "sampled": sampled_text(steps),
+            "a step": f"{sum(seconds) / len(seconds):,.2f} s (mean; {duration(sum(seconds))} of steps in all)",
+            "failed rewards": f"{sum(series(steps, 'reward/failed')[1]):,.0f} (in all steps)",
+        }
+    for title, (name, unit) in AT_THE_END.items():
+        values = series(steps, name)[1]
+        figures |= {title: f"{values[-1]:.4g} {unit} (at the end)"} if values else {}
+    return figures
 
 
 def state(run: RunFolder) -> str:
     """How far a run is: finished, or when it last wrote a step."""
-    if run.total_steps is not None and run.last_step >= run.total_steps:
-        return "finished"
     if not run.metrics:
         return "no step yet"
-    try:
-        since = time.time() - (run.path / METRICS).stat().st_mtime
-    except OSError:
-        return "its files have gone"
-    ago = f"last step written {duration(max(0.0, since))} ago"
-    return f"{ago}: going on, or just stopped" if since < FRESH_S else ago
+    if run.total_steps is not None and run.last_step >= run.total_steps:
+        return "finished"
+    since = time.time() - (run.path / "metrics.jsonl").stat().st_mtime
+    return f"last step written {duration(max(0.0, since))} ago"
 
 
 def description(run: RunFolder) -> str:
-    """Model, data, G, schedule and, unless every sample has its own, the memory of KV, in a line."""
-    model, source = (str(run.setting(name) or "").rstrip("/").split("/")[-1] for name in ("model.path", "data.source"))
-    group, schedule = run.setting("rollout.group_size"), str(run.setting("rollout.schedule") or "")
-    slots, tokens, given = (run.setting(f"rollout.{name}") for name in ("slots", "kv_budget_tokens", "kv_budget_bytes"))
-    if schedule == "full_group":
-        memory = ""
-    elif given is not None or isinstance(tokens, int):
-        memory = f"{given} of KV" if given is not None else f"{tokens:,} KV tokens"
-    else:
-        memory = f"{slots} slots" if slots else ""
-    prompts = f"{run.setting('data.prompts_per_step')} prompts x G = {group}" if group else ""
-    return " · ".join(filter(None, [model, source, prompts, ", ".join(filter(None, [schedule, memory]))]))
+    """Model, data, prompts, G and schedule in a line."""
+    get = run.settings.get
+    model, source = (str(get(name) or "").rstrip("/").split("/")[-1] for name in ("model.path", "data.source"))
+    prompts = f"{get('data.prompts_per_step')} prompts x G = {get('rollout.group_size')}"
+    return " · ".join(filter(None, [model, source, prompts if source else "", str(get("rollout.schedule") or "")]))
 
 
 def text_of(value: Any) -> str:
     """A setting as one would write it on the command line: null, true, 0.5, [a, b]."""
-    return (value or '""') if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value or '""'
+    return json.dumps(value, ensure_ascii=False, default=dataclasses.asdict)
 
 
-def _figures(run: RunFolder) -> dict[str, str]:
-    records, steps = run.metrics, run.metrics_of_steps
-    samples = (run.setting("data.prompts_per_step"), run.setting("rollout.group_size"))
-    are_known = bool(steps) and all(isinstance(count, int) for count in samples)
-    peaks = [max(series(steps, name)[1], default=None) for name in ("rollout/peak_kv_bytes", "rollout/kv_pool_bytes")]
-    seconds = series(steps, "timing/step")[1]
-    at, accuracies = series(records, "eval/accuracy")
-    best = max(zip(accuracies, at, strict=True), key=lambda found: found[0], default=None)
-
-    def last(name: str, unit: str) -> str:
-        values = series(steps, name)[1]
-        return f"{values[-1]:.4g} {unit}" if values else ABSENT
-
-    figures = {
-        "state": f"step {run.last_step:,}, {state(run)}",
-        "held-out accuracy": accuracy_text(records),
-        "best held-out accuracy": f"{best[0]:.3f} (step {best[1]})" if best else ABSENT,
-        "reward": before_after(steps, "reward/mean", "{:.3f}"),
-        "response length": before_after(steps, "response/length_mean", "{:.1f}", " tokens"),
-        "sampled": sampled_text(steps, samples[0] * samples[1]) if are_known else ABSENT,
-        "seconds of a step": f"{sum(seconds) / len(seconds):,.2f} (mean)" if seconds else ABSENT,
-        "entropy at the end": last("learner/entropy", "nats per token"),
-        "KL at the end": last("learner/kl", "nats per token"),
-        "mismatch at the end": last("learner/logprob_diff_mean", "nats"),
-        "order of predicted lengths at the end": last("predictor/tau", "(Kendall's tau)"),
-        "most KV held by a worker": " of ".join(bytes_text(peak) for peak in peaks if peak is not None) or ABSENT,
-        "failed rewards": f"{sum(series(steps, 'reward/failed')[1]):,.0f}" if steps else ABSENT,
-        "restarts": f"{max(series(steps, 'cluster/restarts')[1], default=0):,.0f}" if steps else ABSENT,
-    }
-    return {name: ABSENT if text in ("none measured", "not evaluated") else text for name, text in figures.items()}
+def plan_table(run: RunFolder) -> list[Record]:
+    """plan.json: [{"role", "lines": [[name, bytes]], "sum", "measured": [[metric, highest value]]}] of every
+    process."""
+    return [
+        {
+            "role": process["role"],
+            "lines": [[line["name"], line["bytes"]] for line in process["lines"]],
+            "sum": process["sum_bytes"],
+            "measured": _peaks(process["role"], run),
+        }
+        for process in run.plan.get("processes", [])
+    ]
 
 
-def bytes_text(value: float) -> str:
-    """bytes_text(1_310_720) -> "1.3 MB", of 10^6."""
-    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
-def _version_text(name: str, value: Any) -> str:
-    if value is None:
-        return ABSENT
-    if name.endswith("_bytes") and isinstance(value, (int, float)):
-        return bytes_text(value)
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
-
-
-def _settings(run: RunFolder) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, values in run.settings.items() for key, value in values.items()}
-
-
-def _defaults() -> dict[str, Any]:
-    """Defaults of config.py by name, as YAML would hold them."""
-    found = {}
-    for section in dataclasses.fields(Config):
-        for spec in dataclasses.fields(section.default_factory):  # type: ignore[arg-type]
-            default = spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-            if default is not dataclasses.MISSING:
-                found[f"{section.name}.{spec.name}"] = json.loads(json.dumps(default, default=dataclasses.asdict))
-    return found
+def _peaks(role: str, run: RunFolder) -> list[list[Any]]:
+    """The highest value over the run of the metric memory/... that names the role, or both that share a process."""
+    roles = ("learner", "rollout") if role == "colocated" else (role,)
+    names = [name for name in METRICS if name.startswith("memory/") and any(each in name for each in roles)]
+    found = [(name, series(run.metrics, name)[1]) for name in names]
+    return [[name, max(values)] for name, values in found if values]

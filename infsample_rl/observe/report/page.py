@@ -1,4 +1,4 @@
-"""What is on the page, as plain values, and the page as one HTML file.
+"""Run folders in, one HTML file out.
 
 Everything a model wrote reaches the browser as JSON in a script element of type application/json, in which `<` is
 written \\u003c, and is put on the page as text nodes by assets/*.js. The page's content security policy allows its own
@@ -12,90 +12,67 @@ import hashlib
 import html
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from infsample_rl.observe.report.completions import choose_completions
-from infsample_rl.observe.report.curves import (
-    LEARNING,
-    POLICY,
-    PREDICTOR,
-    SPEED,
-    charts,
-    component_curves,
-    other_metrics,
-)
-from infsample_rl.observe.report.facts import (
-    description,
-    figure_rows,
-    headline,
-    setting_differences,
-    settings_rows,
-    state,
-    version_rows,
-)
-from infsample_rl.observe.report.memory import memory_charts, plan_table
-from infsample_rl.observe.report.run_folder import RunFolder
-from infsample_rl.observe.report.step_phases import phase_chart, traced_steps
-from infsample_rl.observe.report.timelines import choose_timelines
+from infsample_rl.observe.files import write_atomically
+from infsample_rl.observe.report import curves, facts
+from infsample_rl.observe.report.run_folder import RunFolder, guarded, read_run
+from infsample_rl.observe.report.samples import choose_completions, choose_timelines
 
-SCRIPTS = ("dom.js", "chart.js", "timeline.js", "phases.js", "completions.js", "page.js")
+SCRIPTS = ("dom.js", "chart.js", "timeline.js", "completions.js", "page.js")
 Page = dict[str, Any]
 
 
+def write_report(run_dirs: Sequence[Path], out: Path) -> list[str]:
+    """Write the page of one run, or of several compared, in one move; returns what was missing or damaged. ValueError
+    for folders without a run."""
+    runs = [read_run(path, label) for path, label in zip(run_dirs, labels(run_dirs), strict=True)]
+    page = page_of(runs)
+    write_atomically(out, render(page))
+    return [note if len(runs) == 1 else f"{label}: {note}" for label, note in page["notes"]]
+
+
+def labels(run_dirs: Sequence[Path]) -> list[str]:
+    """Folder names, with as many of their parents as tell them apart: a/x, b/x -> "a/x", "b/x"; a/x, a/y -> "x",
+    "y"."""
+    parts = [path.resolve().parts for path in run_dirs]
+    for count in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-count:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    raise ValueError("the same RUN is given twice")
+
+
 def page_of(runs: Sequence[RunFolder]) -> Page:
-    """One run in detail, or several beside each other."""
+    """What is on the page, as plain values: one run in detail, or several beside each other."""
     alone = len(runs) == 1
     page: Page = {
         "title": runs[0].name if alone else f"{len(runs)} runs compared",
-        "description": description(runs[0]) if alone else "",
+        "description": facts.description(runs[0]) if alone else "",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "runs": [
-            {
-                "label": run.label,
-                "name": run.name,
-                "folder": str(run.path),
-                "state": state(run),
-                "warnings": run.warnings,
-            }
-            for run in runs
-        ],
-        "learning": charts(runs, [*LEARNING, *component_curves(runs)]),
-        "policy": charts(runs, POLICY),
-        "speed": charts(runs, SPEED),
-        "predictor": charts(runs, PREDICTOR),
-        "memory": memory_charts(runs),
-        "metrics": other_metrics(runs),
-        "figures": figure_rows(runs),
-        "versions": version_rows(runs),
+        "runs": [{"label": run.label, "folder": str(run.path), "warnings": run.warnings} for run in runs],
+        **curves.sections(runs),
+        "metrics": curves.every_metric(runs),
+        "figures": facts.figure_rows(runs),
+        "versions": facts.version_rows(runs),
     }
-    page |= _detail(runs[0]) if alone else {"differences": setting_differences(runs)}
+    page |= _detail(runs[0]) if alone else {"differences": facts.setting_differences(runs)}
     page["notes"] = [[run.label, note] for run in runs for note in run.notes]  # last: the parts above add to them
     return page
 
 
 def _detail(run: RunFolder) -> Page:
-    notes = run.notes
+    samples, completions, notes = run.path / "samples.jsonl", run.path / "completions.jsonl", run.notes
     return {
-        "headline": headline(run),
-        "settings": settings_rows(run),
-        "plan": plan_table(run),
-        "phases": phase_chart(run),
-        "trace": _guarded("trace.json", notes, lambda: traced_steps(run.path, notes)),
-        "timelines": _guarded("samples.jsonl", notes, lambda: choose_timelines(run.path, notes)),
-        "completions": _guarded("completions.jsonl", notes, lambda: choose_completions(run.path, notes)),
+        "settings": facts.settings_rows(run),
+        "plan": guarded("plan.json", notes, lambda: facts.plan_table(run)),
+        "phases": curves.phase_chart(run),
+        "timelines": guarded(samples.name, notes, lambda: choose_timelines(samples, notes)),
+        "completions": guarded(completions.name, notes, lambda: choose_completions(completions, notes)),
     }
-
-
-def _guarded(name: str, notes: list[str], read: Callable[[], Any]) -> Any:
-    """What `read` returns; None, said in a note, when the file holds what nobody has thought of: the rest of the page
-    is of use without it."""
-    try:
-        return read()
-    except Exception as error:
-        notes.append(f"{name} could not be read ({type(error).__name__}: {error})")
-        return None
 
 
 def render(page: Page) -> str:

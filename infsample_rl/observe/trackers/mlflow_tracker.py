@@ -1,4 +1,4 @@
-"""MLflow: metrics, settings as parameters, pictures, and at the end config.yaml and the samples as artifacts.
+"""MLflow: metrics, settings as parameters, and at the end config.yaml, the samples and the report as artifacts.
 
 Written with MlflowClient, without MLflow's active run of the process:
 https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.observe.trackers.tracker import kept_id
 
-ARTIFACTS = ("config.yaml", "completions.jsonl", "reward_curve.png")
+ARTIFACTS = ("config.yaml", "completions.jsonl", "report.html")
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
 MOST_PARAMETERS = 100  # in a request
 # its own would wait for minutes
@@ -39,7 +38,7 @@ class MlflowTracker:
     the run.
     """
 
-    def __init__(self, config: Config, run_dir: Path, start_step: int) -> None:
+    def __init__(self, config: Config, run_dir: Path, kept_id: str | None) -> None:
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
@@ -48,23 +47,22 @@ class MlflowTracker:
         self._run_dir, self._uri = run_dir, config.logging.mlflow
         try:
             self._client = MlflowClient(tracking_uri=self._uri)
-            self._run_id = self._start(config, start_step)
+            self._run_id = self._start(config, kept_id)
         except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
             raise ValueError(f"logging.mlflow={self._uri} cannot be used: {_one_line(error)}") from error
         self.place = f"MLflow: run {self._run_id} at {self._uri}"
 
-    def _start(self, config: Config, start_step: int) -> str:
+    def _start(self, config: Config, run_id: str | None) -> str:
         from mlflow.entities import Param
 
-        path, name = self._run_dir / "mlflow_id", config.logging.wandb_project
-        run_id = kept_id(path, start_step)
+        name = config.logging.wandb_project
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
             return run_id
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         run_id = self._client.create_run(experiment_id, run_name=config.run.name).info.run_id
-        path.write_text(run_id + "\n", encoding="utf-8")
+        (self._run_dir / "mlflow_id").write_text(run_id + "\n", encoding="utf-8")
         sections = dataclasses.asdict(config).items()
         settings = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
         params = [Param(key, str(value)[:LONGEST_VALUE]) for key, value in settings.items()]
@@ -78,9 +76,6 @@ class MlflowTracker:
         now = int(time.time() * 1000)
         metrics = [Metric(mlflow_name(name), value, now, step) for name, value in values.items()]
         self._try(lambda client: client.log_batch(self._run_id, metrics=metrics))
-
-    def show(self, step: int, name: str, picture: Any) -> None:
-        self._try(lambda client: client.log_image(self._run_id, picture, key=name, step=step))
 
     def close(self, *, failed: bool) -> None:
         for name in ARTIFACTS:

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars and pictures, in run_dir/tensorboard."""
+"""TensorBoard: scalars, in run_dir/tensorboard."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ class TensorboardTracker:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
-
-    def show(self, step: int, name: str, picture: Any) -> None:
-        self._writer.add_image(name, picture, step, dataformats="HWC")
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()

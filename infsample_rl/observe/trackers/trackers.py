@@ -4,9 +4,28 @@ used."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Protocol
 
 from infsample_rl.config import Config
-from infsample_rl.observe.trackers.tracker import Tracker
+
+
+class Tracker(Protocol):
+    """One place where a run is looked at. A call may come from one thread only; none may end the run."""
+
+    place: str  # where it is to be seen, a line for the user; "": nothing to say
+    said: list[str]  # warnings for the user since they were last taken
+
+    def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Metrics of a step that have a value, and samples as completions.jsonl has them."""
+
+    def close(self, *, failed: bool) -> None:
+        """Send what is left, and end."""
+
+
+def kept_id(path: Path, start_step: int) -> str | None:
+    """The id that a tracker gave this run: kept in the run folder, so that a resumed run (start_step > 0) goes on under
+    it."""
+    return path.read_text(encoding="utf-8").strip() or None if start_step > 0 and path.exists() else None
 
 
 def check_trackers(config: Config) -> str:
@@ -32,7 +51,7 @@ def start_trackers(config: Config, run_dir: Path, start_step: int) -> list[Track
     if logging.tensorboard:
         trackers.append(TensorboardTracker(run_dir, start_step))
     if logging.mlflow is not None:
-        trackers.append(MlflowTracker(config, run_dir, start_step))
+        trackers.append(MlflowTracker(config, run_dir, kept_id(run_dir / "mlflow_id", start_step)))
     if mode != "disabled":
-        trackers.append(WandbTracker(config, run_dir, mode, start_step))
+        trackers.append(WandbTracker(config, run_dir, mode, kept_id(run_dir / "wandb_id", start_step)))
     return trackers

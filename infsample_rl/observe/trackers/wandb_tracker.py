@@ -1,10 +1,11 @@
-"""W&B: metrics over `step`, samples as a table, pictures as media; offline without a key or a server."""
+"""W&B: metrics over `step`, samples as a table; offline without a key or a server."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from requests.utils import get_netrc_auth
 
 from infsample_rl.config import Config
 from infsample_rl.observe.metric_names import GROUPS
-from infsample_rl.observe.trackers.tracker import COMPLETION_COLUMNS, kept_id, new_id
 
 # of the public server, the older name and the one since 0.31
 PUBLIC_SERVERS = ("https://api.wandb.ai", "https://api.forge.coreweave.com")
 INIT_TIMEOUT_S = 20.0  # longest wait for the W&B server at start; the variable WANDB_INIT_TIMEOUT overrides it
 FINISH_TIMEOUT_S = 120.0  # longest wait for the last uploads
+COMPLETION_COLUMNS = [
+    "step", "prompt_index", "sample_index", "prompt", "response", "reward", "components", "advantage", "length",
+    "finish_reason", "policy_version",
+]  # fmt: skip
 
 
 def wandb_mode(choice: str) -> str:
@@ -48,20 +52,16 @@ def has_wandb_key() -> bool:
 class WandbTracker:
     """A W&B run, with its files in run_dir/wandb, its id in run_dir/wandb_id, and nothing of its own on the console."""
 
-    def __init__(self, config: Config, run_dir: Path, mode: str, start_step: int) -> None:
-        path = run_dir / "wandb_id"
-        self._run, reason = start_wandb(config, run_dir, mode, kept_id(path, start_step) or new_id(path))
+    def __init__(self, config: Config, run_dir: Path, mode: str, kept_id: str | None) -> None:
+        run_id = kept_id or secrets.token_hex(4)
+        (run_dir / "wandb_id").write_text(run_id + "\n", encoding="utf-8")
+        self._run, reason = start_wandb(config, run_dir, mode, run_id)
         self.said = [f"W&B goes offline: {reason}"] if reason else []
         self.place = f"W&B: {self._run.url or 'offline, in ' + str(run_dir / 'wandb')}"
 
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         table = {"completions": wandb_table(samples)} if samples else {}
         self._run.log({"step": step, **values, **table})
-
-    def show(self, step: int, name: str, picture: Any) -> None:
-        import wandb
-
-        self._run.log({"step": step, name: wandb.Image(picture, caption=f"step {step}")})
 
     def close(self, *, failed: bool) -> None:
         try:
@@ -103,7 +103,7 @@ def start_wandb(config: Config, run_dir: Path, mode: str, run_id: str) -> tuple[
     # The step is a value like any other: after a resume, rows given as step= that are older than the last one are
     # dropped.
     run.define_metric("step", hidden=True)
-    for name in (*(f"{group}/*" for group in GROUPS), "completions", "timeline"):
+    for name in (*(f"{group}/*" for group in GROUPS), "completions"):
         run.define_metric(name, step_metric="step")
     run.define_metric("eval/accuracy", step_metric="step", summary="max,last")
     return run, reason

@@ -10,8 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from infsample_rl.observe.report.page import embedded
-from infsample_rl.observe.report.writing import write_report
+from infsample_rl.observe.report.page import embedded, write_report
 
 HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028]]>&lt;\ud800\x00\u202e'
 
@@ -32,7 +31,7 @@ def test_everything_a_run_recorded_is_on_its_page(page):
     assert {"Entropy", "KL to the reference", "Mismatch of engine and learner"} <= set(titles(page["policy"]))
     assert titles(page["predictor"])[:3] == ["Error", "Order within a prompt", "Decode steps that predictions save"]
     assert titles(page["memory"])[0] == "KV cache of a rollout worker"
-    assert page["phases"]["stack"] and [step["step"] for step in page["trace"]["steps"]] == [3]
+    assert page["phases"]["stack"] and "trace.json" in page["phases"]["note"]
     assert len(page["timelines"]["groups"]) == 4 and len(page["completions"]["rows"]) == 12
     assert ["rollout.group_size", "32", "8"] in page["settings"] and ["python", "3.11.7"] in page["versions"]
 
@@ -54,13 +53,6 @@ def test_the_timeline_of_a_prompt_has_every_stay_and_every_text(page):
     for sample in samples:
         assert sum(stay[5] for stay in sample["stays"]) == sample["length"] and sample["text"]
     assert any(len(sample["stays"]) > 1 for sample in samples)  # a preempted one
-
-
-def test_the_critical_path_fills_the_step_and_is_that_of_run_log(page, recorded_run):
-    (step,) = page["trace"]["steps"]
-    assert sum(part[3] for part in step["path"]) == pytest.approx(step["seconds"], abs=0.01)
-    logged = [line for line in (recorded_run / "run.log").read_text().splitlines() if "step 3: critical path" in line]
-    assert step["line"] == logged[0].split("critical path, ")[1]
 
 
 def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
@@ -90,7 +82,7 @@ def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
     parser.feed((recorded_run / "report.html").read_text(encoding="utf-8"))
     assert "img" not in parser.found and parser.found.count("script") == 2
     page = page_in(recorded_run / "report.html")
-    assert page["completions"]["rows"][0][-1] == HOSTILE and page["completions"]["prompts"] == [HOSTILE]
+    assert page["completions"]["rows"][0]["response"] == HOSTILE and page["completions"]["prompts"] == [HOSTILE]
     assert page["timelines"]["groups"][0]["samples"][0]["text"] == HOSTILE
 
 

@@ -7,16 +7,15 @@ import time
 
 import pytest
 
-from infsample_rl.observe.report.completions import TEXT_CHARACTERS, choose_completions
 from infsample_rl.observe.report.curves import MOST_POINTS, Curve, charts
+from infsample_rl.observe.report.page import write_report
 from infsample_rl.observe.report.run_folder import RunFolder
-from infsample_rl.observe.report.timelines import spread
-from infsample_rl.observe.report.writing import write_report
+from infsample_rl.observe.report.samples import TEXT_CHARACTERS, choose_completions
 
 
 @pytest.fixture(scope="module")
 def chosen(large_run):
-    return choose_completions(large_run, [])
+    return choose_completions(large_run / "completions.jsonl", [])
 
 
 def test_the_page_of_ten_thousand_completions_is_small_and_soon_written(large_run, page_in):
@@ -32,8 +31,7 @@ def test_the_page_of_ten_thousand_completions_is_small_and_soon_written(large_ru
 
 
 def test_texts_keep_to_their_share(chosen):
-    response = chosen["fields"].index("response")
-    characters = sum(len(row[response]) + len(chosen["prompts"][row[response - 1]]) for row in chosen["rows"])
+    characters = sum(len(row["response"]) + len(chosen["prompts"][row["prompt"]]) for row in chosen["rows"])
     assert 0.8 * TEXT_CHARACTERS < characters <= TEXT_CHARACTERS + 2000
     assert chosen["recorded"] == 10_000 and len(chosen["prompts"]) == 500
 
@@ -42,8 +40,7 @@ def test_best_and_worst_are_those_of_their_step_and_the_random_choice_is_blind_t
     records = [json.loads(line) for line in (large_run / "completions.jsonl").open()]
     by_response = {record["response"]: record for record in records}
     picked = []
-    for row in chosen["rows"]:
-        found = dict(zip(chosen["fields"], row, strict=True))
+    for found in chosen["rows"]:
         record, step = by_response[found["response"]], found["step"]
         assert record["step"] == step
         same = [other["reward"] for other in records[(step - 1) * 4 : step * 4]]
@@ -70,10 +67,3 @@ def test_a_long_line_keeps_its_extremes_in_the_band():
         and line["x"][-1] == 5000
     )
     assert line["band"] == "lowest to highest; the line is the mean of 13 steps"
-
-
-def test_places_are_spread_from_the_first_to_the_last():
-    lines = [(at, 10) for at in range(0, 1000, 10)]
-    assert spread(lines, 10_000) == [at for at, _ in lines]
-    assert spread(lines, 50) == [0, 250, 500, 740, 990]
-    assert spread([], 50) == []

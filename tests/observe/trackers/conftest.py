@@ -16,23 +16,9 @@ from infsample_rl.observe.run_log import RunLogger
 from tests.observe.logged import logged_config, sample
 
 
-def trace_of(step: int) -> str:
-    """A trace of one step: a rollout worker that decodes, a learner rank that trains."""
-    names = [
-        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
-        for pid, name in ((1, "rollout 0 on a"), (2, "learner 0 on a"))
-    ]
-    phases = [("decode", 1, 0, 3_000_000), ("backward", 2, 1_000_000, 2_500_000)]
-    events = [
-        {"name": name, "ph": "X", "pid": pid, "tid": 0, "ts": ts, "dur": dur, "args": {"step": step}}
-        for name, pid, ts, dur in phases
-    ]
-    return json.dumps(names + events)
-
-
 @pytest.fixture
 def log_run():
-    """A start of a run in `run_dir`: reward/mean is step / 10, one sample a step, a timeline of the last step."""
+    """A start of a run in `run_dir`: reward/mean is step / 10, one sample a step."""
 
     def log(run_dir: Path, steps: range, *, start_step: int = 0, failed: bool = False, **logging: object) -> None:
         config = logged_config(**{"progress": False, **logging})
@@ -42,7 +28,6 @@ def log_run():
         for step in steps:
             metrics = {"reward/mean": step / 10, "eval/accuracy": 0.5 / step, "eval/pass@1": 0.5, "learner/kl": None}
             logger.log_step(step, metrics, [sample(step)])
-        (run_dir / "trace.json").write_text(trace_of(steps[-1]))
         (run_dir / "config.yaml").write_text("run: {name: tiny}\n")
         logger.close(failed=failed)
 

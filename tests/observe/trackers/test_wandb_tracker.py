@@ -59,7 +59,7 @@ def rows(found: list) -> list[dict]:
     return [dict(pairs) for pairs in items if pairs]
 
 
-def test_offline_file_has_every_group_over_step_a_table_and_a_timeline(offline, log_run, tmp_path):
+def test_offline_file_has_every_group_over_step_and_a_table(offline, log_run, tmp_path):
     log_run(tmp_path, range(1, 3), wandb="offline")
     (store,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found = finished_records(store)
@@ -68,7 +68,7 @@ def test_offline_file_has_every_group_over_step_a_table_and_a_timeline(offline, 
         for record in found
         if record.WhichOneof("record_type") == "metric"
     }
-    assert {f"{group}/*" for group in GROUPS} | {"completions", "timeline"} <= set(defined)
+    assert {f"{group}/*" for group in GROUPS} | {"completions"} <= set(defined)
     assert all(metric.step_metric == "step" for name, metric in defined.items() if name != "step")
     assert defined["step"].options.hidden and defined["eval/accuracy"].summary.max
     history = rows(found)
@@ -76,9 +76,6 @@ def test_offline_file_has_every_group_over_step_a_table_and_a_timeline(offline, 
     assert [(row["step"], row["reward/mean"]) for row in steps] == [(1, 0.1), (2, 0.2)] and "learner/kl" not in steps[0]
     table = {key: value for key, value in steps[0].items() if key.startswith("completions")}
     assert "table-file" in json.dumps(table)
-    (picture,) = [row for row in history if any(key.startswith("timeline") for key in row)]
-    assert picture["step"] == 2 and picture["timeline/_type"] == "image-file"
-    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/timeline*.png"))) == 1
 
 
 def test_online_run_reports_to_the_server_and_a_resumed_one_goes_on_under_its_id(recorder, log_run, tmp_path):
@@ -87,9 +84,7 @@ def test_online_run_reports_to_the_server_and_a_resumed_one_goes_on_under_its_id
     upserts = [variables for name, variables in recorder.queries if name == "UpsertBucket"]
     assert {variables["name"] for variables in upserts} == {run_id} and upserts[0]["project"] == "infsample_rl"
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3]
-    assert any("media/images/timeline" in name for name in recorder.uploaded) and any(
-        "media/table/completions" in name for name in recorder.uploaded
-    )
+    assert any("media/table/completions" in name for name in recorder.uploaded)
     log_run(tmp_path, range(3, 5), start_step=2, wandb="online")
     assert {variables["name"] for name, variables in recorder.queries if name == "UpsertBucket"} == {run_id}
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3, 3, 4]

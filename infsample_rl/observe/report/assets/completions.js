@@ -16,7 +16,7 @@ const ORDERS = {
 const rank = (reward, sign = -1) => (reward === null ? sign * Infinity : reward);
 
 function completionList(found) {
-  const items = found.rows.map((row) => Object.fromEntries(found.fields.map((name, place) => [name, row[place]])));
+  const items = found.rows;
   const steps = [...new Set(items.map((item) => item.step))].sort((a, b) => a - b);
   const shown = { step: '', kind: '', words: '', order: 'file', first: 0 },
     list = el('div', { class: 'completions' }),

@@ -98,3 +98,35 @@ function ticks(low, high, count, whole) {
     found.push(Math.abs(value) < step * 1e-9 ? 0 : value);
   return found;
 }
+
+// A table that scrolls in itself; `numbers`: places of columns that are aligned right.
+function table(head, rows, numbers = [], classes = '') {
+  return el(
+    'div',
+    { class: 'scroll' },
+    el(
+      'table',
+      { class: classes },
+      el(
+        'thead',
+        {},
+        el(
+          'tr',
+          {},
+          head.map((name, place) => el('th', { class: numbers.includes(place) ? 'number' : null, scope: 'col' }, name)),
+        ),
+      ),
+      el(
+        'tbody',
+        {},
+        rows.map((row) =>
+          el(
+            'tr',
+            {},
+            row.map((cell, place) => el('td', { class: numbers.includes(place) ? 'number' : null, dir: 'auto' }, cell)),
+          ),
+        ),
+      ),
+    ),
+  );
+}

@@ -18,11 +18,14 @@ function header() {
   );
 }
 const headline = () =>
-  page.headline
+  single
     ? el(
         'div',
         { class: 'cards' },
-        page.headline.map(([name, value, what]) => el('div', { class: 'card' }, el('span', {}, name), el('b', {}, value), el('small', {}, what))),
+        page.figures.map(([name, said]) => {
+          const [value, what] = said.split(' (');
+          return el('div', { class: 'card' }, el('span', {}, name), el('b', {}, value), what ? el('small', {}, what.replace(/\)$/, '')) : null);
+        }),
       )
     : null;
 
@@ -134,20 +137,12 @@ if (!single) {
 section('learning', 'Learning', charts(page.learning));
 section('policy', 'Policy and update', charts(page.policy));
 if (page.timelines) section('rows', 'Who decoded when', timelines(page.timelines));
-section('predictor', 'Length prediction', charts(page.predictor), page.timelines ? scatter(page.timelines.groups) : null);
-section(
-  'time',
-  'Time',
-  charts([...(page.phases ? [page.phases] : []), ...page.speed]),
-  page.trace ? [el('h3', {}, 'A step, worker by worker'), tracePhases(page.trace)] : null,
-);
+section('predictor', 'Length prediction', charts(page.predictor));
+section('time', 'Time', charts([...(page.phases ? [page.phases] : []), ...page.speed]));
 section('memory', 'Memory', planned(), charts(page.memory));
 if (page.completions) section('completions', 'Completions', completionList(page.completions));
 section('metrics', 'Every metric', explorer());
-if (single) {
-  section('figures', 'In numbers', table(['', ''], page.figures));
-  section('settings', 'Settings', settingsTable());
-}
+if (single) section('settings', 'Settings', settingsTable());
 section('versions', 'Versions', page.versions.length ? table(['', ...(single ? [''] : names)], page.versions) : null);
 
 document.body.append(

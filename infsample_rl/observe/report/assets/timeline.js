@@ -1,4 +1,4 @@
-// Who decoded when: one prompt's samples in the rows of the rollout workers; and predicted lengths beside real ones.
+// Who decoded when: one prompt's samples in the rows of the rollout workers.
 // Like cividis, in order for any eye, with ends that stand out from white and from black.
 const RAMP = [
   [38, 86, 164],
@@ -191,7 +191,7 @@ function sampleBars(sample, { x, top, place, tall, from, to, low, high, by }) {
     group.append(svg('rect', { ...paint, x: start, y, width: wide, height: tall - 2, rx: 1.5 }));
     if (index < sample.stays.length - 1)
       group.append(svg('rect', { class: 'edge', x: start + Math.max(0, wide - 2.5), y, width: Math.min(2.5, wide), height: tall - 2 }));
-    if (wide > 22 && tall > 12) group.append(svg('text', { class: dark ? 'onDark' : 'onLight', x: start + 4, y: y + tall / 2 + 3 }, sample.index));
+    if (wide > 22 && tall > 12) group.append(svg('text', { class: dark ? 'onDark' : 'onLight', x: start + 4, y: y + tall / 2 + 3 }, sample.sample_index));
   });
   const move = (event) => {
     group.parentNode.classList.add('picking');
@@ -218,7 +218,7 @@ function sampleTip(sample) {
     last = sample.stays[sample.stays.length - 1];
   const lines = [
     ['reward', sample.reward === null ? 'none: failed' : text(sample.reward)],
-    ['length', `${plural(sample.length, 'token')}, ${sample.finish === 'length' ? 'cut at the maximum' : 'ended by itself'}`],
+    ['length', `${plural(sample.length, 'token')}, ${sample.finish_reason === 'length' ? 'cut at the maximum' : 'ended by itself'}`],
     ['predicted', sample.forecast ? `${text(sample.forecast[1])} tokens, when it had ${sample.forecast[0]}` : 'not'],
     [
       'decoded',
@@ -228,70 +228,8 @@ function sampleTip(sample) {
   ];
   if (pauses) lines.push(['paused', pauses === 1 ? 'once' : `${pauses} times`]);
   return [
-    el('b', {}, `sample ${sample.index}`),
+    el('b', {}, `sample ${sample.sample_index}`),
     tipLines(lines),
     sample.text === null ? null : el('p', { class: 'tiptext', dir: 'auto' }, sample.text),
   ];
-}
-
-// Predicted beside real lengths of all samples on the page, the run's halves apart.
-function scatter(groups) {
-  const all = groups.flatMap((group) => group.samples.filter((sample) => sample.forecast).map((sample) => ({ ...sample, step: group.step })));
-  if (all.length < 2) return null;
-  const half = (groups[0].step + groups[groups.length - 1].step) / 2,
-    every = Math.ceil(all.length / 1500),
-    points = all.filter((_, place) => place % every === 0);
-  const most = Math.max(...points.map((point) => Math.max(point.length, point.forecast[1]))) * 1.04;
-  const holder = drawn(el('div', { class: 'plot' }), (width) => {
-    const height = 250,
-      box = { left: 52, right: width - 10, top: 8, bottom: height - 36 },
-      x = (value) => box.left + (value / most) * (box.right - box.left),
-      y = (value) => box.bottom - (value / most) * (box.bottom - box.top);
-    const root = svg('svg', { width, height, viewBox: `0 0 ${width} ${height}`, role: 'img', 'aria-label': 'predicted beside real lengths' });
-    for (const value of ticks(0, most, 4))
-      root.append(
-        svg('path', { class: 'grid', d: `M${box.left} ${y(value)}H${box.right}` }),
-        svg('text', { class: 'tick', x: box.left - 6, y: y(value) + 4, 'text-anchor': 'end' }, text(value)),
-        svg('text', { class: 'tick', x: x(value), y: box.bottom + 15, 'text-anchor': 'middle' }, text(value)),
-      );
-    root.append(
-      svg('path', { class: 'cursor', d: `M${x(0)} ${y(0)}L${x(most)} ${y(most)}` }),
-      svg('text', { class: 'tick quiet', x: box.right, y: height - 3, 'text-anchor': 'end' }, 'real length (tokens)'),
-    );
-    for (const point of points)
-      root.append(
-        svg('circle', {
-          class: `point ${colour(point.step > half ? 0 : 1)}`,
-          cx: x(point.length),
-          cy: y(point.forecast[1]),
-          r: 3,
-          onpointermove: (event) =>
-            showTip(
-              event,
-              el('b', {}, `step ${point.step}, sample ${point.index}`),
-              tipLines([
-                ['predicted', `${text(point.forecast[1])} tokens, when it had ${point.forecast[0]}`],
-                ['real', plural(point.length, 'token')],
-              ]),
-            ),
-          onpointerleave: hideTip,
-        }),
-      );
-    return root;
-  });
-  return el(
-    'figure',
-    { class: 'chart' },
-    el('figcaption', {}, el('b', {}, 'Predicted beside real lengths'), el('span', { class: 'unit' }, 'tokens')),
-    holder,
-    el(
-      'p',
-      { class: 'legend' },
-      [
-        [1, 'first half of the run'],
-        [0, 'second half'],
-      ].map(([place, label]) => el('span', {}, el('i', { class: `mark ${colour(place)}` }), label)),
-    ),
-    el('p', { class: 'note' }, `${plural(points.length, 'sample')} of the timelines on this page; on the dashed line a prediction was right.`),
-  );
 }
