@@ -11,21 +11,17 @@ rollout.predictor_path. Equal seeds give equal folders on one machine.
 
 from __future__ import annotations
 
-import json
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infsample_rl.config.command_line import run_with_options
+from infsample_rl.config.command_line import check_writable, run_with_options
 from infsample_rl.rollout.length_prediction.bert import load_encoder
 from infsample_rl.rollout.length_prediction.fit import TrainOptions, check_held_out, check_lr, fit
 from infsample_rl.rollout.length_prediction.training_data import read_groups, split_groups
-
-REPORT = "length_predictor.json"  # in the folder, beside what from_pretrained reads
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +36,7 @@ def run(options: TrainOptions) -> int:
 
 
 def train(options: TrainOptions) -> dict[str, Any]:
-    """Train, save and report. ValueError for what cannot work."""
+    """Train and save; how many prompts there were, and what every epoch came to. ValueError for what cannot work."""
     _check(options)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -58,22 +54,15 @@ def train(options: TrainOptions) -> dict[str, Any]:
     model, tokenizer = load_encoder(options.encoder, "encoder")
     epochs = fit(model, tokenizer, training, held, options)
     best = min(epochs, key=lambda epoch: epoch.held_out_loss)
-    report = {
-        "options": asdict(options),
-        "train_prompts": len(training),
-        "held_out_prompts": len(held),
-        "best_epoch": best.number,
-    }
-    report["epochs"] = [asdict(epoch) for epoch in epochs]
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    (Path(options.out) / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     print(
         f"epoch {best.number} kept in {options.out}; use it with rollout.predictor=bert "
         f"rollout.predictor_path={options.out}",
         flush=True,
     )
-    return report
+    sizes = {"train_prompts": len(training), "held_out_prompts": len(held)}
+    return sizes | {"best_epoch": best.number, "epochs": [asdict(epoch) for epoch in epochs]}
 
 
 def _check(options: TrainOptions) -> None:
@@ -91,18 +80,7 @@ def _check(options: TrainOptions) -> None:
     out = Path(options.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={options.out} is there already and is not an empty folder; give a new one")
-    check_can_be_written(out)
-
-
-def check_can_be_written(out: Path) -> None:
-    """ValueError when the folder cannot be created or written, which after training would be too late to find. Leaves
-    nothing behind."""
-    try:
-        nearest = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-    except OSError as error:
-        raise ValueError(f"out={out} cannot be written ({error.strerror}); give another folder") from None
+    check_writable(out, f"out={out}")
 
 
 if __name__ == "__main__":

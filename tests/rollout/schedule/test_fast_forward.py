@@ -30,7 +30,8 @@ def workloads(draw, by_budget):
     numbers = st.floats(0.5, 100 if by_budget else cap)  # infinite and fptas refuse what the pool cannot hold
     predicted = [[draw(numbers) for _ in lengths] for lengths in groups] if chance == "lengths" else None
     moments = st.dictionaries(st.integers(1, cap), numbers, max_size=3)
-    repredicted = [[draw(moments) for _ in lengths] for lengths in groups] if chance == "again" else None
+    again = by_budget and chance == "again"
+    repredicted = [[draw(moments) for _ in lengths] for lengths in groups] if again else None
     return groups, {
         "slots": draw(st.integers(1, 5)),
         "prompts_at_once": draw(st.integers(1, 3)),
@@ -41,7 +42,6 @@ def workloads(draw, by_budget):
         "max_new_tokens": cap,
         "predicted": predicted,
         "repredicted": repredicted,
-        "rebuild_cost": draw(st.sampled_from([None, 0.01, 1.0])),
         "parks": by_budget and draw(st.booleans()),
         "record_rows": True,
     }
@@ -70,14 +70,13 @@ def test_strides_change_nothing(schedule, monkeypatch):
 
 def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
     draw, preempted = random.Random(0), 0
-    for page_size, cost, num_groups in ((1, None, 1), (16, None, 2), (1, 1.0, 2), (16, 0.05, 1), (3, 4.0, 3)) * 3:
+    for page_size, num_groups in ((1, 1), (16, 2), (1, 2), (16, 1), (3, 3)) * 3:
         groups = [[min(200, round(draw.lognormvariate(4.5, 0.8)) + 1) for _ in range(24)] for _ in range(num_groups)]
         for parks in (False, True):
             arguments = {
                 "slots": 3,
                 "page_size": page_size,
                 "max_new_tokens": 200,
-                "rebuild_cost": cost,
                 "parks": parks,
                 "record_rows": True,
             }

@@ -80,7 +80,7 @@ def test_predictions_that_are_no_lengths_are_refused_by_sample(schedule, bad):
     with pytest.raises(ValueError, match=r"predicted must be finite and > 0 tokens, got .* for sample 1"):
         simulate([5, 6, 7], schedule, slots=2, predicted=[1.0, bad, 2.0])
     with pytest.raises(ValueError, match="repredicted must be finite and > 0 tokens"):
-        simulate([5, 6, 7], schedule, slots=2, repredicted=[{}, {2: bad}, {}])
+        simulate([5, 6, 7], "token_budget", slots=2, repredicted=[{}, {2: bad}, {}])
 
 
 @pytest.mark.parametrize("lengths", [[1e308, 1e308], [10**308] * 9, [5e-324, 5e-324]])
