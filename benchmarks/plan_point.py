@@ -36,8 +36,7 @@ from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.peak_memory import FEW_COMPILED_PRODUCTS, PeakMemory, process_memory
-from infsample_rl.model.weight_sync.buckets import fill_buckets
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES, fill_buckets, plan_weights, shapes_of
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
 from infsample_rl.rollout.worker import RolloutWorker

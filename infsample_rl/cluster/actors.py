@@ -33,7 +33,7 @@ from infsample_rl.types import (
 DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
 
 Items = Iterator[MicroGroupHeader | list[Completion]]
-Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # with flat buckets, and their checksums
+Published = tuple[WeightManifest, list[ray.ObjectRef]]  # with flat buckets
 
 
 class Observed:
@@ -92,8 +92,8 @@ class RolloutCalls(Observed):
 
     def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
-        manifest, buckets, sums = published
-        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe, sums=sums)
+        manifest, buckets = published
+        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe)
 
     def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
@@ -215,10 +215,10 @@ class LearnerCalls(Observed):
     @phase("sync")
     def publish(self, version: int) -> Published:
         """Weights from rank 0, put into the object store a bucket at a time; every rank must be asked."""
-        manifest, buckets, sums = self.learner.publisher.export(version)
+        manifest, buckets = self.learner.publisher.export(version)
         refs = [ray.put(bucket) for bucket in buckets]
         self.metrics.count("object_store_bytes", manifest.num_bytes if refs else 0)
-        return manifest, refs, sums
+        return manifest, refs
 
     def host_weight_link(self) -> tuple[str, int]:
         """Where the rollout workers meet rank 0."""

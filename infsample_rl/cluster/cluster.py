@@ -26,9 +26,9 @@ from infsample_rl.cluster.worker_secrets import worker_secrets
 from infsample_rl.cluster.workers import Handle, Workers
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
+from infsample_rl.plan.model_outline import build_outline
 from infsample_rl.plan.placement import worker_groups
 
 
@@ -95,10 +95,11 @@ class Cluster:
         """ValueError when weights that travel through the object store do not fit in it."""
         if choose_transport(self._config.cluster) == "object_store":
             model = self._config.model
-            shapes = shapes_of_architecture(
+            lm = build_outline(
                 load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
             )
-            check_object_store(plan_weights(shapes, 0).num_bytes, self._session.object_store_bytes())
+            num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
+            check_object_store(num_bytes, self._session.object_store_bytes())
 
     def resize(self) -> None:
         """Between steps: start one more rollout worker if cluster.max_workers asks for it and there is a place. It

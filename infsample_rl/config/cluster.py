@@ -70,11 +70,6 @@ class ClusterConfig:
         "store",
         choices=("auto", "object_store", "broadcast", "cuda_ipc"),
     )
-    weight_checksum: bool = setting(
-        False,
-        "prove after every transfer that engines and learner hold the same weights",
-        read_if=lambda c: not c.cluster.colocate or c.cluster.learner_ranks > 1 or c.learner.lora_rank > 0,
-    )
     max_workers: int | None = setting(
         None,
         "rollout workers the run may grow to between steps where there is room; none: rollout_workers",

@@ -40,7 +40,7 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
 )
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.rendezvous import host_store, open_store
+from infsample_rl.model.weight_sync.mailbox import host_store, open_store
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals
 

@@ -180,14 +180,14 @@ class ReceivedAdapters:
     def __init__(self, model: PreTrainedModel, learner: LearnerConfig) -> None:
         """`model` holds the base weights still; those of the adapted layers are kept, in host memory."""
         self.model, self.scale = model, adapter_scale(learner)
-        self.received = nn.Module()  # its parameters have the names of adapter_parameters
+        self.received: dict[str, Tensor] = {}  # under the names of adapter_parameters
         self.base: dict[str, Tensor] = {}
         for name in target_names(model, learner.lora_targets):
             weight: Any = model.get_submodule(name).weight
             host = weight.detach().to("cpu", copy=True)
             self.base[name] = host.pin_memory() if weight.is_cuda else host
-            _put(self.received, f"{name}.lora_A.weight", weight.new_zeros(learner.lora_rank, weight.shape[1]))
-            _put(self.received, f"{name}.lora_B.weight", weight.new_zeros(weight.shape[0], learner.lora_rank))
+            self.received[f"{name}.lora_A.weight"] = weight.new_zeros(learner.lora_rank, weight.shape[1])
+            self.received[f"{name}.lora_B.weight"] = weight.new_zeros(weight.shape[0], learner.lora_rank)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -195,22 +195,8 @@ class ReceivedAdapters:
         versions."""
         for name, base in self.base.items():
             weight: Any = self.model.get_submodule(name).weight
-            adapter: Any = self.received.get_submodule(name)
-            weight.copy_(
-                merge_weight(
-                    base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale
-                )
-            )
-
-
-def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter `name` of `root`, with the modules on the way."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+            a, b = self.received[f"{name}.lora_A.weight"], self.received[f"{name}.lora_B.weight"]
+            weight.copy_(merge_weight(base.to(weight.device, non_blocking=True), a, b, self.scale))
 
 
 def save_adapter_folder(

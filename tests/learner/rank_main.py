@@ -96,7 +96,7 @@ def die_in_next_backward(worker: LearnerWorker) -> None:
 
 def export_weights(worker: LearnerWorker, version: int) -> tuple[WeightManifest, list[np.ndarray]] | None:
     """Manifest and copies of the buckets on rank 0."""
-    manifest, buckets, _ = worker.publisher.export(version)
+    manifest, buckets = worker.publisher.export(version)
     kept = [bucket.copy() for bucket in buckets]
     return (manifest, kept) if worker.rank == 0 else None
 

@@ -18,8 +18,8 @@ import torch.multiprocessing  # noqa: F401  teaches ForkingPickler to hand over 
 from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.mailbox import Mailbox
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import broadcast_backend, choose_transport
 
 
@@ -49,10 +49,8 @@ class WeightLink:
         if transport == "broadcast":
             self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._group = _process_group(self.mail, device)
-        elif transport == "cuda_ipc":
-            self._buffers = _shared_buffers(self.mail, device, bucket_bytes)
         else:
-            raise ValueError(f"a link is of transport broadcast or cuda_ipc, got {transport}")
+            self._buffers = _shared_buffers(self.mail, device, bucket_bytes)
 
     def free_buffers(self) -> Iterator[Tensor]:
         """Member 0: a buffer to fill for bucket 0, 1, 2, ..., each when the bucket before the last has been taken."""
@@ -62,7 +60,7 @@ class WeightLink:
             yield self._buffers[number % 2]
 
     def give(self, number: int, bucket: Tensor) -> None:
-        """Member 0: send a filled buffer; does not wait."""
+        """Member 0: send a filled buffer; does not wait. Of a broadcast also every other member's part of it."""
         if self._group is not None:
             self._works[number] = self._group.broadcast([bucket], dist.BroadcastOptions())
         else:
@@ -82,14 +80,12 @@ class WeightLink:
         for number, size in enumerate(sizes):
             if self._group is not None:
                 for ahead in range(number + (number > 0), min(number + 2, len(sizes))):
-                    self._works[ahead] = self._group.broadcast(
-                        [self._buffers[ahead % 2][: sizes[ahead]]], dist.BroadcastOptions()
-                    )
+                    self.give(ahead, self._buffers[ahead % 2][: sizes[ahead]])
                 self._finish(number)
-                yield self._buffers[number % 2][:size]
             else:
                 self.mail.hear(f"bucket/{number}")
-                yield self._buffers[number % 2][:size]
+            yield self._buffers[number % 2][:size]
+            if self._group is None:
                 self._synchronize()
                 self.mail.tell(f"taken/{number}/{self.mail.member}", True)
 

@@ -1,4 +1,4 @@
-"""Words between learner rank 0 and the rollout workers, through a TCP store that rank 0 hosts.
+"""Words between learner rank 0 and the rollout workers, through a TCP store that rank 0 hosts on a free port.
 
 Every wait has an end: at the time limit, when another member says that it failed, or when the store's host is gone; the
 error names whom it waited for.
@@ -6,6 +6,7 @@ error names whom it waited for.
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from collections.abc import Callable
@@ -14,6 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 _LOOK_S = 0.1  # how often a waiting member looks whether another one failed
+
+
+def host_store(timeout_s: float) -> dist.TCPStore:
+    """The store of learner rank 0, on a free port, its .port: bound before anyone hears of it, as a port that is looked
+    up as free may be taken before it is bound."""
+    return dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
+    )
+
+
+def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store of learner rank 0; RuntimeError when it cannot be reached in time."""
+    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 class _Late(RuntimeError):
