@@ -31,7 +31,7 @@ from infsample_rl.commands.measurements import print_json
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
-from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config

@@ -154,7 +154,7 @@ class ReferenceCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
-        from infsample_rl.learner.reference_worker import ReferenceWorker
+        from infsample_rl.learner.reference import ReferenceWorker
 
         self.worker = ReferenceWorker(config)
         self.observe(config, "reference", index, dict)

@@ -41,19 +41,14 @@ def save_pretrained_folder(
     rank: int,
 ) -> None:
     """Write the policy as a Hugging Face folder; `tensors` gathers on all ranks, rank 0 writes."""
+    weights = {name: tensor.cpu() for name, tensor in tensors if rank == 0}
     if rank != 0:
-        for _ in tensors:
-            pass
         return
-    weights = {name: tensor.cpu() for name, tensor in tensors}
     # The sharded module cannot save itself: an empty one of its class takes the gathered tensors.
     with torch.device("meta"):
         shell = type(lm)(lm.config)
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()
-    missing = [name for name, parameter in shell.named_parameters() if parameter.is_meta]
-    if missing:
-        raise RuntimeError(f"checkpoint {folder}: no weights for {missing[:3]}")
     shell.generation_config = lm.generation_config
     shell.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -63,14 +58,11 @@ def save_training_state(
     folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int
 ) -> dict[str, list[str]]:
     """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes
-    every i-th of them.
-
-    Parameter -> what is saved of it, for write_progress.
-    """
+    every i-th of them. Returns what is saved of each parameter, for write_progress."""
     state_folder = folder / TRAINING_STATE
     state_folder.mkdir(parents=True, exist_ok=True)
     held: dict[str, Tensor] = {}
-    kinds: dict[str, list[str]] = {}  # parameter -> what is saved of it
+    kinds: dict[str, list[str]] = {}
     files = 0
     for number, (name, state) in enumerate(states):
         kinds[name] = sorted(state)
@@ -93,13 +85,8 @@ def write_progress(
 ) -> None:
     """List what must be there, after the files of all ranks: a save that was cut short has no list, and is not taken
     for a whole one."""
-    progress = {
-        "num_updates": num_updates,
-        "optimizer_steps": optimizer_steps,
-        "ranks": world_size,
-        "parameters": kinds,
-    }
-    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(progress) + "\n")
+    counts = {"num_updates": num_updates, "optimizer_steps": optimizer_steps, "ranks": world_size}
+    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(counts | {"parameters": kinds}) + "\n")
 
 
 def written_by_all(
@@ -118,11 +105,8 @@ def written_by_all(
         failure = error
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
-    mine = (
-        None
-        if failure is None
-        else f"rank {dist.get_rank(writers) if writers else 0}: {type(failure).__name__}: {failure}"
-    )
+    rank = dist.get_rank(writers) if writers else 0
+    mine = None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
     said = [mine] * (writers.size() if writers else 1)
     if writers is not None:
         dist.all_gather_object(said, mine, group=writers)
@@ -142,46 +126,31 @@ class SavedState:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / TRAINING_STATE
         if not (self.folder / "progress.json").is_file():
-            raise ValueError(
-                f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved to its "
-                "end"
-            )
+            raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: it was not saved to its end")
         progress = json.loads((self.folder / "progress.json").read_text())
         self.num_updates, self.optimizer_steps = int(progress["num_updates"]), int(progress["optimizer_steps"])
         self._files: dict[str, Path] = {}  # parameter/kind -> file
         for path in sorted(self.folder.glob("rank_*.safetensors")):
             self._files |= dict.fromkeys(_keys(path), path)
         self._kinds: dict[str, list[str]] = progress["parameters"]
-        missing = [
-            f"{kind} of {name}"
-            for name, kinds in self._kinds.items()
-            for kind in kinds
-            if f"{name}/{kind}" not in self._files
-        ]
+        wanted = [f"{name}/{kind}" for name, kinds in self._kinds.items() for kind in kinds]
+        missing = [tensor for tensor in wanted if tensor not in self._files]
         if missing:
-            raise ValueError(
-                f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])} ({len(missing)} "
-                "tensors in all)"
-            )
+            raise ValueError(f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])}")
 
-    def read(self, name: str, shape: torch.Size | None = None) -> dict[str, Tensor]:
-        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step). `shape`: what it
-        must have."""
-        if name not in self._kinds:
-            raise ValueError(
-                f"checkpoint {self.folder.parent} has no training state of {name}: it is of another model or of other "
-                "LoRA settings"
-            )
+    def read(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
+        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step), of this
+        shape."""
         state = {}
-        for kind in self._kinds[name]:
+        for kind in self._kinds.get(name, ()):
             with safe_open(self._files[f"{name}/{kind}"], "pt") as file:
                 state[kind] = file.get_tensor(f"{name}/{kind}")
-            if shape is not None and state[kind].shape != shape:
-                raise ValueError(
-                    f"checkpoint {self.folder.parent} has {name} of shape {list(state[kind].shape)}, the policy of "
-                    f"{list(shape)}: "
-                    "it is of another model or of other LoRA settings"
-                )
+        found = [list(value.shape) for value in state.values()]
+        if not state or any(each != list(shape) for each in found):
+            raise ValueError(
+                f"checkpoint {self.folder.parent} is of another model or of other LoRA settings: it has "
+                f"{found[0] if found else 'nothing'} for {name}, the policy {list(shape)}"
+            )
         return state
 
     def restore_random_state(self, rank: int) -> None:

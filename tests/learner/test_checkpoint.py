@@ -126,18 +126,18 @@ def remove_a_parameter(path):
         (
             "progress.json",
             Path.unlink,
-            "has no training_state/progress.json: give a folder this learner saved to its end",
+            "has no training_state/progress.json: it was not saved to its end",
         ),
         (
             "rank_1_0.safetensors",
             Path.unlink,
-            "was cut short: training_state lacks exp_avg of model.layers.0.self_attn.",
+            "was cut short: training_state lacks model.layers.0.self_attn.",
         ),
         ("rank_0_0.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-100]), "safetensors cannot be read"),
         (
             "rank_0_0.safetensors",
             remove_a_parameter,
-            "training_state lacks exp_avg of model.embed_tokens.weight (1 tensors in all)",
+            "training_state lacks model.embed_tokens.weight/exp_avg",
         ),
     ],
     ids=["a save that did not end", "a missing file", "a file cut off in the middle", "a missing parameter"],
@@ -152,12 +152,9 @@ def test_a_checkpoint_that_is_not_whole_is_refused(saved, name, damage, said):
 def test_a_state_of_another_model_is_refused(saved):
     state = SavedState(saved)
     assert (state.num_updates, state.optimizer_steps) == (3, 3)
-    with pytest.raises(
-        ValueError, match="has no training state of lm_head.weight: it is of another model or of other LoRA settings"
-    ):
-        state.read("lm_head.weight")
-    with pytest.raises(ValueError, match=r"has model.norm.weight of shape \[32\], the policy of \[64\]"):
-        state.read("model.norm.weight", torch.Size([64]))
+    for name, said in (("lm_head.weight", "nothing"), ("model.norm.weight", r"\[32\]")):
+        with pytest.raises(ValueError, match=rf"of another model or .* it has {said} for {name}, the policy \[64\]"):
+            state.read(name, torch.Size([64]))
 
 
 def test_every_rank_writes_its_share(travels):
@@ -182,7 +179,7 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
     assert sizes == {"rank_0_0.safetensors": 4, "rank_0_1.safetensors": 4, "rank_0_2.safetensors": 2}
     saved = SavedState(tmp_path)
     for name, state in states:
-        read = saved.read(name)
+        read = saved.read(name, torch.Size([100]))
         assert read.keys() == state.keys() and all(torch.equal(read[key], state[key]) for key in state)
     progress = json.loads((tmp_path / "training_state" / "progress.json").read_text())
     assert progress["parameters"]["p3"] == ["exp_avg", "master"] and progress["ranks"] == 1

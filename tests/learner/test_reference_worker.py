@@ -16,7 +16,7 @@ from infsample_rl.config import (
     RewardFunctionConfig,
     RolloutConfig,
 )
-from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.types import Prompt
 from tests.tiny_models import TINY_SIZES, finished, save_words
 

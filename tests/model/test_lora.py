@@ -29,12 +29,12 @@ from infsample_rl.model.lora import (
     adapter_parameters,
     adapters_off,
     add_adapters,
+    check_lora,
     merge_weight,
     merged_parameters,
     save_adapter_folder,
     target_names,
 )
-from infsample_rl.model.lora_check import check_lora
 from tests.tiny_models import TINY_SIZES, assert_tensors_close, save_words
 
 LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)

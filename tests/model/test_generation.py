@@ -6,7 +6,7 @@ import pytest
 from transformers import GenerationConfig, Qwen3Config
 
 from infsample_rl.config import ModelConfig, RolloutConfig
-from infsample_rl.model.generation_settings import load_generation_config, unused_generation_settings
+from infsample_rl.model.generation import load_generation_config, unused_generation_settings
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [151645, 151643]}
 

@@ -1,9 +1,12 @@
-"""The generation settings a model comes with. Only its stop ids are taken; what else they would change is told, never
-applied."""
+"""Where a response ends and its text; and the generation settings a model comes with, of which only the stop ids are
+taken: what else they would change is told, never applied."""
 
 from __future__ import annotations
 
-from transformers import GenerationConfig, PretrainedConfig
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from infsample_rl.config import ModelConfig, RolloutConfig
 from infsample_rl.model.hub import cached_only
@@ -53,3 +56,16 @@ def unused_generation_settings(generation: GenerationConfig, rollout: RolloutCon
         wanted = " ".join(f"rollout.{_OURS[name]}={str(value).replace(' ', '')}" for name, value in differing.items())
         line += f"; this run takes {taken}; to use the model's write {wanted}"
     return line + (f"; there is no setting for {', '.join(without_match)}" if without_match else "")
+
+
+def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
+    """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
+    configured = generation.eos_token_id if generation is not None else None
+    ends = [configured] if isinstance(configured, int) else configured or []
+    return {*extra, *ends} | ({tokenizer.eos_token_id} - {None})
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: Sequence[str] = ()) -> str:
+    """A response as text, without special tokens, up to the first place where a stop string begins."""
+    text: Any = tokenizer.decode(token_ids, skip_special_tokens=True)  # a str, for one list of ids
+    return text[: min((place for place in map(text.find, stop_strings) if place >= 0), default=len(text))]
