@@ -9,8 +9,7 @@ from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
 from infsample_rl.model.weight_sync.buckets import Shape, plan_weights, shapes_of, stream_buckets
-from infsample_rl.model.weight_sync.link import WeightLink, join_link
-from infsample_rl.model.weight_sync.mailbox import host_store
+from infsample_rl.model.weight_sync.link import WeightLink, host_store, join_link
 from infsample_rl.model.weight_sync.sync import send_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import MaybeNone, WeightManifest, WeightSyncReport

@@ -51,26 +51,17 @@ class ReferenceWorker:
         """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus
         reference."""
         logprobs: list[np.ndarray] = []
-        for part in self._rows(len(prompt.token_ids), completions):
-            row = pack_row([(prompt.token_ids, [completion.token_ids for completion in part])], self.device)
+        responses = [completion.token_ids for completion in completions]
+        # rows of at most max_tokens, each with the prompt once
+        for part in runs_within([len(ids) for ids in responses], len(prompt.token_ids), self.max_tokens):
+            row = pack_row([(prompt.token_ids, responses[part])], self.device)
             flat = self.policy(row, self.temperature)[0].cpu().numpy()
-            logprobs += np.split(flat, np.cumsum([len(completion.token_ids) for completion in part])[:-1])
+            logprobs += np.split(flat, np.cumsum([len(ids) for ids in responses[part]])[:-1])
         kl_sums = [
             float(np.sum(completion.logprobs - own, dtype=np.float64))
             for completion, own in zip(completions, logprobs, strict=True)
         ]
         return ReferenceResult(logprobs=logprobs, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
-
-    def _rows(self, prompt_tokens: int, completions: list[Completion]) -> list[list[Completion]]:
-        """Cut completions, in order, into rows of at most max_tokens, each with the prompt once."""
-        lengths = [len(completion.token_ids) for completion in completions]
-        needed = prompt_tokens + max(lengths, default=0)
-        if needed > self.max_tokens:
-            raise ValueError(
-                f"reference.max_tokens_per_micro_batch must be >= {needed} for this prompt and response, got "
-                f"{self.max_tokens}"
-            )
-        return [completions[part] for part in runs_within(lengths, prompt_tokens, self.max_tokens)]
 
 
 class ReferencePolicy:

@@ -38,9 +38,7 @@ class RowPlanner:
         self._tokens = 0
 
     def add_group(self, specs: list[SampleSpec]) -> list[list[SampleSpec]]:
-        """Place the samples of one prompt and return the rows that are full; ValueError for a sample that fits in no
-        row."""
-        self._check_fits(specs)
+        """Place the samples of one prompt, each of which fits in a row, and return the rows that are full."""
         tokens = row_tokens(specs, self.prompt_lengths)
         if self.long_rows and tokens > self.max_tokens:
             return self.flush() + _even_parts(specs, self.long_rows)
@@ -60,15 +58,6 @@ class RowPlanner:
         rows = [self._row] if self._row else []
         self._row, self._tokens = [], 0
         return rows
-
-    def _check_fits(self, specs: list[SampleSpec]) -> None:
-        for spec in specs:
-            alone = spec.length + self.prompt_lengths[spec.prompt_index]
-            if alone > self.max_tokens:
-                raise ValueError(
-                    f"learner.max_tokens_per_micro_batch must be >= {alone} for sample {spec.sample_index} of prompt "
-                    f"{spec.prompt_index} ({spec.length} response tokens and its prompt), got {self.max_tokens}"
-                )
 
     def _cost(self, spec: SampleSpec) -> int:
         shares_prompt = bool(self._row) and self._row[-1].prompt_index == spec.prompt_index

@@ -37,7 +37,7 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
 )
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.mailbox import host_store, open_store
+from infsample_rl.model.weight_sync.link import host_store, open_store
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals
 
@@ -181,17 +181,17 @@ class LearnerWorker(RowTrainer):
 
         RuntimeError on all ranks, which stay in step, when one of them cannot write.
         """
-        path, rank, ranks, steps = Path(folder), self.rank, self.world_size, self.backend.optimizer_steps
+        path, rank = Path(folder), self.rank
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
         write: Any = partial(save_pretrained_folder, path, self.policy.lm)
         tensors = self.backend.full_parameters()
         if self.adapted is not None:
             write, tensors = partial(save_adapter_folder, path, self.adapted), self._trained_parameters()
         together(lambda given: write(given, self.tokenizer, rank=rank), tensors)
-        states = self.backend.training_states()
-        kinds = together(lambda given: save_training_state(path, given, rank=rank, world_size=ranks), states)
-        progress = partial(write_progress, path, kinds, num_updates=self.num_updates, optimizer_steps=steps)
-        together(lambda _: progress(world_size=ranks) if rank == 0 else None, ())
+        states = partial(save_training_state, path, rank=rank, world_size=self.world_size)
+        together(states, self.backend.training_states())
+        counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps}
+        together(lambda _: write_progress(path, **counts) if rank == 0 else None, ())
 
     def statistics(self) -> dict[str, float]:
         """Sums since the start, by metric name."""

@@ -42,20 +42,17 @@ def unused_generation_settings(generation: GenerationConfig, rollout: RolloutCon
     """One line on what of the model's own settings differs from `rollout` and how to take it; None when nothing
     does."""
     theirs = {name: value for name, value in generation.to_dict().items() if value is not None}
-    ours = {name: getattr(rollout, key) for name, key in _OURS.items()}
-    differing = {name: theirs[name] for name in _OURS if name in theirs and theirs[name] != ours[name]}
-    without_match = {
-        name: theirs[name] for name, neutral in _WITHOUT_MATCH.items() if name in theirs and theirs[name] != neutral
-    }
-    if not differing and not without_match:
-        return None
-    found = ", ".join(f"{name}={value}" for name, value in (differing | without_match).items())
-    line = f"the model's own generation settings are not used: {found}"
-    if differing:
-        taken = ", ".join(f"rollout.{_OURS[name]}={ours[name]}" for name in differing)
-        wanted = " ".join(f"rollout.{_OURS[name]}={str(value).replace(' ', '')}" for name, value in differing.items())
-        line += f"; this run takes {taken}; to use the model's write {wanted}"
-    return line + (f"; there is no setting for {', '.join(without_match)}" if without_match else "")
+    taken = [
+        f"rollout.{ours}={str(theirs[name]).replace(' ', '')}"
+        for name, ours in _OURS.items()
+        if name in theirs and theirs[name] != getattr(rollout, ours)
+    ]
+    others = [
+        f"{name}={theirs[name]}" for name, neutral in _WITHOUT_MATCH.items() if theirs.get(name, neutral) != neutral
+    ]
+    parts = [f"to take them write {' '.join(taken)}"] if taken else []
+    parts += [f"there is no setting for {', '.join(others)}"] if others else []
+    return "; ".join(["the model's own generation settings are not used", *parts]) if parts else None
 
 
 def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:

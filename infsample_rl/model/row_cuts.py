@@ -144,10 +144,8 @@ def packed_mask_function(
     segment_of, response_of = segment_of.to(device), response_of.to(device)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_shared, key = key < shared_tokens, (key - shared_tokens).clamp(min=0)
         own = (response_of[key] == -1) | (response_of[key] == response_of[query])
-        return (key <= query) & (segment_of[key] == segment_of[query]) & own
+        return is_shared | ((key <= query) & (segment_of[key] == segment_of[query]) & own)
 
-    def visible_behind_shared(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key < shared_tokens) | visible(batch, head, query, (key - shared_tokens).clamp(min=0))
-
-    return visible_behind_shared if shared_tokens else visible
+    return visible

@@ -13,8 +13,7 @@ from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.link import WeightLink, join_link
-from infsample_rl.model.weight_sync.mailbox import open_store
+from infsample_rl.model.weight_sync.link import WeightLink, join_link, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine

@@ -321,8 +321,7 @@ def test_what_is_told_of_sampling_before_a_run():
     config = load_config(["rollout.bad_token_ids=[3,5]", "rollout.temperature=0.5"])
     tokenizer, generation = load_tokenizer(config.model), GenerationConfig(eos_token_id=3, temperature=1.0)
     assert sampling_warnings(config, tokenizer, generation) == [
-        "the model's own generation settings are not used: temperature=1.0; this run takes rollout.temperature=0.5; "
-        "to use the model's write rollout.temperature=1.0",
+        "the model's own generation settings are not used; to take them write rollout.temperature=1.0",
         "rollout.bad_token_ids forbids the stop ids [3]: no stop id is left",
     ]
     config.rollout.stop_token_ids = [7]

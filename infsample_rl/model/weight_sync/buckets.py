@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ BUCKET_BYTES = 64 * 2**20  # a multiple of every element's size
 Shape = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of one whole parameter
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements `start` to `stop` of the manifest's entry number `entry`, at byte `offset` of a bucket."""
 
     entry: int

@@ -14,8 +14,7 @@ import torch.multiprocessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of
-from infsample_rl.model.weight_sync.link import WeightLink
-from infsample_rl.model.weight_sync.mailbox import host_store, open_store
+from infsample_rl.model.weight_sync.link import WeightLink, host_store, open_store
 from infsample_rl.model.weight_sync.sync import receive_weights, send_weights
 
 # the tiny model has some 60 kB in float32: tensors in several buckets, buckets of several tensors
