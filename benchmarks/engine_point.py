@@ -19,7 +19,7 @@ from benchmarks import models, rivals
 from benchmarks.models import Loaded
 from benchmarks.workload import Workload
 from infsample_rl.config import RolloutConfig
-from infsample_rl.model.loading import stop_token_ids
+from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.model.peak_memory import PeakMemory
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
@@ -41,7 +41,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     memory = PeakMemory(models.pick_device(workload))
     model, tokenizer = models.load(workload)
     prompts = models.make_prompts(workload, tokenizer, 1)
-    stop_ids = sorted(stop_token_ids(model, tokenizer, []))
+    stop_ids = sorted(stop_ids_of(model.generation_config, tokenizer, []))
     given = Loaded(model=model, tokenizer=tokenizer, prompts=prompts, stop_ids=stop_ids, workload=options)
     if what == "facts":
         return facts(workload, model, settings) | {"prompts": prompts, "stop_ids": stop_ids}

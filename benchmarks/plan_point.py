@@ -31,13 +31,12 @@ from benchmarks.process import FREED_AT_ONCE, measure
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
-from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.peak_memory import FEW_COMPILED_PRODUCTS, PeakMemory, process_memory
-from infsample_rl.model.weight_sync.buckets import fill_buckets
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES, fill_buckets, plan_weights, shapes_of
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
 from infsample_rl.rollout.worker import RolloutWorker

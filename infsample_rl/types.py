@@ -248,7 +248,6 @@ class WeightSyncReport:
     version: int
     num_bytes: int
     seconds: float
-    checksum: str | None  # of all parameters, equal on both sides; None where cluster.weight_checksum is off
 
 
 @dataclass(frozen=True)

@@ -116,8 +116,7 @@ def refused(monkeypatch, capsys):
 def pack_buckets():
     """(name, tensor) pairs, version -> manifest and all buckets at once, as a learner would put them into the object
     store."""
-    from infsample_rl.model.weight_sync.buckets import stream_buckets
-    from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, plan_weights, shapes_of
+    from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES, plan_weights, shapes_of, stream_buckets
 
     def pack(named_tensors, version, bucket_bytes=BUCKET_BYTES):
         tensors = list(named_tensors)

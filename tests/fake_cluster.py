@@ -93,7 +93,7 @@ class FakeCluster:
     def _publish(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
         self._called("publish_weights")
         self.version = version
-        return WeightSyncReport(version=version, num_bytes=8, seconds=0.1, checksum=None)
+        return WeightSyncReport(version=version, num_bytes=8, seconds=0.1)
 
     def _start_rollout(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
         self._called("evaluate" if evaluation else "start_rollout")

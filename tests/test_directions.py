@@ -236,6 +236,6 @@ def test_pure_files_have_no_tensors(name):
 
 def test_engine_and_learner_import_without_ray_hydra_omegaconf_and_deepspeed():
     block = "import sys; [sys.modules.__setitem__(name, None) for name in ('ray', 'hydra', 'omegaconf', 'deepspeed')];"
-    workers = ("rollout.worker", "learner.worker", "learner.reference_worker", "reward.worker")
+    workers = ("rollout.worker", "learner.worker", "learner.reference", "reward.worker")
     code = block + "".join(f"import infsample_rl.{name};" for name in workers)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

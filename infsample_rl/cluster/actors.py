@@ -32,7 +32,7 @@ from infsample_rl.types import (
 DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
 
 Items = Iterator[MicroGroupHeader | list[Completion]]
-Published = tuple[WeightManifest, list[ray.ObjectRef], dict[str, int]]  # with flat buckets, and their checksums
+Published = tuple[WeightManifest, list[ray.ObjectRef]]  # with flat buckets
 
 
 class Observed:
@@ -83,8 +83,8 @@ class RolloutCalls(Observed):
 
     def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
-        manifest, buckets, sums = published
-        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe, sums=sums)
+        manifest, buckets = published
+        return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe)
 
     def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
@@ -145,7 +145,7 @@ class ReferenceCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
-        from infsample_rl.learner.reference_worker import ReferenceWorker
+        from infsample_rl.learner.reference import ReferenceWorker
 
         self.worker = ReferenceWorker(config)
         self.observe("reference", index)
@@ -205,8 +205,8 @@ class LearnerCalls(Observed):
     @phase("sync")
     def publish(self, version: int) -> Published:
         """Weights from rank 0, put into the object store a bucket at a time; every rank must be asked."""
-        manifest, buckets, sums = self.learner.publisher.export(version)
-        return manifest, [ray.put(bucket) for bucket in buckets], sums
+        manifest, buckets = self.learner.publisher.export(version)
+        return manifest, [ray.put(bucket) for bucket in buckets]
 
     def host_weight_link(self) -> tuple[str, int]:
         """Where the rollout workers meet rank 0."""

@@ -24,9 +24,9 @@ from infsample_rl.cluster.worker_secrets import worker_secrets
 from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of_architecture
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
+from infsample_rl.plan.model_outline import build_outline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import LossTotals
 
@@ -87,10 +87,11 @@ class Cluster:
         """ValueError when weights that travel through the object store do not fit in it."""
         if choose_transport(self._config.cluster) == "object_store":
             model = self._config.model
-            shapes = shapes_of_architecture(
+            lm = build_outline(
                 load_model_config(model), getattr(torch, model.dtype), trust_remote_code=model.trust_remote_code
             )
-            check_object_store(plan_weights(shapes, 0).num_bytes, self._session.object_store_bytes())
+            num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
+            check_object_store(num_bytes, self._session.object_store_bytes())
 
     def check_nodes(self) -> None:
         """After a restart, between steps: ValueError where Ray moved a worker to a node with other files."""

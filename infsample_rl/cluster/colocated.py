@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
-from infsample_rl.model.weight_sync.local import check_shared, load_local
-from infsample_rl.model.weight_sync.manifest import Shape, plan_weights, shapes_of
-from infsample_rl.model.weight_sync.sync import WeightSyncReport
+from infsample_rl.model.weight_sync.sync import check_shared, load_local
 from infsample_rl.observe.phases import phase
 from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import PublishedProbe
+from infsample_rl.types import PublishedProbe, WeightSyncReport
 
 
 class ColocatedWorker:
@@ -32,7 +30,6 @@ class ColocatedWorker:
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int) -> None:
         self.config, self.rank = config, rank
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
-        self.shapes: list[Shape] | None = None  # of what is copied
 
     def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
         """Set up the learner, then the engine on its weights. Returns what was set up, for the log."""
@@ -58,10 +55,7 @@ class ColocatedWorker:
         if self.shares_weights:
             report = check_shared(engine, self.learner.policy.lm, version)
         else:
-            if self.shapes is None:
-                self.shapes = shapes_of(self.learner.published_parameters())
-            manifest, with_checksum = plan_weights(self.shapes, version), self.config.cluster.weight_checksum
-            report = load_local(engine, self.learner.published_parameters(), manifest, with_checksum=with_checksum)
+            report = load_local(dict(engine.named_parameters()), self.learner.published_parameters(), version)
         self.rollout.begin_version(version, probe)
         return report
 

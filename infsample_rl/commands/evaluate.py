@@ -40,8 +40,9 @@ from infsample_rl.commands.run_settings import load_run_config, model_and_run
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.data.prompts import build_eval_prompts
-from infsample_rl.model.loading import context_of, load_tokenizer
-from infsample_rl.model.response_text import response_text
+from infsample_rl.model.architecture import context_of
+from infsample_rl.model.generation import response_text
+from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, Prompt, RewardResult

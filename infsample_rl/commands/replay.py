@@ -28,7 +28,7 @@ from infsample_rl.controller import checkpoints
 from infsample_rl.controller.groups import Group, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.recording import RecordedStep, read_recording
 from infsample_rl.controller.step_metrics import Metrics, update_metrics
-from infsample_rl.learner.reference_worker import ReferenceWorker
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner, assemble
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.types import Completion, ReferenceResult, TrainingSample

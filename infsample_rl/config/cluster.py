@@ -71,11 +71,6 @@ class ClusterConfig:
         "store",
         choices=("auto", "object_store", "broadcast", "cuda_ipc"),
     )
-    weight_checksum: bool = setting(
-        False,
-        "prove after every transfer that engines and learner hold the same weights",
-        read_if=lambda c: not c.cluster.colocate or c.cluster.learner_ranks > 1 or c.learner.lora_rank > 0,
-    )
     max_restarts: int = setting(
         8,
         "restarts of a lost worker, or of the learner, between two newly finished steps, after which the run stops",

@@ -39,6 +39,7 @@ REMOVED = {
     "cluster.max_workers": Removed(None, "stop the run and go on with another cluster.rollout_workers"),
     "cluster.min_workers": Removed(1, "a step needs one rollout worker, lost ones are replaced"),
     "cluster.start_timeout_s": Removed(300.0, "set cluster.progress_timeout_s, where a start takes more than 300 s"),
+    "cluster.weight_checksum": Removed(False, "leave it out, weights that do not fit are refused in any case"),
     "cluster.collective_timeout_s": Removed(300.0, "set cluster.progress_timeout_s to twice of it"),
     "logging.verbose": Removed(False, "metrics.jsonl, trace.json and report.html have every figure of a step"),
     "logging.trace_steps": Removed(20, "trace.json keeps the newest 20 steps"),

@@ -24,11 +24,11 @@ from infsample_rl.controller.start_table import (
 )
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
 from infsample_rl.learner.optimizer import check_optimizer
-from infsample_rl.model.architecture import check_full_attention
+from infsample_rl.model.architecture import check_full_attention, context_of, last_hidden_size
 from infsample_rl.model.disk import check_disk_folder
-from infsample_rl.model.generation_settings import load_generation_config
-from infsample_rl.model.loading import context_of, last_hidden_size, load_model_config, load_tokenizer
-from infsample_rl.model.lora_check import check_lora
+from infsample_rl.model.generation import load_generation_config
+from infsample_rl.model.loading import load_model_config, load_tokenizer
+from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from infsample_rl.config import Config
-from infsample_rl.learner.advantage import group_advantages
-from infsample_rl.learner.overlong import overlong_penalty
+from infsample_rl.learner.advantage import group_advantages, overlong_penalty
 from infsample_rl.types import (
     Forecast,
     LossTotals,

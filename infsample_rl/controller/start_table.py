@@ -10,9 +10,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from infsample_rl.config import Config
 from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
-from infsample_rl.model.generation_settings import unused_generation_settings
-from infsample_rl.model.loading import stop_ids_of
-from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.architecture import KVShape
+from infsample_rl.model.generation import stop_ids_of, unused_generation_settings
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.placement import reference_text, total_gpus, worker_groups
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
@@ -47,7 +46,7 @@ def setting_warnings(config: Config) -> list[str]:
 
 
 def context_warnings(architecture: PretrainedConfig, context: int | None) -> list[str]:
-    """That sequences are not as long as the model's positions (loading.context_of)."""
+    """That sequences are not as long as the model's positions (architecture.context_of)."""
     positions = getattr(architecture, "max_position_embeddings", None)
     if context is None or positions is None or context >= positions:
         return []

@@ -1,4 +1,5 @@
-"""Group-relative advantages. Pure Python: the driver calls it once a prompt's last reward is in."""
+"""Group-relative advantages, and DAPO's punishment of overlong responses. Pure Python: the driver calls it once a
+prompt's last reward is in."""
 
 from __future__ import annotations
 
@@ -13,8 +14,6 @@ def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
     mean of the others = (r_i - mean(r)) n / (n - 1) (RLOO, arXiv 2402.14740). A reward that is None, NaN or infinite
     gets advantage 0 and is outside mean and std. Equal rewards give exact zeros, and so do fewer than two valid ones.
     """
-    if kind not in ("std", "mean_only", "rloo"):
-        raise ValueError(f"objective.advantage must be one of std, mean_only, rloo, got {kind!r}")
     valid = [float(reward) for reward in rewards if reward is not None and math.isfinite(reward)]
     # Checked before the mean is formed: the rounded mean of equal rewards can differ from them.
     if len(valid) < 2 or min(valid) == max(valid):
@@ -26,3 +25,14 @@ def group_advantages(rewards: list[float | None], kind: str) -> list[float]:
     elif kind == "rloo":
         scale = len(valid) / (len(valid) - 1)
     return [(reward - mean) * scale if reward is not None and math.isfinite(reward) else 0.0 for reward in rewards]
+
+
+def overlong_penalty(length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """What is added to the reward of a response of `length` tokens, from 0 down to -penalty (DAPO, arXiv 2503.14476,
+    equation 13).
+
+    0 up to max_new_tokens - buffer_tokens, from there a straight line down to -penalty at max_new_tokens. buffer_tokens
+    = 0: always 0. Example: of 100 tokens, buffer 20 and penalty 1: 80 -> 0.0, 85 -> -0.25, 100 -> -1.0.
+    """
+    excess = length - (max_new_tokens - buffer_tokens)
+    return -penalty * excess / buffer_tokens if excess > 0 else 0.0

@@ -8,32 +8,33 @@ the other ranks until reduce_with_next_backward().
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from infsample_rl.config import Config
 from infsample_rl.learner.checkpoint import SavedState
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.learner.optimizer import load_moments, moments, step
 from infsample_rl.model.packing import PackedRow
 
-# A trained parameter as the optimizer holds it: full float32 tensors under the names master, exp_avg, exp_avg_sq
-# (moments from the first step on).
-TrainingState = dict[str, Tensor]
 
+class Backend:
+    """The same few calls for every way of sharding; what is here holds for an optimizer that steps `masters`."""
 
-class Backend(Protocol):
-    """The same few calls for every way of sharding."""
-
-    optimizer_steps: int  # steps of AdamW done: updates without the skipped ones
+    policy: Any
+    optimizer: torch.optim.Optimizer
+    masters: dict[str, nn.Parameter]  # by Hugging Face name, those that are trained
+    optimizer_steps = 0  # steps of AdamW done: updates without the skipped ones
 
     def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probabilities [R], entropies [R]) of the row, as PackedPolicy.forward."""
+        return self.policy(row, temperature)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, this rank's part of a sum over all ranks and rows."""
+        raise NotImplementedError
 
     def reduce_with_next_backward(self) -> None:
         """grad_sync=last_row: let the next backward(), the update's last on every rank, reduce the gradients over the
@@ -46,32 +47,45 @@ class Backend(Protocol):
         A parameter that saw no row has gradient zero. With a norm that is not finite nothing is stepped. The gradients
         are gone after it.
         """
+        norm = step(self.optimizer, self.masters.values(), factor=factor, max_norm=max_norm, lr=lr)
+        self.optimizer_steps += math.isfinite(norm)
+        self.discard()
+        return norm
 
     def discard(self) -> None:
         """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._take_masters()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the model's dtype) of every parameter, a tied one once, one at a time; run
         it to its end."""
+        raise NotImplementedError
 
-    def training_states(self) -> Iterator[tuple[str, TrainingState]]:
-        """(name, full float32 state) of every trained parameter, one at a time; run it to its end."""
+    def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(name, full float32 tensors master, exp_avg, exp_avg_sq) of every trained parameter, moments from the first
+        step on, one at a time; run it to its end."""
+        for name, master in self.masters.items():
+            state = {"master": master.detach()} | moments(self.optimizer, master)
+            yield name, {key: self._gathered(value) for key, value in state.items()}
 
+    @torch.no_grad()
     def load_training_states(self, saved: SavedState) -> None:
         """Take masters, moments and optimizer_steps from a checkpoint saved by any backend at any number of ranks."""
+        for name, master in self.masters.items():
+            state = {key: self._own_part(value, master) for key, value in saved.read(name, master.shape).items()}
+            master.copy_(state.pop("master"))
+            load_moments(self.optimizer, master, state, saved.optimizer_steps)
+        self.optimizer_steps = saved.optimizer_steps
+        self._take_masters()
 
+    def _take_masters(self) -> None:
+        """Let forward passes read the masters as they are now."""
 
-def build_backend(policy: PackedPolicy, config: Config, *, device: torch.device, world_size: int) -> Backend:
-    """The backend of the settings. Imported where it is chosen: a machine may lack DeepSpeed."""
-    learner, dtype = config.learner, getattr(torch, config.model.dtype)
-    if learner.backend == "deepspeed":
-        from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
+    def _gathered(self, part: Tensor) -> Tensor:
+        """The full tensor, of whose shards `part` is this rank's."""
+        return part
 
-        return DeepSpeedBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
-    if world_size == 1:
-        from infsample_rl.learner.unsharded_backend import UnshardedBackend
-
-        return UnshardedBackend(policy, learner, dtype=dtype)
-    from infsample_rl.learner.fsdp_backend import FsdpBackend
-
-    return FsdpBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+    def _own_part(self, full: Tensor, master: Any) -> Tensor:
+        """This rank's part of a full tensor that every rank has read, sharded like `master`."""
+        return full

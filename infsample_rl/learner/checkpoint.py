@@ -2,8 +2,8 @@
 
 FOLDER/                 config, safetensors in the model's dtype, tokenizer, generation config: from_pretrained loads it
 FOLDER/training_state/  float32 masters and AdamW moments, whole tensors by parameter name in safetensors files, written
-                        by all ranks in turn; one random state a rank; last of all progress.json, which lists what must
-                        be there. Any backend at any number of ranks can go on from it.
+                        by all ranks in turn; one random state a rank; last of all progress.json, without which the rest
+                        counts for nothing. Any backend at any number of ranks can go on from it.
 
 Tensors are gathered on all ranks together, so a rank that cannot write goes on gathering, and all ranks fail in the
 end.
@@ -14,22 +14,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.observe.files import write_atomically
-from infsample_rl.types import MaybeNone
 
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
 
-T = TypeVar("T")
+KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a parameter; before the optimizer's first step the master alone
 
 
 def save_pretrained_folder(
@@ -41,19 +40,14 @@ def save_pretrained_folder(
     rank: int,
 ) -> None:
     """Write the policy as a Hugging Face folder; `tensors` gathers on all ranks, rank 0 writes."""
+    weights = {name: tensor.cpu() for name, tensor in tensors if rank == 0}
     if rank != 0:
-        for _ in tensors:
-            pass
         return
-    weights = {name: tensor.cpu() for name, tensor in tensors}
     # The sharded module cannot save itself: an empty one of its class takes the gathered tensors.
     with torch.device("meta"):
         shell = type(lm)(lm.config)
     shell.load_state_dict(weights, strict=False, assign=True)
     shell.tie_weights()
-    missing = [name for name, parameter in shell.named_parameters() if parameter.is_meta]
-    if missing:
-        raise RuntimeError(f"checkpoint {folder}: no weights for {missing[:3]}")
     shell.generation_config = lm.generation_config
     shell.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -61,19 +55,14 @@ def save_pretrained_folder(
 
 def save_training_state(
     folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int
-) -> dict[str, list[str]]:
+) -> None:
     """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes
-    every i-th of them.
-
-    Parameter -> what is saved of it, for write_progress.
-    """
+    every i-th of them."""
     state_folder = folder / TRAINING_STATE
     state_folder.mkdir(parents=True, exist_ok=True)
     held: dict[str, Tensor] = {}
-    kinds: dict[str, list[str]] = {}  # parameter -> what is saved of it
     files = 0
     for number, (name, state) in enumerate(states):
-        kinds[name] = sorted(state)
         if number % world_size != rank:
             continue
         held |= {
@@ -85,44 +74,32 @@ def save_training_state(
     if held:
         save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
     torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
-    return kinds
 
 
-def write_progress(
-    folder: Path, kinds: dict[str, list[str]], *, num_updates: int, optimizer_steps: int, world_size: int
-) -> None:
-    """List what must be there, after the files of all ranks: a save that was cut short has no list, and is not taken
-    for a whole one."""
-    progress = {
-        "num_updates": num_updates,
-        "optimizer_steps": optimizer_steps,
-        "ranks": world_size,
-        "parameters": kinds,
-    }
-    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(progress) + "\n")
+def write_progress(folder: Path, *, num_updates: int, optimizer_steps: int) -> None:
+    """After the files of all ranks: a save that was cut short has no progress.json, and is not taken for a whole
+    one."""
+    counts = {"num_updates": num_updates, "optimizer_steps": optimizer_steps}
+    write_atomically(folder / TRAINING_STATE / "progress.json", json.dumps(counts) + "\n")
 
 
 def written_by_all(
-    write: Callable[[Iterator[Any]], T], tensors: Iterable[Any], *, what: str, writers: dist.ProcessGroup | None
-) -> T:
+    write: Callable[[Iterator[Any]], None], tensors: Iterable[Any], *, what: str, writers: dist.ProcessGroup | None
+) -> None:
     """`write(tensors)` on every rank, each to the end of what all gather together. RuntimeError on all ranks when one
     of them could not write.
 
     `writers`: where the ranks hear of each other; its timeout bounds how long one may write. None for a single rank.
     """
     tensors, failure = iter(tensors), None
-    found: T | MaybeNone = None  # of a rank that could not write
     try:
-        found = write(tensors)
+        write(tensors)
     except Exception as error:
         failure = error
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
-    mine = (
-        None
-        if failure is None
-        else f"rank {dist.get_rank(writers) if writers else 0}: {type(failure).__name__}: {failure}"
-    )
+    rank = dist.get_rank(writers) if writers else 0
+    mine = None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
     said = [mine] * (writers.size() if writers else 1)
     if writers is not None:
         dist.all_gather_object(said, mine, group=writers)
@@ -130,57 +107,38 @@ def written_by_all(
     try:
         if failed:
             raise RuntimeError(f"{what} could not be written by {'; '.join(failed)}") from failure
-        return found
     finally:
         failure = None  # with its traceback it would keep this frame, and the frame what writes
 
 
 class SavedState:
-    """Reads what save_training_state wrote, a parameter at a time. ValueError, in one line, for a folder without or
-    with a part of it."""
+    """Reads what save_training_state wrote, a parameter at a time. ValueError for what is not there; that the files are
+    whole is known from their checksums (controller/checkpoints.py)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / TRAINING_STATE
         if not (self.folder / "progress.json").is_file():
-            raise ValueError(
-                f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: give a folder this learner saved to its "
-                "end"
-            )
+            raise ValueError(f"checkpoint {folder} has no {TRAINING_STATE}/progress.json: it was not saved to its end")
         progress = json.loads((self.folder / "progress.json").read_text())
         self.num_updates, self.optimizer_steps = int(progress["num_updates"]), int(progress["optimizer_steps"])
         self._files: dict[str, Path] = {}  # parameter/kind -> file
-        for path in sorted(self.folder.glob("rank_*.safetensors")):
-            self._files |= dict.fromkeys(_keys(path), path)
-        self._kinds: dict[str, list[str]] = progress["parameters"]
-        missing = [
-            f"{kind} of {name}"
-            for name, kinds in self._kinds.items()
-            for kind in kinds
-            if f"{name}/{kind}" not in self._files
-        ]
-        if missing:
-            raise ValueError(
-                f"checkpoint {folder} was cut short: {TRAINING_STATE} lacks {', '.join(missing[:3])} ({len(missing)} "
-                "tensors in all)"
-            )
+        for path in self.folder.glob("rank_*.safetensors"):
+            with safe_open(path, "pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
 
-    def read(self, name: str, shape: torch.Size | None = None) -> dict[str, Tensor]:
-        """A parameter's full float32 master, exp_avg and exp_avg_sq (moments only after a first step). `shape`: what it
-        must have."""
-        if name not in self._kinds:
-            raise ValueError(
-                f"checkpoint {self.folder.parent} has no training state of {name}: it is of another model or of other "
-                "LoRA settings"
-            )
-        state = {}
-        for kind in self._kinds[name]:
-            with safe_open(self._files[f"{name}/{kind}"], "pt") as file:
-                state[kind] = file.get_tensor(f"{name}/{kind}")
-            if shape is not None and state[kind].shape != shape:
+    def read(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
+        """A parameter's full float32 KINDS, of this shape."""
+        state: dict[str, Tensor] = {}
+        for kind in KINDS if self.optimizer_steps > 0 else KINDS[:1]:
+            tensor, found = f"{name}/{kind}", "none"
+            if tensor in self._files:
+                with safe_open(self._files[tensor], "pt") as file:
+                    state[kind] = file.get_tensor(tensor)
+                found = str(list(state[kind].shape))
+            if found != str(list(shape)):
                 raise ValueError(
-                    f"checkpoint {self.folder.parent} has {name} of shape {list(state[kind].shape)}, the policy of "
-                    f"{list(shape)}: "
-                    "it is of another model or of other LoRA settings"
+                    f"checkpoint {self.folder.parent} is of another model or of other LoRA settings: {tensor} must be "
+                    f"{list(shape)}, it has {found}"
                 )
         return state
 
@@ -189,11 +147,3 @@ class SavedState:
         path = self.folder / f"random_state_{rank}.pt"
         if path.is_file():
             torch.set_rng_state(torch.load(path, weights_only=True))
-
-
-def _keys(path: Path) -> list[str]:
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:  # a file cut off in the middle
-        raise ValueError(f"checkpoint file {path} cannot be read: {str(error).strip().splitlines()[0]}") from None

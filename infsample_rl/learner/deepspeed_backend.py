@@ -9,6 +9,8 @@ deepspeed >= 0.19.8.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import logging
 import math
 import os
@@ -24,63 +26,48 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from infsample_rl.config import LearnerConfig
+from infsample_rl.learner.backend import Backend
 from infsample_rl.learner.checkpoint import SavedState
 from infsample_rl.learner.optimizer import build_optimizer, set_lr
 from infsample_rl.model.logprobs import PackedPolicy
-from infsample_rl.model.packing import PackedRow
 
 BUCKET_ELEMENTS = 50_000_000  # gradients reduced at a time: 200 MB in float32
 OLDEST = "0.19.8"  # older ones ignore managed_gradient_accumulation=false
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """The calls of Backend, for a policy sharded by a DeepSpeed engine at learner.zero_stage."""
 
     def __init__(
         self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int
     ) -> None:
-        """`policy` is float32 when given, in `dtype` afterwards; the process group exists. ValueError for what
-        DeepSpeed lacks here."""
-        if dtype == torch.float16:
-            raise ValueError(
-                "model.dtype must be bfloat16 or float32 with learner.backend=deepspeed, got float16; "
-                "learner.backend=fsdp has it"
-            )
+        """`policy` is float32 when given, in bfloat16 or float32, its `dtype`, afterwards; the process group exists."""
         deepspeed = _import_deepspeed(device)
-        self.policy, self.world_size = policy, world_size
+        self.world_size = world_size
         self.stage, self.offloaded = learner.zero_stage, learner.offload_optimizer
         self.names = dict(policy.lm.named_parameters())
-        self.trained: dict[str, Any] = {  # with what ZeRO adds to parameters
-            name: parameter for name, parameter in self.names.items() if parameter.requires_grad
-        }
+        # not masters but what they are of, with what ZeRO adds to parameters
+        self.masters: dict[str, Any] = {name: each for name, each in self.names.items() if each.requires_grad}
         # The engine casts first and takes its masters from what is left: what that would round is kept for them.
         exact = {
             name: value.detach().to("cpu", copy=True)
-            for name, value in self.trained.items()
+            for name, value in self.masters.items()
             if not torch.equal(value, value.to(dtype))
         }
-        optimizer = build_optimizer(self.trained.values(), learner)
+        optimizer = build_optimizer(self.masters.values(), learner)
         self.optimizer = _cpu_adam(optimizer) if learner.offload_optimizer else optimizer
-        self.engine, *_ = deepspeed.initialize(
+        self.policy, *_ = deepspeed.initialize(
             model=policy, optimizer=self.optimizer, config=engine_config(policy, learner, dtype)
         )
-        self.zero: Any = self.engine.optimizer
-        self.optimizer_steps = 0
+        self.zero: Any = self.policy.optimizer
         self._make_moments()
         for name, value in exact.items():
-            self._set_state(self.trained[name], value, None)
-
-    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """As PackedPolicy.forward; at stage 3 a collective."""
-        return self.engine(row, temperature)
+            self._set_state(self.masters[name], value, None)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, this rank's part of the sum over ranks."""
-        self.engine.backward(loss * self.world_size)  # ZeRO averages over ranks
-
-    def reduce_with_next_backward(self) -> None:
-        """Nothing: learner.grad_sync=last_row is refused with DeepSpeed."""
+        self.policy.backward(loss * self.world_size)  # ZeRO averages over ranks
 
     def update(self, *, factor: float, max_norm: float, lr: float) -> float:
         """Scale, clip, step; the norm before clipping, infinite where it is not a number."""
@@ -91,10 +78,10 @@ class DeepSpeedBackend:
             self.zero.loss_scale = 1.0 / factor
         self.zero.clip_grad = max_norm
         set_lr(self.optimizer, lr)
-        self.engine.step()
+        self.policy.step()
         if not self._keeps_own_gradients:
             self.zero.loss_scale = 1.0
-        norm = float(self.engine.get_global_grad_norm())
+        norm = float(self.policy.get_global_grad_norm())
         if math.isfinite(norm):
             self.optimizer_steps += 1
         self.discard()
@@ -120,8 +107,7 @@ class DeepSpeedBackend:
             self.zero.reset_cpu_buffers()
 
     def _whole(self, parameter: nn.Parameter, *, writer: int | None = None) -> Any:
-        """Inside of it the parameter is whole on every rank; at stage 3 a collective, and what rank `writer` writes
-        there is kept."""
+        """Inside of it the parameter is whole on every rank, and what rank `writer` writes there is kept."""
         if self.stage < 3:
             return nullcontext()
         import deepspeed
@@ -138,7 +124,7 @@ class DeepSpeedBackend:
         """(name, full float32 state) of every trained parameter, gathered one at a time."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        for name, parameter in self.trained.items():
+        for name, parameter in self.masters.items():
             state = {"master": safe_get_full_fp32_param(parameter)}
             if self.optimizer_steps > 0:
                 state |= {moment: safe_get_full_optimizer_state(parameter, moment) for moment in MOMENTS}
@@ -150,7 +136,7 @@ class DeepSpeedBackend:
         for shard in self._shards():
             step = self.optimizer.state[shard]["step"]
             self.optimizer.state[shard]["step"] = step * 0 + saved.optimizer_steps
-        for name, parameter in self.trained.items():
+        for name, parameter in self.masters.items():
             state = saved.read(name, parameter.ds_shape if self.stage == 3 else parameter.shape)
             with self._whole(parameter, writer=0):
                 parameter.copy_(state["master"])
@@ -236,18 +222,13 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     # What it reads from the environment, and takes for granted that its launcher has set.
     os.environ["DS_ACCELERATOR"] = device.type
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if device.type == "cuda" else 0)
-    try:
-        import deepspeed
-    except ImportError:
+    found = importlib.metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else "none"
+    if found == "none" or Version(found) < Version(OLDEST):
         raise ValueError(
-            f"learner.backend=deepspeed needs the package deepspeed >= {OLDEST}; install it or take "
-            "learner.backend=fsdp"
-        ) from None
-    if Version(deepspeed.__version__) < Version(OLDEST):
-        raise ValueError(
-            f"learner.backend=deepspeed needs deepspeed >= {OLDEST}, got {deepspeed.__version__}; update or take "
+            f"learner.backend=deepspeed needs the package deepspeed >= {OLDEST}, got {found}; install it or take "
             "learner.backend=fsdp"
         )
+    import deepspeed
     from deepspeed.utils import groups
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -272,6 +253,5 @@ def _cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     except RuntimeError as error:
         raise ValueError(
             "learner.offload_optimizer=true with learner.backend=deepspeed compiles DeepSpeed's CPU Adam, which failed "
-            "here "
-            f"({error.__cause__ or error}): install g++ and ninja, or take learner.backend=fsdp"
+            f"here ({error.__cause__ or error}): install g++ and ninja, or take learner.backend=fsdp"
         ) from error

@@ -104,9 +104,8 @@ def policy_loss(
         "engine_weight_square": weights.square(),
     }
     values = torch.stack([value.detach().sum(dtype=logprobs.dtype) for value in sums.values()]).tolist()
-    return token_loss.sum() / denominator, {
-        name: value / totals.num_tokens for name, value in zip(sums, values, strict=True)
-    }
+    metrics = {name: value / totals.num_tokens for name, value in zip(sums, values, strict=True)}
+    return token_loss.sum() / denominator, metrics
 
 
 def _regularizer(
@@ -116,18 +115,12 @@ def _regularizer(
     total = kl = torch.zeros_like(logprobs)
     if objective.kl_in_loss:
         if ref_logprobs is None:
-            raise ValueError(
-                f"objective.kl={objective.kl} with kl_coef={objective.kl_coef} needs ref_logprobs, got None"
-            )
+            raise ValueError(f"objective.kl={objective.kl} needs ref_logprobs, got None")
         kl = kl_estimate(logprobs, ref_logprobs, objective.kl)
         total = total + objective.kl_coef * kl
     if objective.entropy_coef > 0:
         if entropy is None or (logprobs.requires_grad and not entropy.requires_grad):
-            given = "None" if entropy is None else "entropies without gradient"
-            raise ValueError(
-                f"objective.entropy_coef={objective.entropy_coef} needs the tokens' entropies with gradient, got "
-                f"{given}"
-            )
+            raise ValueError(f"objective.entropy_coef={objective.entropy_coef} needs entropies with gradient")
         total = total - objective.entropy_coef * entropy
     return total, kl
 
@@ -155,9 +148,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         return difference
     if kind == "k2":
         return difference.square() / 2
-    if kind == "k3":
-        return torch.expm1(-difference) + difference
-    raise ValueError(f"objective.kl must be one of k1, k2, k3 here, got {kind!r}")
+    return torch.expm1(-difference) + difference
 
 
 def engine_weights(

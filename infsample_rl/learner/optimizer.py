@@ -27,7 +27,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
     if learner.optimizer == OPTIMIZER_8BIT:
-        return _adamw_8bit(groups, settings)
+        check_optimizer(learner.optimizer)
+        from torchao.optim import AdamW8bit
+
+        # Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of
+        # whole blocks stays float32.
+        return AdamW8bit(groups, **settings)
     # Fused: the same arithmetic, several times faster than a kernel for each operation.
     return torch.optim.AdamW(groups, **settings, fused=True)
 
@@ -35,17 +40,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
 def check_optimizer(name: str) -> None:
     """ValueError for a learner.optimizer whose library is not there."""
     if name == OPTIMIZER_8BIT and importlib.util.find_spec("torchao") is None:
-        missing = "the package torchao, which is not installed here; install torchao or take learner.optimizer=adamw"
-        raise ValueError(f"learner.optimizer={name} needs {missing}")
-
-
-def _adamw_8bit(groups: list[dict[str, Any]], settings: dict[str, Any]) -> torch.optim.Optimizer:
-    """Blocks of 256 values share a scale (Dettmers et al., arXiv 2110.02861); a tensor below 4,096 values or not of
-    whole blocks stays float32."""
-    check_optimizer(OPTIMIZER_8BIT)
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(groups, **settings)
+        raise ValueError(f"learner.optimizer={name} needs the package torchao; install it or take adamw")
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -83,9 +78,8 @@ def step(
 
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """exp_avg and exp_avg_sq of a parameter in float32, sharded and placed like it; empty before its first step."""
-    found = {
-        name: value for name, value in optimizer.state.get(parameter, {}).items() if name in ("exp_avg", "exp_avg_sq")
-    }
+    state = optimizer.state.get(parameter, {})
+    found = {name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}
     if isinstance(optimizer, torch.optim.AdamW):
         return found
     return {name: _dequantized(value) for name, value in found.items()}
@@ -107,17 +101,15 @@ def load_moments(optimizer: Any, parameter: Tensor, values: dict[str, Tensor], s
     first."""
     if not values:
         return
-    if isinstance(optimizer, torch.optim.AdamW):
-        step = torch.tensor(float(steps), dtype=torch.float32, device=parameter.device)
-        optimizer.state[parameter] = {"step": step} | {
-            name: value.to(parameter.device) for name, value in values.items()
-        }
-        return
     state = {"step": torch.tensor(float(steps))}
-    for name, value in values.items():
-        # torchao's own choice of 8 bits or float32, signed or not
-        state[name] = optimizer._new_buffer(parameter, name == "exp_avg")
-        state[name].copy_(value)
+    if isinstance(optimizer, torch.optim.AdamW):
+        state = {"step": state["step"].to(parameter.device)}
+        state |= {name: value.to(parameter.device) for name, value in values.items()}
+    else:
+        for name, value in values.items():
+            # torchao's own choice of 8 bits or float32, signed or not
+            state[name] = optimizer._new_buffer(parameter, name == "exp_avg")
+            state[name].copy_(value)
     optimizer.state[parameter] = state
 
 

@@ -8,14 +8,11 @@ import numpy as np
 from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
-from infsample_rl.model.weight_sync.buckets import stream_buckets
-from infsample_rl.model.weight_sync.checksum import summed
-from infsample_rl.model.weight_sync.link import WeightLink, join_link
-from infsample_rl.model.weight_sync.manifest import Shape, plan_weights, shapes_of
-from infsample_rl.model.weight_sync.rendezvous import host_store
-from infsample_rl.model.weight_sync.sync import WeightSyncReport, send_weights
+from infsample_rl.model.weight_sync.buckets import Shape, plan_weights, shapes_of, stream_buckets
+from infsample_rl.model.weight_sync.link import WeightLink, host_store, join_link
+from infsample_rl.model.weight_sync.sync import send_weights
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import MaybeNone, WeightManifest
+from infsample_rl.types import MaybeNone, WeightManifest, WeightSyncReport
 
 
 class WeightPublisher:
@@ -24,29 +21,23 @@ class WeightPublisher:
 
     def __init__(self, cluster: ClusterConfig, tensors: Callable[[], Iterator[tuple[str, Tensor]]], rank: int) -> None:
         self._cluster, self._tensors, self._rank = cluster, tensors, rank
-        self._shapes: list[Shape] | None = None
+        self._shapes: list[Shape] | None = None  # found out once
         self._link: WeightLink | MaybeNone = None  # after join_link()
 
     def _manifest(self, version: int) -> WeightManifest:
-        """What is sent and where it lies in the stream of bytes; found out once."""
         if self._shapes is None:
             self._shapes = shapes_of(self._tensors())
         return plan_weights(self._shapes, version)
 
-    def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray], dict[str, int]]:
-        """For an object store: manifest, buckets (each valid until the next is asked for) and checksums, complete when
-        the buckets are.
+    def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray]]:
+        """For an object store: manifest and buckets, each valid until the next is asked for.
 
         Every rank must run the buckets to their end; those of other ranks than 0 are none.
         """
-        manifest, tensors, sums = self._manifest(version), self._tensors(), dict[str, int]()
+        manifest, tensors = self._manifest(version), self._tensors()
         if self._rank != 0:
-            return manifest, (bucket for _ in tensors for bucket in list[np.ndarray]()), sums
-        return (
-            manifest,
-            stream_buckets(summed(tensors, sums) if self._cluster.weight_checksum else tensors, manifest),
-            sums,
-        )
+            return manifest, (bucket for _ in tensors for bucket in list[np.ndarray]())
+        return manifest, stream_buckets(tensors, manifest)
 
     def host_link(self) -> int:
         """Rank 0: the port at which the rollout workers meet it in join_link."""
@@ -65,7 +56,7 @@ class WeightPublisher:
         and return None."""
         manifest, tensors = self._manifest(version), self._tensors()
         if self._rank == 0:
-            return send_weights(self._link, tensors, manifest, with_checksum=self._cluster.weight_checksum)
+            return send_weights(self._link, tensors, manifest)
         for _ in tensors:
             pass
         return None

@@ -1,12 +1,15 @@
-"""How learner ranks meet."""
+"""How learner ranks meet, and how they share the policy."""
 
 from __future__ import annotations
 
 import datetime
 
+import torch
 import torch.distributed as dist
 
 from infsample_rl.config import Config
+from infsample_rl.learner.backend import Backend
+from infsample_rl.model.logprobs import PackedPolicy
 
 
 def join_ranks(config: Config, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
@@ -19,11 +22,22 @@ def join_ranks(config: Config, store: dist.Store, rank: int, world_size: int) ->
     if config.cluster.learner_gpus > 0:
         # The gradients of an offloaded optimizer have their norm taken in host memory.
         backend = "cpu:gloo,cuda:nccl" if config.learner.offload_optimizer else "nccl"
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=config.cluster.collective_timeout_s),
-    )
+    limit = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return dist.new_group(timeout=datetime.timedelta(seconds=config.cluster.progress_timeout_s), backend="gloo")
+
+
+def build_backend(policy: PackedPolicy, config: Config, *, device: torch.device, world_size: int) -> Backend:
+    """The backend of the settings. Imported where it is chosen: a machine may lack DeepSpeed."""
+    learner, dtype = config.learner, getattr(torch, config.model.dtype)
+    if learner.backend == "deepspeed":
+        from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+    if world_size == 1:
+        from infsample_rl.learner.unsharded_backend import UnshardedBackend
+
+        return UnshardedBackend(policy, learner, dtype=dtype)
+    from infsample_rl.learner.fsdp_backend import FsdpBackend
+
+    return FsdpBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)

@@ -10,6 +10,7 @@ only when its group does not fit in one row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -37,25 +38,17 @@ class RowPlanner:
         self._tokens = 0
 
     def add_group(self, specs: list[SampleSpec]) -> list[list[SampleSpec]]:
-        """Place the samples of one prompt and return the rows that are full; ValueError for a sample that fits in no
-        row."""
-        full: list[list[SampleSpec]] = []
-        if self.long_rows and row_tokens(specs, self.prompt_lengths) > self.max_tokens:
-            self._check_fits(max(specs, key=lambda spec: spec.length))
+        """Place the samples of one prompt, each of which fits in a row, and return the rows that are full."""
+        tokens = row_tokens(specs, self.prompt_lengths)
+        if self.long_rows and tokens > self.max_tokens:
             return self.flush() + _even_parts(specs, self.long_rows)
         # A group that does not fit behind the open row starts a new one: the prompt is then computed once, not twice.
-        if (
-            specs
-            and self._tokens + sum(spec.length for spec in specs) + self.prompt_lengths[specs[0].prompt_index]
-            > self.max_tokens
-        ):
-            full += self.flush()
+        full = self.flush() if self._tokens + tokens > self.max_tokens else []
         for spec in specs:
             cost = self._cost(spec)
             if self._tokens + cost > self.max_tokens:
                 full += self.flush()
                 cost = self._cost(spec)
-            self._check_fits(spec)
             self._tokens += cost
             self._row.append(spec)
         return full
@@ -65,15 +58,6 @@ class RowPlanner:
         rows = [self._row] if self._row else []
         self._row, self._tokens = [], 0
         return rows
-
-    def _check_fits(self, spec: SampleSpec) -> None:
-        alone = spec.length + self.prompt_lengths[spec.prompt_index]
-        if alone > self.max_tokens:
-            raise ValueError(
-                f"learner.max_tokens_per_micro_batch must be >= {alone} for sample {spec.sample_index} of prompt "
-                f"{spec.prompt_index} "
-                f"({spec.length} response tokens and its prompt), got {self.max_tokens}"
-            )
 
     def _cost(self, spec: SampleSpec) -> int:
         shares_prompt = bool(self._row) and self._row[-1].prompt_index == spec.prompt_index
@@ -93,16 +77,12 @@ def _even_parts(specs: list[SampleSpec], count: int) -> list[list[SampleSpec]]:
 def split_passes(row: list[TrainingSample], max_tokens: int) -> list[list[TrainingSample]]:
     """A row in passes of at most `max_tokens`, prompts included: [row] where it fits, else runs of its samples, which
     have one prompt."""
-    prompts, previous = [], None
-    for sample in row:
-        prompts += [] if sample.prompt_index == previous else [len(sample.prompt_ids)]
-        previous = sample.prompt_index
+    prompts = [len(next(group).prompt_ids) for _, group in groupby(row, key=lambda sample: sample.prompt_index)]
     if sum(prompts) + sum(len(sample.response_ids) for sample in row) <= max_tokens:
         return [row]
     if len(prompts) > 1:
         raise ValueError(
-            f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only a row of one prompt can take several "
-            "passes"
+            f"a row of {len(prompts)} prompts is above {max_tokens} tokens: only one prompt's takes passes"
         )
     return [row[part] for part in runs_within([len(sample.response_ids) for sample in row], prompts[0], max_tokens)]
 
@@ -121,33 +101,27 @@ def runs_within(lengths: Sequence[int], prompt_tokens: int, max_tokens: int) -> 
 
 def row_tokens(row: list[SampleSpec], prompt_lengths: Mapping[int, int]) -> int:
     """Tokens of a row: each segment's prompt once, and every response."""
-    starts = [
-        spec
-        for previous, spec in zip([None, *row], row, strict=False)
-        if previous is None or previous.prompt_index != spec.prompt_index
-    ]
-    return sum(prompt_lengths[spec.prompt_index] for spec in starts) + sum(spec.length for spec in row)
+    prompts = [prompt_lengths[prompt] for prompt, _ in groupby(row, key=lambda spec: spec.prompt_index)]
+    return sum(prompts) + sum(spec.length for spec in row)
 
 
-def row_cost(row: list[SampleSpec], prompt_lengths: Mapping[int, int], *, pair_cost: float = PAIR_COST) -> float:
-    """Estimated time of a row, in units of one token in the linear layers: its tokens, and `pair_cost` for every
+def row_cost(row: list[SampleSpec], prompt_lengths: Mapping[int, int]) -> float:
+    """Estimated time of a row, in units of one token in the linear layers: its tokens, and PAIR_COST for every
     query-key pair.
 
     A prompt of P tokens has P (P + 1) / 2 pairs, a response of L tokens L P + L (L + 1) / 2. Prompt 4, responses 2 and
     3: 9 tokens, 10 + 11 + 18 = 39 pairs.
     """
-    pairs, previous = 0, None
-    for spec in row:
-        prompt, length = prompt_lengths[spec.prompt_index], spec.length
-        if spec.prompt_index != previous:
-            pairs += prompt * (prompt + 1) // 2
-        pairs += length * prompt + length * (length + 1) // 2
-        previous = spec.prompt_index
-    return row_tokens(row, prompt_lengths) + pair_cost * pairs
+    pairs = 0
+    for index, segment in groupby(row, key=lambda spec: spec.prompt_index):
+        prompt = prompt_lengths[index]
+        pairs += prompt * (prompt + 1) // 2
+        pairs += sum(spec.length * prompt + spec.length * (spec.length + 1) // 2 for spec in segment)
+    return row_tokens(row, prompt_lengths) + PAIR_COST * pairs
 
 
 def balanced_waves(
-    rows: list[list[SampleSpec]], num_ranks: int, prompt_lengths: Mapping[int, int], *, pair_cost: float = PAIR_COST
+    rows: list[list[SampleSpec]], num_ranks: int, prompt_lengths: Mapping[int, int]
 ) -> list[list[list[SampleSpec] | None]]:
     """Deal rows that are all known to the ranks: waves[i][rank] is a row, or None in the last wave where there is none
     left.
@@ -157,7 +131,7 @@ def balanced_waves(
     has had least takes the dearest row, so ranks' totals differ by no more than the rows of one wave do. The same rows
     give the same waves.
     """
-    costs = [row_cost(row, prompt_lengths, pair_cost=pair_cost) for row in rows]
+    costs = [row_cost(row, prompt_lengths) for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
     loads, waves = [0.0] * num_ranks, []
     for start in range(0, len(order), num_ranks):
@@ -181,36 +155,28 @@ def assemble(
     `references` is aligned with `micro_groups`, or empty when no reference is used. RuntimeError for a sample that is
     missing or whose length is not the planned one.
     """
-    if references and len(references) != len(micro_groups):
-        raise RuntimeError(
-            f"{len(references)} reference results for {len(micro_groups)} micro-groups: there must be one for each, or "
-            "none"
-        )
-    found: dict[tuple[int, int], tuple[Completion, np.ndarray | None]] = {}
+    found: dict[tuple[int, int], tuple[Completion | None, np.ndarray | None]] = {}
     for number, micro_group in enumerate(micro_groups):
         logprobs = references[number].logprobs if references else [None] * len(micro_group)
         for completion, reference in zip(micro_group, logprobs, strict=True):
             found[completion.prompt_index, completion.sample_index] = (completion, reference)
-    return [_training_sample(spec, prompt_ids, found) for spec in row]
-
-
-def _training_sample(
-    spec: SampleSpec,
-    prompt_ids: Mapping[int, np.ndarray],
-    found: Mapping[tuple[int, int], tuple[Completion, np.ndarray | None]],
-) -> TrainingSample:
-    name = f"sample {spec.sample_index} of prompt {spec.prompt_index}"
-    if (spec.prompt_index, spec.sample_index) not in found or spec.prompt_index not in prompt_ids:
-        raise RuntimeError(f"{name} is planned for this learner row but its completion or prompt was not delivered")
-    completion, reference = found[spec.prompt_index, spec.sample_index]
-    if len(completion.token_ids) != spec.length:
-        raise RuntimeError(f"{name} has {len(completion.token_ids)} tokens, but the row was planned with {spec.length}")
-    return TrainingSample(
-        prompt_index=spec.prompt_index,
-        sample_index=spec.sample_index,
-        prompt_ids=prompt_ids[spec.prompt_index],
-        response_ids=completion.token_ids,
-        advantage=spec.advantage,
-        engine_logprobs=completion.logprobs,
-        reference_logprobs=reference,
-    )
+    samples = []
+    for spec in row:
+        sampled, reference = found.get((spec.prompt_index, spec.sample_index), (None, None))
+        if sampled is None or len(sampled.token_ids) != spec.length:
+            raise RuntimeError(
+                f"sample {spec.sample_index} of prompt {spec.prompt_index} was not delivered with the {spec.length} "
+                "tokens that its learner row was planned with"
+            )
+        samples.append(
+            TrainingSample(
+                prompt_index=spec.prompt_index,
+                sample_index=spec.sample_index,
+                prompt_ids=prompt_ids[spec.prompt_index],
+                response_ids=sampled.token_ids,
+                advantage=spec.advantage,
+                engine_logprobs=sampled.logprobs,
+                reference_logprobs=reference,
+            )
+        )
+    return samples

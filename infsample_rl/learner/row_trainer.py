@@ -17,10 +17,9 @@ from torch import Tensor
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
 from infsample_rl.learner.loss import loss_denominator, loss_scale, policy_loss
-from infsample_rl.learner.mismatch import check_finite, check_tokens
-from infsample_rl.learner.reference_policy import ReferencePolicy
+from infsample_rl.learner.reference import ReferencePolicy
 from infsample_rl.learner.row_plan import split_passes
-from infsample_rl.learner.update_sums import UpdateSums
+from infsample_rl.learner.update_sums import UpdateSums, check_finite, check_tokens
 from infsample_rl.model.packing import PackedRow, pack_prompt, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.observe.phases import phase
@@ -30,12 +29,9 @@ PassId = tuple[int, int]  # a row's row_id, and the number of the pass in it
 
 
 class RowTrainer:
-    """Forward and backward of one rank's rows, and what they add up to until the next update.
+    """Forward and backward of one rank's rows, and what they add up to until the next update."""
 
-    `backend` and `reference` are set before the first row.
-    """
-
-    backend: Backend
+    backend: Backend  # set before the first row, as is
     reference: ReferencePolicy | None
 
     def __init__(self, config: Config) -> None:
@@ -71,7 +67,11 @@ class RowTrainer:
                 self.backend.backward(logprobs.sum() * 0.0)
             return {"samples": 0, "row_tokens": 0}
         passes, tokens = self._split(samples), 0
-        shared = self._run_prompt(samples) if len(passes) > 1 else None
+        shared: SharedPrompt | None = None
+        if len(passes) > 1:
+            prompt = pack_prompt(samples[0].prompt_ids, self.device)
+            self._forward(prompt)
+            shared = prompt.cuts.shared
         for number, part in enumerate(passes):
             tokens += self._accumulate_pass(part, shared, totals, None if row_id is None else (row_id, number))
         if shared is not None:
@@ -91,7 +91,9 @@ class RowTrainer:
                 row.row if shared is None else pack_samples(samples, self.device).row, pass_id
             )
         logprobs, entropy = self._forward(row.row)
-        old = self._old_logprobs(pass_id, logprobs)
+        old = logprobs.detach()
+        if pass_id is not None:
+            old = self.old_logprobs.setdefault(pass_id, old)
         loss, metrics = policy_loss(
             logprobs,
             old,
@@ -134,11 +136,6 @@ class RowTrainer:
     def _split(self, samples: list[TrainingSample]) -> list[list[TrainingSample]]:
         return split_passes(samples, self.config.learner.max_tokens_per_micro_batch)
 
-    def _run_prompt(self, samples: list[TrainingSample]) -> SharedPrompt:
-        row = pack_prompt(samples[0].prompt_ids, self.device)
-        self._forward(row)
-        return row.cuts.shared
-
     @phase("forward")
     def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         return self.backend.forward(row, self.config.rollout.temperature)
@@ -148,11 +145,6 @@ class RowTrainer:
             return None
         with phase("reference"):
             return self.reference.logprobs(row, pass_id)
-
-    def _old_logprobs(self, pass_id: PassId | None, logprobs: Tensor) -> Tensor:
-        if pass_id is None:
-            return logprobs.detach()
-        return self.old_logprobs.setdefault(pass_id, logprobs.detach())
 
 
 def dummy_row(device: torch.device) -> PackedRow:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
-from infsample_rl.learner.backend import build_backend
 from infsample_rl.learner.checkpoint import (
     SavedState,
     save_pretrained_folder,
@@ -22,16 +21,14 @@ from infsample_rl.learner.checkpoint import (
     written_by_all,
 )
 from infsample_rl.learner.loss import loss_denominator
-from infsample_rl.learner.mismatch import check_mean
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.learner.publishing import WeightPublisher
-from infsample_rl.learner.ranks import join_ranks
-from infsample_rl.learner.reference_policy import build_reference
+from infsample_rl.learner.ranks import build_backend, join_ranks
+from infsample_rl.learner.reference import build_reference
 from infsample_rl.learner.row_trainer import RowTrainer, dummy_row
-from infsample_rl.learner.update_sums import UpdateSums
-from infsample_rl.model.activation_checkpointing import checkpoint_every
+from infsample_rl.learner.update_sums import UpdateSums, check_mean
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.model.logprobs import packed_policy
+from infsample_rl.model.logprobs import checkpoint_every, packed_policy
 from infsample_rl.model.lora import (
     adapter_parameters,
     adapter_scale,
@@ -40,16 +37,13 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
 )
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.rendezvous import host_store, open_store
+from infsample_rl.model.weight_sync.link import host_store, open_store
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals
 
 
 class LearnerWorker(RowTrainer):
-    """Trains the policy; every public method but __init__ and host_store is a collective of all ranks.
-
-    It has more than a dozen attributes, since it holds what setup() makes of the settings and what one step adds up.
-    """
+    """Trains the policy; every public method but __init__ and host_store is a collective of all ranks."""
 
     def __init__(self, config: Config, rank: int, world_size: int, total_steps: int) -> None:
         """`total_steps`: of the run; an update more or less than one a step changes the learning rate's schedule with
@@ -86,7 +80,12 @@ class LearnerWorker(RowTrainer):
         self.policy = packed_policy(self.config, lm, len(self.tokenizer))
         self.policy.entropy_gradient = self.objective.entropy_coef > 0
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
-        self._prepare_for_training(lm)
+        for module in lm.modules():
+            if isinstance(module, nn.Dropout):  # the policy that sampled had none
+                module.p = 0.0
+        learner = self.config.learner
+        if learner.activation_checkpointing:
+            checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
         self.backend = build_backend(self.policy, self.config, device=self.device, world_size=self.world_size)
         self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
         self.reference = None
@@ -108,14 +107,6 @@ class LearnerWorker(RowTrainer):
             "threads": torch.get_num_threads(),
             "updates": self.num_updates,
         }
-
-    def _prepare_for_training(self, lm: PreTrainedModel) -> None:
-        for module in lm.modules():
-            if isinstance(module, nn.Dropout):  # the policy that sampled had none
-                module.p = 0.0
-        learner = self.config.learner
-        if learner.activation_checkpointing:
-            checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
 
     @phase("optimizer")
     def step(self, totals: LossTotals, *, is_last: bool = True) -> dict[str, float | None]:
@@ -190,27 +181,17 @@ class LearnerWorker(RowTrainer):
 
         RuntimeError on all ranks, which stay in step, when one of them cannot write.
         """
-        path, rank, world_size = Path(folder), self.rank, self.world_size
+        path, rank = Path(folder), self.rank
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
-        adapted = self.adapted
-        if adapted is None:
-            together(
-                lambda tensors: save_pretrained_folder(path, self.policy.lm, tensors, self.tokenizer, rank=rank),
-                self.backend.full_parameters(),
-            )
-        else:
-            together(
-                lambda tensors: save_adapter_folder(path, adapted, tensors, self.tokenizer, rank=rank),
-                self._trained_parameters(),
-            )
-        states = self.backend.training_states()
-        kinds = together(lambda tensors: save_training_state(path, tensors, rank=rank, world_size=world_size), states)
-        counts = {
-            "num_updates": self.num_updates,
-            "optimizer_steps": self.backend.optimizer_steps,
-            "world_size": world_size,
-        }
-        together(lambda _: write_progress(path, kinds, **counts) if rank == 0 else None, ())
+        write: Any = partial(save_pretrained_folder, path, self.policy.lm)
+        tensors = self.backend.full_parameters()
+        if self.adapted is not None:
+            write, tensors = partial(save_adapter_folder, path, self.adapted), self._trained_parameters()
+        together(lambda given: write(given, self.tokenizer, rank=rank), tensors)
+        states = partial(save_training_state, path, rank=rank, world_size=self.world_size)
+        together(states, self.backend.training_states())
+        counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps}
+        together(lambda _: write_progress(path, **counts) if rank == 0 else None, ())
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,11 +1,9 @@
-"""Folders on a disk, and files there that are gone with their process, however it ends."""
+"""Whether a folder is on a disk."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
-from typing import IO
 
 IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -32,16 +30,3 @@ def file_system(folder: Path) -> str:
     held = {Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in mounts}
     found = folder.resolve()
     return next((held[place] for place in (found, *found.parents) if place in held), "")
-
-
-def unnamed_file(folder: str) -> IO[bytes]:
-    """A new file in `folder`, unbuffered, of which no name and, once it is closed, nothing is left."""
-    return tempfile.TemporaryFile(dir=folder, buffering=0)
-
-
-def take_room(file: IO[bytes], size: int) -> None:
-    """Have the disk keep `size` bytes for the file. OSError where it has too few."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        os.truncate(file.fileno(), size)

@@ -22,11 +22,8 @@ def cached_only(name: str) -> bool:
 
 
 def hub_reachable(repository: str, kind: str = "models") -> bool:
-    """Whether the hub answers at all, in HUB_TIMEOUT_S; a refusal (404, 401) is an answer. Proxies of the environment
-    are used.
-
-    `kind`: models or datasets.
-    """
+    """Whether the hub, of `kind` models or datasets, answers at all in HUB_TIMEOUT_S; a refusal (404, 401) is an
+    answer."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")

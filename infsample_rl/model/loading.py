@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -51,26 +50,6 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     return config.get_text_config()
 
 
-def context_of(architecture: PretrainedConfig) -> int | None:
-    """Most tokens of a sequence; None: no limit. With longrope as many as the short factors are for: transformers takes
-    the factors of all sequences of a call by the longest, so beyond that a sample would depend on what decodes beside
-    it."""
-    context = getattr(architecture, "max_position_embeddings", None)  # not in every family's dictionary
-    rope = getattr(architecture, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return context
-    return (
-        rope.get("original_max_position_embeddings")
-        or getattr(architecture, "original_max_position_embeddings", None)
-        or context
-    )
-
-
-def last_hidden_size(architecture: PretrainedConfig) -> int:
-    """Width of the last hidden state, which the head takes: some of OPT project it to that of the embedding."""
-    return getattr(architecture, "word_embed_proj_dim", None) or architecture.hidden_size
-
-
 def load_model(
     model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
@@ -87,21 +66,6 @@ def load_model(
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
     return module.to(device).eval()  # type: ignore[arg-type]  # transformers' to() hides what it takes
-
-
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
-    """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
-    return stop_ids_of(model.generation_config, tokenizer, extra)
-
-
-def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
-    """`stop_token_ids` from a generation config alone, without a model."""
-    ids = set(extra)
-    configured = generation.eos_token_id if generation is not None else None
-    ids.update([configured] if isinstance(configured, int) else configured or [])
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return ids
 
 
 def _not_found(setting: str, path: str, what: str, error: Exception) -> str:

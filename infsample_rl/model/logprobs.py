@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy of given tokens, in chunks, so that no full [tokens, vocabulary] float32 tensor exists.
+"""The policy over packed rows: log-probabilities and entropies of given tokens, in chunks, so that no full [tokens,
+vocabulary] float32 tensor exists.
 
 The policy is softmax(logits / temperature) over the ids below `valid_vocab` (the tokenizer's length) that are not
 masked: rows a model's head has beyond are padding, and neither they nor `rollout.bad_token_ids` are ever sampled by the
@@ -9,17 +10,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infsample_rl.config import Config
+from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
+
+# Kept by selective recomputation: what most of a layer's arithmetic gives. Compiled FlexAttention is not seen and so
+# computed again.
+_ATEN = torch.ops.aten
+PRODUCTS = [
+    *(_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default),
+    *(_ATEN._scaled_dot_product_flash_attention_for_cpu.default, _ATEN._scaled_dot_product_flash_attention.default),
+    *(_ATEN._scaled_dot_product_efficient_attention.default, _ATEN._scaled_dot_product_cudnn_attention.default),
+]
 
 
 def token_logprobs(
@@ -29,7 +43,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int,
-    valid_vocab: int | None = None,
+    valid_vocab: int,
     masked: Tensor | None = None,
     head_fp32: bool = False,
     entropy_gradient: bool = False,
@@ -44,14 +58,7 @@ def token_logprobs(
     backward. At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are
     computed again there.
     """
-    head = _Head(
-        temperature,
-        chunk_tokens,
-        len(head_weight) if valid_vocab is None else valid_vocab,
-        masked,
-        head_fp32,
-        weight_gradient,
-    )
+    head = _Head(temperature, chunk_tokens, valid_vocab, masked, head_fp32, weight_gradient)
     return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
 
 
@@ -90,12 +97,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        head: _Head,
-        entropy_gradient: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         parts = []
         for part, ids in zip(hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens), strict=True):
@@ -115,9 +117,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, labels, entropies, normalizers = ctx.saved_tensors
         head: _Head = ctx.head
-        of_weight, adds = None, head.weight_gradient is not None
+        of_weight, adds = None, head.weight_gradient
         if ctx.needs_input_grad[1]:
-            of_weight = head.weight_gradient() if head.weight_gradient is not None else torch.zeros_like(weight)
+            of_weight = torch.zeros_like(weight) if adds is None else adds()
         rows = None if of_weight is None else of_weight[: head.valid_vocab]
         of_hidden = []
         tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
@@ -131,7 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             gradient.scatter_add_(-1, ids[:, None], g[:, None].to(gradient.dtype)).div_(head.temperature)
             of_hidden.append(head_backward(gradient, part, weight[: head.valid_vocab], rows, fp32=head.fp32))
-        return torch.cat(of_hidden), None if adds else of_weight, None, None, None
+        return torch.cat(of_hidden), of_weight if adds is None else None, None, None, None
 
 
 class PackedPolicy(nn.Module):
@@ -204,6 +206,33 @@ class PackedPolicy(nn.Module):
         )
 
 
+def checkpoint_every(lm: PreTrainedModel, every: int, *, granularity: str = "full") -> None:
+    """Recompute the activations of every `every`-th decoder layer, the first included, in the backward pass; 1: of all.
+    Exact.
+
+    `granularity`: "full", of a layer only its input is kept; "selective", also the results of its matrix products and
+    attention (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5):
+    norms, rotations and activation functions are cheap to compute again and about half of what a layer keeps.
+    ValueError for a model whose layers cannot be recomputed. transformers recomputes layers in training mode only: they
+    are in it afterwards, without what drops out or adds noise there.
+    """
+    layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not lm.supports_gradient_checkpointing:
+        raise ValueError(
+            f"learner.activation_checkpointing must be 0 for {type(lm).__name__}, got {every}: its layers cannot be "
+            "recomputed"
+        )
+    selective = (
+        {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if granularity == "selective" else {}
+    )
+    lm.gradient_checkpointing_enable({"use_reentrant": False} | selective)
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number % every == 0
+        layer.training = True  # not its modules: the policy that sampled had no dropout
+        for name in [name for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)]:
+            setattr(layer, name, 0.0)  # of functional dropout in the layer itself
+
+
 def packed_policy(config: Config, lm: PreTrainedModel, valid_vocab: int) -> PackedPolicy:
     """`lm` as a packed policy of these settings; `valid_vocab`: ids of the policy's tokenizer."""
     return PackedPolicy(
@@ -213,3 +242,16 @@ def packed_policy(config: Config, lm: PreTrainedModel, valid_vocab: int) -> Pack
         bad_token_ids=config.rollout.bad_token_ids,
         head_fp32=config.model.lm_head_fp32,
     )
+
+
+def load_frozen_policy(config: Config, device: torch.device | str) -> PackedPolicy:
+    """The reference, frozen: reference.path, or the policy the run starts from. ValueError when the policy's tokenizer
+    has ids it does not know."""
+    lm = load_model(config.model, device, path=config.reference.path or config.model.path)
+    valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
+    if config.reference.path and rows < valid_vocab:
+        raise ValueError(
+            f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has "
+            f"{valid_vocab}"
+        )
+    return packed_policy(config, lm, valid_vocab).requires_grad_(False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config import Config, LearnerConfig
 from infsample_rl.model.loading import load_model
@@ -50,20 +52,13 @@ def target_names(lm: PreTrainedModel, targets: list[str]) -> list[str]:
     """
     head = lm.get_output_embeddings()
     linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    for target in targets:
+    for target in targets or ["nothing"]:
         if target != ALL_LINEAR and not any(_is_named(name, target) for name in linear):
             there = ", ".join(sorted({name.rpartition(".")[2] for name in linear})) or "none"
             raise ValueError(
-                f"learner.lora_targets: {target} names no linear layer of the model that can have adapters; there are "
-                f"{there}"
+                f"learner.lora_targets: {target} names no linear layer that can have adapters; there are {there}"
             )
-    found = [name for name in linear if any(target == ALL_LINEAR or _is_named(name, target) for target in targets)]
-    if not found:
-        raise ValueError(
-            f"learner.lora_targets must name at least one linear layer of {type(lm).__name__}, got {targets}; "
-            f"{ALL_LINEAR} takes all"
-        )
-    return found
+    return [name for name in linear if any(target == ALL_LINEAR or _is_named(name, target) for target in targets)]
 
 
 def _is_named(name: str, target: str) -> bool:
@@ -95,16 +90,6 @@ def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path
         torch.manual_seed(seed)
         adapted = get_peft_model(lm, settings)
     settings.base_model_name_or_path = path
-    got = [
-        name.removesuffix(".lora_A.default.weight")
-        for name, _ in lm.named_parameters()
-        if name.endswith(".lora_A.default.weight")
-    ]
-    if got != names:
-        raise RuntimeError(
-            f"peft put adapters into {len(got)} layers, not the {len(names)} asked for: "
-            f"{sorted(set(got) ^ set(names))[:3]}"
-        )
     return adapted
 
 
@@ -180,14 +165,14 @@ class ReceivedAdapters:
     def __init__(self, model: PreTrainedModel, learner: LearnerConfig) -> None:
         """`model` holds the base weights still; those of the adapted layers are kept, in host memory."""
         self.model, self.scale = model, adapter_scale(learner)
-        self.received = nn.Module()  # its parameters have the names of adapter_parameters
+        self.received: dict[str, Tensor] = {}  # under the names of adapter_parameters
         self.base: dict[str, Tensor] = {}
         for name in target_names(model, learner.lora_targets):
             weight: Any = model.get_submodule(name).weight
             host = weight.detach().to("cpu", copy=True)
             self.base[name] = host.pin_memory() if weight.is_cuda else host
-            _put(self.received, f"{name}.lora_A.weight", weight.new_zeros(learner.lora_rank, weight.shape[1]))
-            _put(self.received, f"{name}.lora_B.weight", weight.new_zeros(weight.shape[0], learner.lora_rank))
+            self.received[f"{name}.lora_A.weight"] = weight.new_zeros(learner.lora_rank, weight.shape[1])
+            self.received[f"{name}.lora_B.weight"] = weight.new_zeros(weight.shape[0], learner.lora_rank)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -195,22 +180,8 @@ class ReceivedAdapters:
         versions."""
         for name, base in self.base.items():
             weight: Any = self.model.get_submodule(name).weight
-            adapter: Any = self.received.get_submodule(name)
-            weight.copy_(
-                merge_weight(
-                    base.to(weight.device, non_blocking=True), adapter.lora_A.weight, adapter.lora_B.weight, self.scale
-                )
-            )
-
-
-def _put(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Make `tensor` the parameter `name` of `root`, with the modules on the way."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in dict(root.named_children()):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+            a, b = self.received[f"{name}.lora_A.weight"], self.received[f"{name}.lora_B.weight"]
+            weight.copy_(merge_weight(base.to(weight.device, non_blocking=True), a, b, self.scale))
 
 
 def save_adapter_folder(
@@ -247,3 +218,60 @@ def read_adapter_settings(folder: Path) -> dict[str, Any] | None:
     if missing:
         raise ValueError(f"{path} does not describe adapters: it has no {', '.join(missing)}")
     return settings
+
+
+def check_lora(config: Config, architecture: PretrainedConfig, checkpoint: Path | None) -> str:
+    """What is trained, in words. ValueError for targets the model has not, without peft, or for a checkpoint of
+    something else."""
+    learner = config.learner
+    saved = None if checkpoint is None else read_adapter_settings(checkpoint)
+    if learner.lora_rank == 0 and saved is not None:
+        raise ValueError(
+            f"learner.lora_rank must be {saved['r']} to go on with checkpoint {checkpoint}, which holds LoRA adapters, "
+            f"got 0; for a new run on its weights: python -m infsample_rl merge {checkpoint} OUT, and model.path=OUT"
+        )
+    if learner.lora_rank == 0:
+        return "all weights"
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"learner.lora_rank={learner.lora_rank} needs the package peft: pip install peft, or learner.lora_rank=0"
+        )
+    with torch.device("meta"):  # an outline, which takes no memory
+        lm = AutoModelForCausalLM.from_config(architecture, trust_remote_code=config.model.trust_remote_code)
+    layers = target_names(lm, learner.lora_targets)
+    if checkpoint is not None:
+        _check_adapters(learner, checkpoint, saved, layers)
+    sizes = [lm.get_submodule(layer).weight.shape for layer in layers]
+    count = learner.lora_rank * sum(rows + columns for rows, columns in sizes)
+    kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    share = count / sum(parameter.numel() for parameter in lm.parameters())
+    return (
+        f"LoRA of rank {learner.lora_rank} on {len(layers)} layers ({kinds}): {count:,} parameters, {share:.2%} of "
+        "the model's"
+    )
+
+
+def _check_adapters(learner: LearnerConfig, checkpoint: Path, saved: dict[str, Any] | None, layers: list[str]) -> None:
+    """The checkpoint must hold adapters of these settings, for these layers."""
+    if saved is None:
+        raise ValueError(
+            f"learner.lora_rank must be 0 to go on with checkpoint {checkpoint}, which has no {ADAPTER_CONFIG}: it "
+            f"holds whole weights, got {learner.lora_rank}; for adapters on them: a new run.dir and "
+            f"model.path={checkpoint}"
+        )
+    for name, own, theirs in (
+        ("rank", learner.lora_rank, saved["r"]),
+        ("alpha", learner.lora_alpha, saved["lora_alpha"]),
+    ):
+        if own != theirs:
+            raise ValueError(
+                f"learner.lora_{name} must be {theirs:g} to go on with checkpoint {checkpoint}, got {own:g}"
+            )
+    with safe_open(checkpoint / ADAPTER_WEIGHTS, "pt") as file:
+        names = [key for key in file.keys() if ".lora_A." in key]  # noqa: SIM118
+    there = {name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight") for name in names}
+    if there != set(layers):
+        raise ValueError(
+            f"learner.lora_targets={learner.lora_targets} are {len(layers)} layers, checkpoint {checkpoint} has "
+            f"adapters on {len(there)}; only one of them has {', '.join(sorted(there ^ set(layers))[:3])}"
+        )

@@ -1,7 +1,5 @@
 """Attention over a packed row `[prompt | response 1 | ... | response n]`: a response sees its prompt and itself.
-
-The prompt is in the row, or, where a group takes several passes, in a SharedPrompt of an earlier one: the row is then
-`[response 1 | ... | response n]`.
+Where a group takes several passes the prompt is in a SharedPrompt of an earlier one, not in the row.
 
 Registered with transformers' AttentionInterface as "infsample_packed"; the model call takes the row's RowCuts as the
 keyword `cuts`, so no model code is changed. On CPU (and as the fallback) it runs SDPA over folds of responses of
@@ -14,7 +12,7 @@ K key-value heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +50,12 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of "infsample_packed": query [1, H, T, D], key and value [1, K, T, D] -> ([1, T, H, D], None).
 
-    Dropout is ignored: the policy that sampled had none. RuntimeError for a layer with a sliding window or with another
-    mask, ValueError for attention sinks.
+    Dropout is ignored: the policy that sampled had none. ValueError for a layer with a sliding window or attention
+    sinks, which not every config tells.
     """
-    if kwargs.get("s_aux") is not None:
-        raise ValueError(
-            f"{type(module).__name__} has attention sinks: only softmax over tokens can be trained on packed rows"
-        )
-    if attention_mask is not None or kwargs.get("sliding_window") is not None:
-        raise RuntimeError(f"packed attention of {type(module).__name__} takes no mask and no sliding window")
+    if kwargs.get("s_aux") is not None or kwargs.get("sliding_window") is not None:
+        found = "attention sinks" if kwargs.get("s_aux") is not None else "a sliding window"
+        raise ValueError(f"{type(module).__name__} has {found}: only full attention can be trained on packed rows")
     prompt = exchange_prompt(module, key, value, cuts)
     if cuts.block_mask is not None and takes_flex_attention(query.shape[-1], query.dtype):
         if prompt is not None:
@@ -103,24 +98,10 @@ def folded_attention(
         q, k, v = (tensor[span].transpose(0, 1)[None] for tensor in (query, key, value))
         output = _fused_attention(q, k, v, scaling, mask=None)  # [1, H, P, D]
         outputs.append(output[0].transpose(0, 1))
-    for fold in cuts.folds:
-        if cuts.recompute:
-            outputs.append(
-                checkpoint(
-                    _attend_fold,
-                    query,
-                    key,
-                    value,
-                    prompt_key,
-                    prompt_value,
-                    scaling,
-                    fold,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-            )
-        else:
-            outputs.append(_attend_fold(query, key, value, prompt_key, prompt_value, scaling, fold))
+    attend = _attend_fold
+    if cuts.recompute:
+        attend = partial(checkpoint, _attend_fold, use_reentrant=False, preserve_rng_state=False)
+    outputs += [attend(query, key, value, prompt_key, prompt_value, scaling, fold) for fold in cuts.folds]
     return torch.cat(outputs).index_select(0, cuts.order)[None]
 
 

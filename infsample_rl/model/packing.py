@@ -47,35 +47,47 @@ class TrainingRow:
     reference_logprobs: Tensor | None  # [R] float32, None without a KL term in the loss
 
 
-def pack_row(groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]], device: torch.device | str) -> PackedRow:
-    """Pack (prompt ids, its responses' ids) groups into one row. ValueError for an empty prompt, group or response."""
+def pack_row(
+    groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]],
+    device: torch.device | str,
+    shared: SharedPrompt | None = None,
+) -> PackedRow:
+    """Pack (prompt ids, its responses' ids) groups into one row. ValueError for an empty prompt, group or response.
+
+    `shared`: the one group's prompt, which has been run and is left out of the row: responses [11, 4] and [6] to 3
+    prompt tokens have input_ids [[11, 4, 6]], position_ids [[3, 4, 3]], predictor_index [0, 1, 0].
+    """
     tokens, positions, predictors, segments = [], [], [], []
-    cursor = 0
+    cursor, shift = 0, 0 if shared is None else 1
     for prompt, responses in groups:
         if len(prompt) == 0 or not responses or any(len(response) == 0 for response in responses):
             lengths = [len(response) for response in responses]
             raise ValueError(
                 f"cannot pack a prompt of {len(prompt)} tokens with responses of {lengths} tokens: none may be empty"
             )
-        prompt_span = (cursor, cursor + len(prompt))
-        tokens.append(prompt)
-        positions.append(np.arange(len(prompt)))
-        cursor, spans = prompt_span[1], []
+        prompt_span, spans = (cursor, cursor + len(prompt)), []
+        if shared is None:
+            tokens.append(prompt)
+            positions.append(np.arange(len(prompt)))
+            cursor += len(prompt)
+        last = cursor - 1 + shift
         for response in responses:
-            spans.append((cursor, cursor + len(response)))
+            end = cursor + len(response)
+            spans.append((cursor, end))
             tokens.append(response)
             positions.append(np.arange(len(prompt), len(prompt) + len(response)))
-            predictors.append(np.concatenate([[prompt_span[1] - 1], np.arange(cursor, cursor + len(response) - 1)]))
-            cursor += len(response)
+            predictors.append(np.concatenate([[last], np.arange(cursor, end - 1) + shift]))
+            cursor = end
         segments.append(Segment(prompt=prompt_span, responses=spans))
-    lengths = [end - start for segment in segments for start, end in segment.responses]
+    spans = [span for segment in segments for span in segment.responses]
+    counts = torch.tensor([end - start for start, end in spans], device=device)
     return PackedRow(
         input_ids=_ids(tokens, device)[None],
         position_ids=_ids(positions, device)[None],
-        cuts=build_cuts(segments, device),
+        cuts=build_cuts(segments, device, shared),
         predictor_index=_ids(predictors, device),
         labels=_ids([response for _, responses in groups for response in responses], device),
-        sequence_ids=_sequence_ids(lengths, device),
+        sequence_ids=torch.arange(len(counts), device=device).repeat_interleave(counts),
     )
 
 
@@ -92,30 +104,6 @@ def pack_prompt(prompt: np.ndarray, device: torch.device | str) -> PackedRow:
     )
 
 
-def pack_responses(shared: SharedPrompt, responses: Sequence[np.ndarray], device: torch.device | str) -> PackedRow:
-    """Responses to one prompt, which has been run. Responses [11, 4] and [6] to 3 prompt tokens: input_ids [[11, 4,
-    6]], position_ids [[3, 4, 3]], predictor_index [0, 1, 0]. ValueError for an empty response, or none."""
-    lengths = [len(response) for response in responses]
-    if not all(lengths) or not lengths:
-        raise ValueError(
-            f"cannot pack responses of {lengths} tokens behind a prompt of {shared.num_tokens}: none may be empty"
-        )
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    spans = [(int(start), int(end)) for start, end in zip(starts, ends, strict=True)]
-    labels = _ids(responses, device)
-    return PackedRow(
-        input_ids=labels[None],
-        position_ids=_ids([np.arange(shared.num_tokens, shared.num_tokens + length) for length in lengths], device)[
-            None
-        ],
-        cuts=build_cuts([Segment(prompt=(0, shared.num_tokens), responses=spans)], device, shared),
-        predictor_index=_ids([np.concatenate([[0], np.arange(start + 1, end)]) for start, end in spans], device),
-        labels=labels,
-        sequence_ids=_sequence_ids(lengths, device),
-    )
-
-
 def pack_samples(
     samples: list[TrainingSample], device: torch.device | str, shared: SharedPrompt | None = None
 ) -> TrainingRow:
@@ -125,10 +113,6 @@ def pack_samples(
     `shared`: the prompt of them all, which has been run.
     """
     groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
-    if shared is None:
-        row = pack_row([(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups], device)
-    else:
-        row = pack_responses(shared, [sample.response_ids for sample in samples], device)
     references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
     if len(references) not in (0, len(samples)):
         raise ValueError(
@@ -137,15 +121,13 @@ def pack_samples(
     lengths = torch.tensor([len(sample.response_ids) for sample in samples])
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     return TrainingRow(
-        row=row,
+        row=pack_row(
+            [(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups], device, shared
+        ),
         advantages=advantages.repeat_interleave(lengths).to(device),
         engine_logprobs=_floats([sample.engine_logprobs for sample in samples], device),
         reference_logprobs=_floats(references, device) if references else None,
     )
-
-
-def _sequence_ids(lengths: list[int], device: torch.device | str) -> Tensor:
-    return torch.arange(len(lengths), device=device).repeat_interleave(torch.tensor(lengths, device=device))
 
 
 def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import torch
 
-
-def _find_purge() -> Callable[[], None] | None:
-    """jemalloc's call that returns the free pages of all arenas; None where another allocator is loaded."""
-    mallctl = getattr(ctypes.CDLL(None), "mallctl", None)
-    # MALLCTL_ARENAS_ALL
-    return None if mallctl is None else lambda: mallctl(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
-
-
-PURGE = _find_purge()
-
+MALLCTL = getattr(ctypes.CDLL(None), "mallctl", None)  # jemalloc's, where it is loaded
 
 # oneDNN keeps up to 1,024 products it has compiled for 16 bits, with buffers of the size of a weight, and rows differ
 # in length, so that those of earlier rows are not asked for again: 280 MB in 18 rows of SmolLM2-135M. A row with LoRA
@@ -31,9 +21,8 @@ class PeakMemory:
     """Bytes taken since construction, which belongs after the imports and before the model is loaded.
 
     CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped
-    files and shared memory, as far as they are mapped when it is asked for: code that is read at first use, and Ray's
-    object store; but not weights, which lie in the mapped file as long as nothing changes them, and count whole,
-    whether or not every row of an embedding has been read. CUDA: max_memory_allocated, without context and kernels.
+    files and shared memory (code, Ray's object store), but not weights, which lie in the mapped file as long as nothing
+    changes them, and count whole. CUDA: max_memory_allocated, without context and kernels.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
@@ -82,8 +71,8 @@ def process_memory(device_type: str) -> PeakMemory:
 def return_freed_memory() -> None:
     """Give what tensors have left in jemalloc, where it is loaded, back to the system: pieces of one row's sizes serve
     the next one's ill."""
-    if PURGE is not None:
-        PURGE()
+    if MALLCTL is not None:
+        MALLCTL(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))  # 4096: MALLCTL_ARENAS_ALL
 
 
 def mapped_weights_bytes() -> int:

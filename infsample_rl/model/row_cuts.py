@@ -90,15 +90,17 @@ def build_cuts(segments: list[Segment], device: torch.device | str, shared: Shar
     order = torch.empty(num_tokens, dtype=torch.long)
     # Reversed: of a response's padding copies the first place, which is the real one, is written last.
     order[positions.flip(0)] = torch.arange(len(positions) - 1, -1, -1)
+    block_mask = None
+    if torch.device(device).type == "cuda":
+        mask = packed_mask_function(segments, num_tokens, device, visible_tokens - num_tokens)
+        block_mask = create_block_mask(mask, None, None, num_tokens, visible_tokens, device=device)
     return RowCuts(
         num_tokens=num_tokens,
         segments=segments,
         folds=folds,
         order=order.to(device),
         recompute=copied > MAX_KEPT_COPIES * visible_tokens,
-        block_mask=_build_block_mask(segments, num_tokens, visible_tokens, device)
-        if torch.device(device).type == "cuda"
-        else None,
+        block_mask=block_mask,
         shared=shared,
     )
 
@@ -142,17 +144,8 @@ def packed_mask_function(
     segment_of, response_of = segment_of.to(device), response_of.to(device)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        is_shared, key = key < shared_tokens, (key - shared_tokens).clamp(min=0)
         own = (response_of[key] == -1) | (response_of[key] == response_of[query])
-        return (key <= query) & (segment_of[key] == segment_of[query]) & own
+        return is_shared | ((key <= query) & (segment_of[key] == segment_of[query]) & own)
 
-    def visible_behind_shared(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key < shared_tokens) | visible(batch, head, query, (key - shared_tokens).clamp(min=0))
-
-    return visible_behind_shared if shared_tokens else visible
-
-
-def _build_block_mask(
-    segments: list[Segment], num_queries: int, num_keys: int, device: torch.device | str
-) -> BlockMask:
-    mask = packed_mask_function(segments, num_queries, device, num_keys - num_queries)
-    return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
+    return visible

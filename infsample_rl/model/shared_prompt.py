@@ -29,14 +29,11 @@ class SharedPrompt:
         self._last_hidden: _Shared | MaybeNone = None  # after end()
 
     def keep(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Called by the attention of the prompt's pass: key and value [1, K, P, D]. RuntimeError for a module that
-        attends twice."""
+        """Called by the attention of the prompt's pass: key and value [1, K, P, D]."""
         if self.is_filled:  # activations that are computed again
             return
         if module in self._pairs:
-            raise RuntimeError(
-                f"{type(module).__name__} attends twice in one pass: its prompt cannot be shared by several"
-            )
+            raise RuntimeError(f"{type(module).__name__} attends twice in one pass: its prompt cannot be shared")
         self._pairs[module] = (_Shared(key), _Shared(value))
 
     def end(self, last_hidden: Tensor) -> None:
@@ -57,9 +54,8 @@ class SharedPrompt:
         """A scalar whose backward pass, whatever it is scaled by, runs the gradients that all passes have left through
         the prompt. Once."""
         shared = [tensor for pair in self._pairs.values() for tensor in pair] + [self._last_hidden]
-        made = [tensor.made for tensor in shared if tensor.made.requires_grad]
-        gradients = [tensor.take_gradient() for tensor in shared if tensor.made.requires_grad]
-        return _Carrier.apply(gradients, *made)
+        trained = [tensor for tensor in shared if tensor.made.requires_grad]
+        return _Carrier.apply([tensor.take_gradient() for tensor in trained], *(tensor.made for tensor in trained))
 
 
 class _Shared:

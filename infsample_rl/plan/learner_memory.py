@@ -14,7 +14,7 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.learner.deepspeed_backend import BUCKET_ELEMENTS
 from infsample_rl.model.packed_attention import takes_flex_attention
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowGroups, RowSettings, fullest_moment

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from infsample_rl.config import Config
-from infsample_rl.model.architecture import check_full_attention
+from infsample_rl.model.architecture import KVShape, check_full_attention
 from infsample_rl.model.loading import load_model_config, load_tokenizer
 from infsample_rl.model.lora import target_names
-from infsample_rl.model.shapes import KVShape
 
 
 def build_outline(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline

@@ -24,12 +24,12 @@ from transformers import AttentionInterface
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
-from infsample_rl.model.activation_checkpointing import checkpoint_every
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
 from infsample_rl.model.lora import add_adapters
 from infsample_rl.model.packed_attention import exchange_prompt
-from infsample_rl.model.packing import PackedRow, pack_prompt, pack_responses, pack_row
+from infsample_rl.model.packing import PackedRow, pack_prompt, pack_row
 from infsample_rl.model.row_cuts import RowCuts
+from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.plan.memory_trace import MemoryTrace
 from infsample_rl.plan.model_outline import ModelOutline, build_outline
 
@@ -79,13 +79,14 @@ def _extended(near: Counter[str], far: Counter[str], steps: float) -> Counter[st
     return Counter({name: near[name] + steps * (far[name] - near[name]) for name in near.keys() | far.keys()})
 
 
-def _pack(groups: RowGroups) -> PackedRow:
+def _pack(groups: RowGroups, shared: SharedPrompt | None = None) -> PackedRow:
     return pack_row(
         [
             (np.zeros(prompt, np.int32), [np.zeros(length, np.int32) for length in lengths])
             for prompt, lengths in groups
         ],
         "cpu",
+        shared,
     )
 
 
@@ -120,15 +121,11 @@ def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace) -> None:
 
 
 def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace) -> None:
-    ((prompt_tokens, lengths),) = groups
+    ((prompt_tokens, _),) = groups
     prompt = _on_meta(pack_prompt(np.zeros(prompt_tokens, np.int32), "cpu"))
     policy(prompt, 1.0)
     for _ in range(2):  # the second finds the gradient that the first has left with the prompt
-        _run(
-            policy,
-            _on_meta(pack_responses(prompt.cuts.shared, [np.zeros(length, np.int32) for length in lengths], "cpu")),
-            trace,
-        )
+        _run(policy, _on_meta(_pack(groups, prompt.cuts.shared)), trace)
     trace.moment = "layer"
     prompt.cuts.shared.gradient_carrier().backward()
 

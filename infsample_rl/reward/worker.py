@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config
 from infsample_rl.data.boxed import RAW_ANSWER
+from infsample_rl.model.generation import response_text
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.model.response_text import response_text
 from infsample_rl.observe.phases import phase
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, ProcessPool

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.link import WeightLink, join_link
-from infsample_rl.model.weight_sync.rendezvous import open_store
-from infsample_rl.model.weight_sync.sync import WeightSyncReport, load_published, receive_weights
+from infsample_rl.model.weight_sync.link import WeightLink, join_link, open_store
+from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import (
@@ -27,6 +26,7 @@ from infsample_rl.types import (
     RolloutNow,
     RolloutWork,
     WeightManifest,
+    WeightSyncReport,
 )
 
 
@@ -104,20 +104,13 @@ class RolloutWorker:
 
     @phase("sync")
     def load_weights(
-        self,
-        manifest: WeightManifest,
-        buckets: Iterable[np.ndarray],
-        probe: PublishedProbe | None = None,
-        *,
-        sums: dict[str, int] | None = None,
+        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None
     ) -> WeightSyncReport:
         """Copy what the object store holds into the model, in place. Not while a stream runs.
 
-        `probe`: the run's length probe, where it has one. `sums`: the learner's checksums, where they are wanted.
+        `probe`: the run's length probe, where it has one.
         """
-        report = load_published(
-            self._target(), manifest, buckets, sums=sums, worker=f"rollout worker {self.worker_index}"
-        )
+        report = load_published(self._target(), manifest, buckets)
         self.begin_version(report.version, probe)
         return report
 
@@ -136,9 +129,9 @@ class RolloutWorker:
         self.begin_version(version, probe)
         return report
 
-    def _target(self) -> nn.Module:
-        """What takes the published parameters."""
-        return self.model if self.adapters is None else self.adapters.received
+    def _target(self) -> Mapping[str, Tensor]:
+        """What takes the published parameters, by name."""
+        return dict(self.model.named_parameters()) if self.adapters is None else self.adapters.received
 
     def begin_version(self, version: int, probe: PublishedProbe | None = None) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""

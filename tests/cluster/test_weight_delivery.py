@@ -16,7 +16,7 @@ from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
 
 def report(version):
-    return WeightSyncReport(version=version, num_bytes=8, seconds=0.0, checksum=None)
+    return WeightSyncReport(version=version, num_bytes=8, seconds=0.0)
 
 
 def make(settings, *, spares=(), has_place=True, **roles):

@@ -21,7 +21,8 @@ from infsample_rl.controller.start_table import (
 )
 from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
-from infsample_rl.model.loading import context_of, load_tokenizer
+from infsample_rl.model.architecture import context_of
+from infsample_rl.model.loading import load_tokenizer
 from tests.config.setting_reads import unread_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -310,8 +311,7 @@ def test_what_is_told_of_sampling_before_a_run():
     config = load_config(["rollout.bad_token_ids=[3,5]", "rollout.temperature=0.5"])
     tokenizer, generation = load_tokenizer(config.model), GenerationConfig(eos_token_id=3, temperature=1.0)
     assert sampling_warnings(config, tokenizer, generation) == [
-        "the model's own generation settings are not used: temperature=1.0; this run takes rollout.temperature=0.5; "
-        "to use the model's write rollout.temperature=1.0",
+        "the model's own generation settings are not used; to take them write rollout.temperature=1.0",
         "rollout.bad_token_ids forbids the stop ids [3]: no stop id is left",
     ]
     config.rollout.stop_token_ids = [7]

@@ -154,7 +154,7 @@ def test_maxima_are_the_steps_and_a_skipped_update_has_no_norm():
 
 
 def test_an_update_without_a_row_has_no_part_in_the_means_over_tokens():
-    sums = UpdateSums(entropy=0.8, num_tokens=2, weight=2.0, weight_square=2.0)
+    sums = UpdateSums(entropy=0.8, num_tokens=2, engine_weight=2.0, engine_weight_square=2.0)
     rest = {"learner/skipped_updates": 0.0, "learner/lr": 0.1}
     found = update_metrics([sums.metrics() | rest, UpdateSums().metrics() | rest])
     assert (found["learner/entropy"], found["learner/engine_ess"]) == (0.4, 1.0)

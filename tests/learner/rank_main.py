@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from infsample_rl.config import Config
-from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row
 from infsample_rl.types import WeightManifest
@@ -47,8 +46,7 @@ def gradients(worker: LearnerWorker) -> dict[str, torch.Tensor]:
         backend.reduce_with_next_backward()
         row = pack_row([(np.zeros(1, np.int32), [np.zeros(1, np.int32)])], worker.device)
         backend.backward(backend.forward(row, 1.0)[0].sum() * 0.0)
-    held = backend.masters if isinstance(backend, UnshardedBackend) else backend.trained
-    return {name: whole(parameter.grad) for name, parameter in held.items()}
+    return {name: whole(parameter.grad) for name, parameter in backend.masters.items()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,7 +94,7 @@ def die_in_next_backward(worker: LearnerWorker) -> None:
 
 def export_weights(worker: LearnerWorker, version: int) -> tuple[WeightManifest, list[np.ndarray]] | None:
     """Manifest and copies of the buckets on rank 0."""
-    manifest, buckets, _ = worker.publisher.export(version)
+    manifest, buckets = worker.publisher.export(version)
     kept = [bucket.copy() for bucket in buckets]
     return (manifest, kept) if worker.rank == 0 else None
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from infsample_rl.learner.advantage import group_advantages
+from infsample_rl.learner.advantage import group_advantages, overlong_penalty
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,15 @@ def test_fewer_than_two_valid_rewards_give_zeros(rewards, kind):
     assert group_advantages(rewards, kind) == [0.0] * len(rewards)
 
 
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match="std, mean_only, rloo, got 'gae'"):
-        group_advantages([1.0, 0.0], "gae")
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((100, 20, 1.0), {1: 0.0, 80: 0.0, 85: -0.25, 90: -0.5, 100: -1.0}),  # DAPO's equation 13
+        ((100, 20, 0.5), {1: 0.0, 80: 0.0, 85: -0.125, 90: -0.25, 100: -0.5}),
+        ((20480, 4096, 1.0), {16384: 0.0, 18432: -0.5, 20480: -1.0}),  # the paper's own lengths
+        ((100, 0, 1.0), {1: 0.0, 100: 0.0}),  # without a buffer nothing is lost
+        ((4, 4, 1.0), {1: -0.25, 2: -0.5, 3: -0.75, 4: -1.0}),  # one of the whole response punishes every token
+    ],
+)
+def test_overlong_penalties_written_out(settings, expected):
+    assert {length: overlong_penalty(length, *settings) for length in expected} == expected

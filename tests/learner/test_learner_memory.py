@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-from benchmarks.learner_memory_point import main as measure_point
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.model.logprobs import PackedPolicy
@@ -91,25 +90,3 @@ def test_on_a_gpu_offloaded_masters_and_moments_are_in_host_memory(tools, tied_p
     assert {parameter.device.type for parameter in offloaded.policy.lm.parameters()} == {"cuda"}
     assert_tensors_close(found, expected, rtol=1e-3, atol=1e-4)
     assert {state["master"].device.type for _, state in plain.training_states()} == {"cuda"}
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_peak_memory_is_flat_in_the_group_size(tiny_qwen3):
-    spec = {
-        "model": str(tiny_qwen3),
-        "shape": None,
-        "dtype": "bfloat16",
-        "device": "cuda",
-        "threads": 1,
-        "seed": 0,
-        "prompt_tokens": 32,
-    }
-    spec |= {
-        "max_tokens_per_micro_batch": 512,
-        "logprob_chunk_tokens": 128,
-        "activation_checkpointing": 0,
-        "offload_optimizer": False,
-    }
-    spec |= {"optimizer": "adamw", "name": "ours", "max_new_tokens": 64}
-    peaks = [measure_point(spec | {"group_size": group})["peak_memory_bytes"] for group in (16, 128)]
-    assert peaks[1] < 1.1 * peaks[0]

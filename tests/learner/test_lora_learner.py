@@ -14,7 +14,7 @@ from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
-from infsample_rl.model.weight_sync.buckets import load_buckets
+from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.types import LossTotals
 from tests.tiny_models import assert_tensors_close
 
@@ -120,7 +120,7 @@ def two_ranks(tools, plain, tied_policy, tmp_path_factory):
 def exported(tools, path, published, dtype=torch.float32):
     """A plain model after it has loaded what was exported."""
     lm = tools.load_plain(path, dtype)
-    load_buckets(lm, *published)
+    load_published(dict(lm.named_parameters()), *published)
     return dict(lm.named_parameters())
 
 
@@ -211,7 +211,7 @@ def test_an_engine_that_merges_adapters_itself_has_bitwise_what_it_would_be_sent
         assert sent["adapters"][0].num_bytes < 0.6 * sent["merged"][0].num_bytes
         engine = tools.load_plain(tied_policy, getattr(torch, dtype))
         received = ReceivedAdapters(engine, LEARNER)
-        load_buckets(received.received, *sent["adapters"])
+        load_published(received.received, *sent["adapters"])
         received.merge()
         for name, value in exported(tools, tied_policy, sent["merged"], getattr(torch, dtype)).items():
             assert torch.equal(value, engine.get_parameter(name)), name
@@ -248,5 +248,5 @@ def test_a_checkpoint_of_other_adapters_or_of_whole_weights_is_refused(tools, tw
         assert isinstance(refusal.value, ValueError) and "\n" not in str(refusal.value)
     whole = str(tmp_path / "whole")
     tools.run_here(tools.make_config(tied_policy, learner=replace(LEARNER, lora_rank=0)), [("save", (whole,))])
-    with pytest.raises(ValueError, match="no training state of .*lora_A.* other LoRA settings"):
+    with pytest.raises(ValueError, match="or of other LoRA settings: .*lora_A.* it has none"):
         tools.run_here(tools.make_config(tied_policy, learner=LEARNER), [], checkpoint=whole)

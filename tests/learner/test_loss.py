@@ -68,17 +68,9 @@ def test_a_ratio_beyond_all_numbers_has_no_gradient_where_the_clip_bounds_it(los
     assert new.grad.tolist() == pytest.approx([bounded, -0.5])
 
 
-def test_at_ratio_one_the_gradient_is_minus_the_advantage_over_the_denominator():
-    new = OLD.clone().requires_grad_()
-    loss_of("grpo", new)[0].backward()
-    assert new.grad.tolist() == pytest.approx([-0.25, -0.25, 1.0])
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) + 0.5 - 1)])
 def test_kl_estimates_written_out(kind, expected):
     assert kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), kind).item() == pytest.approx(expected)
-    with pytest.raises(ValueError, match="k1, k2, k3"):
-        kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), "none")
 
 
 def test_kl_is_averaged_like_the_loss_and_weighted_by_its_coefficient():
@@ -87,7 +79,7 @@ def test_kl_is_averaged_like_the_loss_and_weighted_by_its_coefficient():
     value, metrics = loss_of("grpo", kl="k1", kl_coef=0.5, ref_logprobs=reference)
     assert (value - plain).item() == pytest.approx(0.5 * ((0.1 + 0.2) / 2 + 0.4) / 2)
     assert metrics["kl"] == pytest.approx((0.1 + 0.2 + 0.4) / 3)
-    with pytest.raises(ValueError, match="objective.kl=k3 .* needs ref_logprobs"):
+    with pytest.raises(ValueError, match="objective.kl=k3 needs ref_logprobs"):
         loss_of("grpo", kl="k3")
 
 
@@ -130,10 +122,7 @@ def test_any_split_into_calls_gives_the_same_loss_metrics_and_gradient(loss, imp
         results = []
         for parts in ([torch.ones_like(ids, dtype=torch.bool)], [owner == part for part in range(trial % 4 + 1)]):
             new = (old + noise).requires_grad_()
-            total, metrics = (
-                0.0,
-                dict.fromkeys(("kl", "clip_fraction", "importance_mean", "engine_weight", "engine_weight_square"), 0.0),
-            )
+            total, metrics = 0.0, dict[str, float]()
             for part in (part for part in parts if part.any()):
                 value, own = policy_loss(
                     *(new[part], old[part], advantages[part], ids[part]),
@@ -144,7 +133,7 @@ def test_any_split_into_calls_gives_the_same_loss_metrics_and_gradient(loss, imp
                 )
                 value.backward()
                 total += value.item()
-                metrics = {name: metrics[name] + own[name] for name in metrics}
+                metrics = {name: metrics.get(name, 0.0) + own[name] for name in own}
             results.append((total, metrics, new.grad))
         (whole, whole_metrics, whole_grad), (split, split_metrics, split_grad) = results
         assert split == pytest.approx(whole, abs=1e-13)
@@ -174,11 +163,10 @@ def test_the_entropy_bonus_has_the_token_weights_of_its_loss():
     ] == pytest.approx(bonus["dapo"])
 
 
-def test_an_entropy_bonus_without_gradient_is_refused():
-    with pytest.raises(ValueError, match="entropy_coef=0.1 needs the tokens' entropies with gradient, got None"):
-        loss_of(entropy_coef=0.1)
-    with pytest.raises(ValueError, match="got entropies without gradient"):
-        loss_of(new=NEW.clone().requires_grad_(), entropy_coef=0.1, entropy=torch.ones(3, dtype=torch.float64))
+@pytest.mark.parametrize("given", [{}, {"entropy": torch.ones(3, dtype=torch.float64)}])
+def test_an_entropy_bonus_without_gradient_is_refused(given):
+    with pytest.raises(ValueError, match="entropy_coef=0.1 needs entropies with gradient"):
+        loss_of(new=NEW.clone().requires_grad_(), entropy_coef=0.1, **given)
 
 
 def test_importance_auto_counts_as_none():

@@ -174,14 +174,3 @@ def test_any_split_of_an_update_gives_the_same_gradient(policy, samples, loss, k
     factor = loss_denominator(objective, provisional) / loss_denominator(objective, totals_of(kept))
     assert (gradient * factor - expected).abs().max() < 1e-10
     assert value * factor == pytest.approx(expected_loss, abs=1e-10)
-
-
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
-def test_the_mean_of_micro_batch_means_is_another_gradient(policy, samples, loss):
-    everything, old = samples
-    kept = [replace(s, advantage=(-1.0) ** s.sample_index) for s in everything]
-    objective, totals = ObjectiveConfig(loss=loss, kl="none"), totals_of(everything)
-    expected, _ = gradient_of(policy, [kept], old, objective, totals)
-    assert expected.abs().max() > 0.01
-    halves = [gradient_of(policy, [half], old, objective, totals_of(half))[0] / 2 for half in (kept[:4], kept[4:])]
-    assert (sum(halves) - expected).abs().max() > 1e-4

@@ -3,7 +3,15 @@ import random
 import numpy as np
 import pytest
 
-from infsample_rl.learner.row_plan import RowPlanner, assemble, balanced_waves, row_cost, row_tokens, split_passes
+from infsample_rl.learner.row_plan import (
+    PAIR_COST,
+    RowPlanner,
+    assemble,
+    balanced_waves,
+    row_cost,
+    row_tokens,
+    split_passes,
+)
 from infsample_rl.types import ReferenceReport, ReferenceResult, SampleSpec
 from tests.tiny_models import finished, training_sample
 
@@ -43,11 +51,6 @@ def test_a_long_group_is_split_and_its_prompt_repeated():
     assert names(full + planner.flush()) == [[(0, 0), (0, 1)], [(0, 2), (0, 3)], [(0, 4)]]
 
 
-def test_a_sample_too_long_for_any_row_is_refused():
-    with pytest.raises(ValueError, match="must be >= 11 for sample 0 of prompt 0 .*got 10"):
-        RowPlanner(10, {0: 4}).add_group(specs(0, [7]))
-
-
 def test_a_group_too_long_for_one_pass_is_one_row_for_each_rank_that_runs_free():
     planner = RowPlanner(10, {0: 4, 1: 2}, long_rows=1)
     planner.add_group(specs(1, [2]))
@@ -58,8 +61,6 @@ def test_a_group_too_long_for_one_pass_is_one_row_for_each_rank_that_runs_free()
     # exactly 10: one pass
     assert names(two.add_group(specs(0, [3, 3]))) == [] and names(two.flush()) == [[(0, 0), (0, 1)]]
     assert names(RowPlanner(10, {0: 4}, long_rows=8).add_group(specs(0, [6, 1]))) == [[(0, 0)], [(0, 1)]]
-    with pytest.raises(ValueError, match="must be >= 11 for sample 1 of prompt 0 .*got 10"):
-        planner.add_group(specs(0, [6, 7]))
 
 
 def test_long_rows_hold_every_sample_once_in_even_parts():
@@ -88,11 +89,6 @@ def test_passes_of_a_row():
         split_passes(mixed, 9)
 
 
-def test_row_tokens_counts_each_segment_prompt_once():
-    assert row_tokens(specs(0, [2, 2]) + specs(1, [3]), {0: 3, 1: 2}) == 12
-    assert row_tokens([], {}) == 0
-
-
 def test_every_sample_is_in_one_row_and_no_row_is_above_the_budget():
     generator = random.Random(0)
     for _ in range(200):
@@ -113,9 +109,9 @@ def test_every_sample_is_in_one_row_and_no_row_is_above_the_budget():
 
 def test_the_cost_of_a_row_written_out():
     # tokens 4 + 2 + 3 = 9; pairs: prompt 4 * 5 / 2 = 10, responses 2 * 4 + 3 = 11 and 3 * 4 + 6 = 18
-    assert row_cost(specs(0, [2, 3]), {0: 4}, pair_cost=0.5) == 9 + 0.5 * 39
+    assert row_cost(specs(0, [2, 3]), {0: 4}) == 9 + PAIR_COST * 39
     # another prompt of 1 token with a response of 1: 2 tokens, pairs 1 + 1 + 1
-    assert row_cost(specs(0, [2, 3]) + specs(1, [1]), {0: 4, 1: 1}, pair_cost=1.0) == 11 + 42
+    assert row_cost(specs(0, [2, 3]) + specs(1, [1]), {0: 4, 1: 1}) == 11 + PAIR_COST * 42
     assert row_cost([], {}) == 0
 
 
@@ -128,11 +124,6 @@ def test_waves_of_similar_rows_written_out():
     assert dealt == [[1, 3], [2, 4], [0, None]]
     assert balanced_waves([], 2, {}) == []
     assert balanced_waves(rows[:1], 3, prompts) == [[rows[0], None, None]]
-
-
-def test_a_long_response_is_dearer_than_short_ones_of_as_many_tokens():
-    prompts = {0: 100, 1: 100}
-    assert row_cost(specs(0, [4000]), prompts) > row_cost(specs(1, [40] * 100), prompts)
 
 
 def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():
@@ -156,12 +147,6 @@ def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():
         in_turn = sorted((row_cost(row, prompts) for row in rows), reverse=True)
         # no grouping has a smaller sum of maxima
         assert sum(max(wave) for wave in costs) == pytest.approx(sum(in_turn[::ranks]))
-        shuffled = generator.sample(rows, len(rows))
-        arrived = [
-            max(row_cost(row, prompts) for row in shuffled[start : start + ranks])
-            for start in range(0, len(rows), ranks)
-        ]
-        assert sum(max(wave) for wave in costs) <= sum(arrived) + 1e-6
 
 
 def test_assemble_takes_the_samples_of_the_row_with_their_references():
@@ -188,9 +173,6 @@ def test_assemble_takes_the_samples_of_the_row_with_their_references():
 
 def test_assemble_refuses_missing_samples_and_wrong_lengths():
     prompts = {0: np.array([1, 2], np.int32)}
-    with pytest.raises(RuntimeError, match="sample 1 of prompt 0 .* was not delivered"):
-        assemble(specs(0, [1], first=1), prompts, [[finished(0, 0, [9])]], [])
-    with pytest.raises(RuntimeError, match="has 1 tokens, but the row was planned with 4"):
-        assemble(specs(0, [4]), prompts, [[finished(0, 0, [9])]], [])
-    with pytest.raises(RuntimeError, match="1 reference results for 2 micro-groups"):
-        assemble([], prompts, [[], []], [ReferenceResult(logprobs=[], report=ReferenceReport([], 0))])
+    for row, name in ((specs(0, [1], first=1), "sample 1"), (specs(0, [4]), "sample 0")):
+        with pytest.raises(RuntimeError, match=f"{name} of prompt 0 was not delivered"):
+            assemble(row, prompts, [[finished(0, 0, [9])]], [])

@@ -29,12 +29,12 @@ from infsample_rl.model.lora import (
     adapter_parameters,
     adapters_off,
     add_adapters,
+    check_lora,
     merge_weight,
     merged_parameters,
     save_adapter_folder,
     target_names,
 )
-from infsample_rl.model.lora_check import check_lora
 from tests.tiny_models import TINY_SIZES, assert_tensors_close, save_words
 
 LEARNER = LearnerConfig(lora_rank=4, lora_alpha=8.0)
@@ -68,13 +68,13 @@ def test_all_linear_takes_every_projection_but_not_the_head():
     ]
 
 
-@pytest.mark.parametrize("target", ["qproj", "lm_head", "embed_tokens", "norm", "_proj"])
+@pytest.mark.parametrize("target", ["qproj", "lm_head", "embed_tokens", "norm", "_proj", None])
 def test_a_target_that_names_no_linear_layer_is_refused_with_those_there_are(target):
     there = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
-    with pytest.raises(ValueError, match=f"learner.lora_targets: {target} names no linear layer .*; {there}$"):
-        target_names(tiny(), ["q_proj", target])
-    with pytest.raises(ValueError, match="learner.lora_targets must name at least one"):
-        target_names(tiny(), [])
+    with pytest.raises(
+        ValueError, match=f"learner.lora_targets: {target or 'nothing'} names no linear layer .*; {there}$"
+    ):
+        target_names(tiny(), ["q_proj", target] if target else [])
 
 
 def test_adapters_come_from_the_seed_alone_and_start_as_the_base():
@@ -150,7 +150,7 @@ def test_an_engine_that_is_sent_adapters_holds_bit_for_bit_what_it_would_be_sent
         trained(lm)
         lm.to(dtype)
         sent = dict(adapter_parameters(lm.named_parameters()))
-        own = dict(received.received.named_parameters())
+        own = received.received
         assert list(own) == list(sent) and {value.dtype for value in own.values()} == {dtype}
         for factor in (3, 1):  # a version before: nothing of it stays
             for name, value in sent.items():

@@ -1,18 +1,99 @@
-"""The stream of weights in buckets: filled by the learner, copied in place by the engine. manifest.py says what lies
-where."""
+"""The weights as one stream of bytes in buckets: what lies where, filled by the learner, copied in place by the engine.
+
+Every tensor's bytes follow in the order of the manifest, the same for every transport. A tensor may lie in several
+buckets, and every bucket but the last has the same size, so that no transport ever holds more than a bucket or two,
+however large the embedding is.
+"""
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES, bucket_sizes, layout, misfit
 from infsample_rl.types import WeightManifest
+
+BUCKET_BYTES = 64 * 2**20  # a multiple of every element's size
+
+Shape = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of one whole parameter
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of the manifest's entry number `entry`, at byte `offset` of a bucket."""
+
+    entry: int
+    start: int
+    stop: int
+    offset: int
+
+
+def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Shape]:
+    """The shapes of what will be sent; runs `tensors`, on a learner rank a collective, to its end."""
+    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+
+
+def plan_weights(shapes: Iterable[Shape], version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
+    """The manifest of these parameters: where in the stream each begins, aligned to its elements."""
+    entries: list[tuple[str, str, tuple[int, ...], int, int]] = []
+    end = 0
+    for name, dtype, shape in shapes:
+        begin = -(-end // dtype.itemsize) * dtype.itemsize
+        entries.append((name, str(dtype).removeprefix("torch."), shape, *divmod(begin, bucket_bytes)))
+        end = begin + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return WeightManifest(version=version, entries=entries, num_bytes=end)
+
+
+def bucket_sizes(manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> list[int]:
+    """Bytes of every bucket of the stream."""
+    full, rest = divmod(manifest.num_bytes, bucket_bytes)
+    return [bucket_bytes] * full + ([rest] if rest else [])
+
+
+def layout(manifest: WeightManifest, bucket_bytes: int = BUCKET_BYTES) -> list[list[Piece]]:
+    """The pieces of every bucket, in order."""
+    pieces: list[list[Piece]] = [[] for _ in bucket_sizes(manifest, bucket_bytes)]
+    for entry, (_, dtype, shape, bucket, offset) in enumerate(manifest.entries):
+        size, start, elements = getattr(torch, dtype).itemsize, 0, int(np.prod(shape, dtype=np.int64))
+        while start < elements:
+            stop = min(elements, start + (bucket_bytes - offset) // size)
+            pieces[bucket].append(Piece(entry, start, stop, offset))
+            bucket, offset, start = bucket + 1, 0, stop
+    return pieces
+
+
+def misfit(parameters: Mapping[str, Tensor], manifest: WeightManifest, version: int | None = None) -> str | None:
+    """Why these weights cannot be loaded into `parameters`, or None: another version than `version`, a missing, extra
+    or differently shaped name, a lossy dtype.
+
+    named_parameters() lists a tied parameter once, under its first name, which is the name it is published under.
+    """
+    published = {entry[0] for entry in manifest.entries}
+    missing, extra = sorted(parameters.keys() - published), sorted(published - parameters.keys())
+    if version is not None and version != manifest.version:
+        return f"weights version {manifest.version} came where version {version} was to come"
+    if extra or missing:
+        what = f"missing {missing[:3]}, " if missing else ""
+        return f"weights version {manifest.version} do not fit the engine's model: {what}not in the model {extra[:3]}"
+    for name, dtype, shape, _, _ in manifest.entries:
+        problem = misfit_of(parameters[name], name, getattr(torch, dtype), shape)
+        if problem is not None:
+            return f"weights version {manifest.version}: {problem}"
+    return None
+
+
+def misfit_of(own: Tensor, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str | None:
+    """Why a tensor of this dtype and shape cannot be copied into the engine's `own`, or None."""
+    if tuple(own.shape) != tuple(shape):
+        return f"{name} has shape {tuple(shape)}, the engine's model has {tuple(own.shape)}"
+    if torch.promote_types(own.dtype, dtype) != own.dtype:
+        there, here = (str(found).removeprefix("torch.") for found in (dtype, own.dtype))
+        return f"{name} is {there}, the engine's model has {here}"
+    return None
 
 
 def fill_buckets(
@@ -48,8 +129,7 @@ def _next_tensor(source: Iterator[tuple[str, Tensor]], manifest: WeightManifest,
     if (got, tensor.dtype, tuple(tensor.shape)) != (name, getattr(torch, dtype), shape):
         raise RuntimeError(
             f"weights version {manifest.version}: the manifest goes on with {name}, {dtype} {shape}; given was {got}, "
-            f"{tensor.dtype} "
-            f"{tuple(tensor.shape)}"
+            f"{tensor.dtype} {tuple(tensor.shape)}"
         )
     return tensor.detach().reshape(-1)
 
@@ -65,16 +145,18 @@ def stream_buckets(
 
 @torch.no_grad()
 def unpack_buckets(
-    model: nn.Module, manifest: WeightManifest, buckets: Iterable[Tensor], bucket_bytes: int = BUCKET_BYTES
+    parameters: Mapping[str, Tensor],
+    manifest: WeightManifest,
+    buckets: Iterable[Tensor | np.ndarray],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
     """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for
     too few bytes or too many."""
-    parameters = dict(model.named_parameters())
     source = iter(buckets)
     for number, (pieces, size) in enumerate(
         zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)
     ):
-        bucket = next(source, torch.empty(0))
+        bucket = _as_tensor(next(source, torch.empty(0)))
         if len(bucket) != size:
             raise RuntimeError(
                 f"weights version {manifest.version}: bucket {number} has {len(bucket)} bytes, not {size}"
@@ -89,23 +171,8 @@ def unpack_buckets(
         raise RuntimeError(f"weights version {manifest.version}: more buckets came than the manifest has")
 
 
-def load_buckets(
-    model: nn.Module,
-    manifest: WeightManifest,
-    buckets: Iterable[np.ndarray],
-    version: int | None = None,
-    *,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Copy numpy buckets into the model, in place, one at a time. RuntimeError for what misfit() finds."""
-    problem = misfit(model, manifest, version)
-    if problem is not None:
-        raise RuntimeError(problem)
-    unpack_buckets(model, manifest, map(_as_tensor, buckets), bucket_bytes)
-
-
-def _as_tensor(bucket: np.ndarray) -> Tensor:
+def _as_tensor(bucket: Tensor | np.ndarray) -> Tensor:
     """The same memory as a tensor, only to be read: arrays of an object store are read-only, of which torch warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(bucket)
+        return torch.as_tensor(bucket)

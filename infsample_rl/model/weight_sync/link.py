@@ -1,15 +1,20 @@
-"""Buckets from learner rank 0 to all rollout workers, by broadcast or through memory they share.
+"""Buckets from learner rank 0 to all rollout workers, by broadcast or through memory they share, and words between them
+through a TCP store that rank 0 hosts.
 
-The group is apart from the learner's own, and a rollout worker needs no default group.
+The group is apart from the learner's own, and a rollout worker needs no default group. Every wait has an end: at the
+time limit, when another member says that it failed, or when the store's host is gone; the error names whom it waited
+for.
 """
 
 from __future__ import annotations
 
 import datetime
 import itertools
+import json
 import multiprocessing.reduction
 import pickle
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +23,110 @@ import torch.multiprocessing  # noqa: F401  teaches ForkingPickler to hand over 
 from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
-from infsample_rl.model.weight_sync.mailbox import Mailbox
-from infsample_rl.model.weight_sync.manifest import BUCKET_BYTES
+from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import broadcast_backend, choose_transport
+
+_LOOK_S = 0.1  # how often a waiting member looks whether another one failed
+
+
+def host_store(timeout_s: float) -> dist.TCPStore:
+    """The store of learner rank 0, on a free port, its .port: bound before anyone hears of it, as a port that is looked
+    up as free may be taken before it is bound."""
+    return dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
+    )
+
+
+def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """The store of learner rank 0; RuntimeError when it cannot be reached in time."""
+    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def _member_name(member: int) -> str:
+    return "learner rank 0" if member == 0 else f"rollout worker {member - 1}"
+
+
+class Mailbox:
+    """One member's end: 0 is learner rank 0, 1 to members - 1 are the rollout workers. Every word belongs to one
+    transfer."""
+
+    def __init__(self, store: dist.TCPStore, member: int, members: int, timeout_s: float) -> None:
+        self.store, self.member, self.members, self.timeout_s = store, member, members, timeout_s
+        self.name = _member_name(member)
+        self._transfer = 0
+        self._read: list[str] = []
+
+    def begin(self) -> None:
+        """Begin a transfer; member 0 drops the words of the one before, which all have read."""
+        for key in self._read if self.member == 0 else []:
+            self.store.delete_key(key)
+        self._transfer, self._read = self._transfer + 1, []
+
+    def tell(self, what: str, value: Any) -> None:
+        """Say something that JSON can hold, to all members."""
+        self._read.append(self._key(what))
+        self.store.set(self._key(what), json.dumps(value))
+
+    def hear(self, what: str, member: int = 0) -> Any:
+        """Wait for what `member` tells. RuntimeError at the time limit, when a member failed, when the learner is
+        gone."""
+        key = self._key(what)
+        self.until(lambda: self.store.check([key]), lambda: f"{_member_name(member)} did not send '{what}'")
+        self._read.append(key)
+        return json.loads(self.store.get(key))
+
+    def hear_all(self, what: str) -> list[Any]:
+        """What every rollout worker tells under its own number; RuntimeError names those that do not."""
+        members = range(1, self.members)
+        keys = [self._key(f"{what}/{member}") for member in members]
+        self.until(lambda: self.store.check(keys), lambda: f"{', '.join(self.silent(what))} did not send '{what}'")
+        return [self.hear(f"{what}/{member}", member) for member in members]
+
+    def silent(self, what: str) -> list[str]:
+        """The rollout workers that have not told this."""
+        return [
+            _member_name(member)
+            for member in range(1, self.members)
+            if not self.store.check([self._key(f"{what}/{member}")])
+        ]
+
+    def fail(self, reason: str) -> None:
+        """Tell every member that waits that this transfer failed."""
+        self.store.set(self._key("failed"), json.dumps(f"{self.name}: {reason}"))
+
+    def until(self, is_done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Wait. RuntimeError at the time limit, with `what` did not happen, or with what another member failed with."""
+        started = looked = time.monotonic()
+        failed, pause = self._key("failed"), 0.0002
+        try:
+            while not is_done():
+                now = time.monotonic()
+                if now - looked > _LOOK_S:
+                    looked = now
+                    if self.store.check([failed]):
+                        raise RuntimeError(json.loads(self.store.get(failed)))
+                if now - started > self.timeout_s:
+                    limit = f"{self.timeout_s:g} s (a quarter of cluster.progress_timeout_s)"
+                    raise RuntimeError(f"{what()} within {limit}")
+                time.sleep(pause)
+                pause = min(0.02, pause * 1.1)
+        except dist.DistNetworkError as error:
+            raise RuntimeError(f"learner rank 0 is gone: {what()}") from error
+
+    def has_learner(self) -> bool:
+        """Whether learner rank 0, which hosts the store, can still be reached."""
+        try:
+            self.store.check(["any"])
+        except dist.DistNetworkError:
+            return False
+        return True
+
+    def _key(self, what: str) -> str:
+        return f"{self._transfer}/{what}"
 
 
 class WeightLink:
-    """One member's end of the line, as in Mailbox; made by all members at once.
+    """One member's end of the line, made by all members at once.
 
     broadcast: NCCL when `device` is a GPU, of which every member has its own, else gloo. cuda_ipc: member 0's buffers
     are mapped by the others, once; on the CPU the same code shares host memory. Two buffers of `bucket_bytes` on
@@ -49,10 +151,8 @@ class WeightLink:
         if transport == "broadcast":
             self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._group = _process_group(self.mail, device)
-        elif transport == "cuda_ipc":
-            self._buffers = _shared_buffers(self.mail, device, bucket_bytes)
         else:
-            raise ValueError(f"a link is of transport broadcast or cuda_ipc, got {transport}")
+            self._buffers = _shared_buffers(self.mail, device, bucket_bytes)
 
     def free_buffers(self) -> Iterator[Tensor]:
         """Member 0: a buffer to fill for bucket 0, 1, 2, ..., each when the bucket before the last has been taken."""
@@ -62,7 +162,7 @@ class WeightLink:
             yield self._buffers[number % 2]
 
     def give(self, number: int, bucket: Tensor) -> None:
-        """Member 0: send a filled buffer; does not wait."""
+        """Member 0: send a filled buffer; does not wait. Of a broadcast also every other member's part of it."""
         if self._group is not None:
             self._works[number] = self._group.broadcast([bucket], dist.BroadcastOptions())
         else:
@@ -82,14 +182,12 @@ class WeightLink:
         for number, size in enumerate(sizes):
             if self._group is not None:
                 for ahead in range(number + (number > 0), min(number + 2, len(sizes))):
-                    self._works[ahead] = self._group.broadcast(
-                        [self._buffers[ahead % 2][: sizes[ahead]]], dist.BroadcastOptions()
-                    )
+                    self.give(ahead, self._buffers[ahead % 2][: sizes[ahead]])
                 self._finish(number)
-                yield self._buffers[number % 2][:size]
             else:
                 self.mail.hear(f"bucket/{number}")
-                yield self._buffers[number % 2][:size]
+            yield self._buffers[number % 2][:size]
+            if self._group is None:
                 self._synchronize()
                 self.mail.tell(f"taken/{number}/{self.mail.member}", True)
 
@@ -107,7 +205,7 @@ class WeightLink:
 
     def _finish(self, number: int) -> None:
         work = self._works[number]
-        self.mail.until(work.is_completed, f"bucket {number} did not get through")
+        self.mail.until(work.is_completed, lambda: f"bucket {number} did not get through")
         work.wait()  # raises what went wrong; on a GPU makes later kernels wait for the bucket
         del self._works[number]
 
@@ -148,7 +246,7 @@ def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> l
             pickled: Any = bytes(multiprocessing.reduction.ForkingPickler.dumps(buffers))  # set() takes bytes too
             mail.store.set(f"buffers/{member}", pickled)
         return buffers
-    mail.until(lambda: mail.store.check([f"buffers/{mail.member}"]), "learner rank 0 did not share its buffers")
+    mail.until(lambda: mail.store.check([f"buffers/{mail.member}"]), lambda: "learner rank 0 did not share its buffers")
     of_learner = mail.store.get(f"place/{mail.member}").decode()
     if place != of_learner:
         raise RuntimeError(

@@ -31,8 +31,7 @@ def broadcast_backend(cluster: ClusterConfig) -> str:
 
 def _check_shared_gpu(cluster: ClusterConfig) -> None:
     for name in ("learner_gpus", "rollout_gpus"):
-        count = {"learner_gpus": cluster.learner_gpus, "rollout_gpus": cluster.rollout_gpus}[name]
-        if count == 0:
+        if getattr(cluster, name) == 0:
             raise ValueError(
                 f"cluster.{name} must be > 0 with cluster.weight_sync=cuda_ipc, got 0; without a GPU: "
                 "cluster.weight_sync=object_store"
@@ -49,17 +48,13 @@ def _check_shared_gpu(cluster: ClusterConfig) -> None:
 
 
 def check_object_store(num_bytes: int, capacity: int) -> None:
-    """ValueError when an object store of `capacity` bytes cannot hold one version of weights of `num_bytes` and what
-    else is on its way.
-
-    `num_bytes`: plan_weights(shapes_of_architecture(...)).num_bytes; `capacity`: of the node of learner rank 0.
-    """
+    """ValueError when the object store of learner rank 0's node, of `capacity` bytes, cannot hold one version of
+    weights of `num_bytes` and what else is on its way."""
     needed = num_bytes + int(_STORE_MARGIN * num_bytes) + _STORE_SPARE
     if needed > capacity:
         raise ValueError(
             f"Ray's object store must have >= {needed:,} bytes for cluster.weight_sync=object_store (weights "
-            f"{num_bytes:,}, and a tenth of "
-            f"them and {_STORE_SPARE:,} for samples), got {capacity:,}: run `ray start --head "
-            f"--object-store-memory={needed}` and set "
-            "cluster.address=auto, or take cluster.weight_sync=broadcast"
+            f"{num_bytes:,}, and a tenth of them and {_STORE_SPARE:,} for samples), got {capacity:,}: run `ray start "
+            f"--head --object-store-memory={needed}` and set cluster.address=auto, or take "
+            "cluster.weight_sync=broadcast"
         )

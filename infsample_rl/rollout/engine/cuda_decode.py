@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infsample_rl.model.loading import last_hidden_size
+from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
 from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
 from infsample_rl.rollout.engine.row_batch import RowBatch

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
-from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.architecture import KVShape
 from infsample_rl.types import MaybeNone
 
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
-from infsample_rl.model.loading import last_hidden_size
+from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch

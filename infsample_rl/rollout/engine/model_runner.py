@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infsample_rl.model.loading import context_of
+from infsample_rl.model.architecture import KVShape, context_of
 from infsample_rl.model.policy_head import head_logits
-from infsample_rl.model.shapes import KVShape
 from infsample_rl.rollout.engine import attention
 from infsample_rl.rollout.engine.architecture import check_architecture, check_kv_dtype
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder

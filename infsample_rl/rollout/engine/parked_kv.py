@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infsample_rl.config.rollout import RolloutConfig
-from infsample_rl.model.disk import check_disk_folder, take_room, unnamed_file
+from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.schedule.parking import Parking
 
@@ -59,7 +59,7 @@ class ParkedInFile(Parking):
         """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
         check_disk_folder("rollout.preemption", folder)
         super().__init__(_most_pages(kv, shutil.disk_usage(folder).free))
-        self._file, self._folder = unnamed_file(folder), folder
+        self._file, self._folder = tempfile.TemporaryFile(dir=folder, buffering=0), folder
         self._page = [torch.empty(part[:, 0].shape, dtype=part.dtype) for part in kv.parts]
         self._buffers: list[Any] = [part.view(torch.uint8).numpy() for part in self._page]
         self._page_bytes = sum(part.nbytes for part in self._page)
@@ -74,7 +74,7 @@ class ParkedInFile(Parking):
             return False
         if self.num_taken > self._num_places:
             try:
-                take_room(self._file, self.num_taken * self._page_bytes)
+                os.posix_fallocate(self._file.fileno(), 0, self.num_taken * self._page_bytes)
             except OSError as error:
                 self.release(count)
                 self.most_pages = self._num_places

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config.fields import check_temperature
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
-from infsample_rl.model.loading import stop_token_ids as model_stop_token_ids
+from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.rollout.engine.completions import MicroGroups, StopRule
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop, DecodeStep
 from infsample_rl.rollout.engine.engine_pool import EnginePool
@@ -69,7 +69,7 @@ class SamplingEngine:
                 f"{self.runner.vocab_size}: give this model's tokenizer"
             )
         if stop_token_ids is None:
-            stop_token_ids = model_stop_token_ids(model, tokenizer, rollout_config.stop_token_ids)
+            stop_token_ids = stop_ids_of(model.generation_config, tokenizer, rollout_config.stop_token_ids)
         self.stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout_config.stop_strings)
         self.lengths = LengthSource(rollout_config, self.runner, tokenizer, shared=shared_probe)
         self.pool = EnginePool(

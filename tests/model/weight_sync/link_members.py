@@ -13,9 +13,8 @@ import torch
 import torch.multiprocessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from infsample_rl.model.weight_sync.link import WeightLink
-from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of
-from infsample_rl.model.weight_sync.rendezvous import host_store, open_store
+from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of
+from infsample_rl.model.weight_sync.link import WeightLink, host_store, open_store
 from infsample_rl.model.weight_sync.sync import receive_weights, send_weights
 
 # the tiny model has some 60 kB in float32: tensors in several buckets, buckets of several tensors
@@ -81,11 +80,11 @@ def run_member(member: int, members: int, plan: Plan, ports: Queue, half: Event,
             if engine is None:
                 manifest = plan_weights(shapes_of(source.named_parameters()), version, BUCKET_BYTES)
                 tensors = interrupted(source, half, go_on, is_paused=plan.pause_in == version)
-                report = send_weights(link, tensors, manifest, with_checksum=True)
+                report = send_weights(link, tensors, manifest)
                 results.put((member, (report, len(list(tensors)) == 0)))
             else:
                 wanted = 99 if plan.spoiled.get(member) == f"version {version}" else version
-                report = receive_weights(link, engine, wanted)
+                report = receive_weights(link, dict(engine.named_parameters()), wanted)
                 pairs = zip(engine.parameters(), source.parameters(), strict=True)
                 results.put(
                     (member, (report, all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)))
@@ -101,8 +100,6 @@ def spoiled_engine(plan: Plan, what: str) -> torch.nn.Module:
     engine = tiny_model(100, plan, hidden_size=64 if what == "shape" else 32)
     if what == "name":
         engine.register_parameter("surplus", torch.nn.Parameter(torch.zeros(3)))
-    if what == "overlap":  # two parameters over one memory: the one loaded last spoils the other
-        engine.lm_head.weight.data = engine.model.embed_tokens.weight.data
     return engine
 
 

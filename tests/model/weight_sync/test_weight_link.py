@@ -24,8 +24,6 @@ def test_two_engines_hold_the_learners_weights_bitwise_at_every_version(start_me
         assert {(report.version, report.num_bytes) for report, _ in reports} == {
             (number + 1, elements * (4 if dtype == "float32" else 2))
         }
-        assert len({report.checksum for report, _ in reports}) == 1 and reports[0][0].checksum is not None
-    assert len({report.checksum for report, _ in results[0]}) == 3, "other weights, other checksum"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +48,6 @@ def test_what_one_engine_refuses_is_refused_everywhere_and_said_everywhere(start
         assert re.search(reason, str(results[member][0][0])), results[member][0]
     if fault == "version 1":
         assert all(results[member][1][1] for member in range(3)), "the link still works after a refusal"
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_whose_weights_differ_after_loading_is_named_with_the_parameter(start_members, transport):
-    results = start_members(Plan(transport, tied=False, versions=1, spoiled={1: "overlap"})).finish()
-    reason = "1 parameters differ from the learner's after loading: model.embed_tokens.weight"
-    assert results[0][0][0] == results[1][0][0] == f"weights version 1: rollout worker 0: {reason}"
-    assert results[2][0][1], "the other engine is well"
 
 
 @pytest.mark.parametrize(
@@ -94,4 +84,3 @@ def test_engines_whose_learner_dies_say_so_at_once(start_members, transport):
 def test_two_processes_on_one_gpu_hold_the_same_weights_through_cuda_ipc(start_members):
     results = start_members(Plan("cuda_ipc", dtype="bfloat16", device="cuda"), count=2).finish(limit_s=120.0)
     assert all(is_equal for member in (0, 1) for _, is_equal in results[member])
-    assert [report.checksum for report, _ in results[0]] == [report.checksum for report, _ in results[1]]

@@ -8,7 +8,7 @@ import platform
 import pytest
 import torch
 
-from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.architecture import KVShape
 from infsample_rl.rollout.engine import cpu_decoder
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
 from infsample_rl.rollout.engine.decoder import LeanDecoder

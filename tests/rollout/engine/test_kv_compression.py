@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.architecture import KVShape
 from infsample_rl.rollout.engine.architecture import check_kv_dtype
 from infsample_rl.rollout.engine.kv_cache import QuantisedKV, stored_dtype
 from tests import engines

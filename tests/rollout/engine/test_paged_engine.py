@@ -97,14 +97,14 @@ def test_the_file_holds_the_kv_of_those_alone_who_wait(parking_engine, disk_fold
 
 
 def test_a_disk_that_is_full_costs_time_but_no_sample(parking_engine, expected, monkeypatch):
-    engine, real = parking_engine, parked_kv.take_room
+    engine, real = parking_engine, os.posix_fallocate
 
-    def take_room(file, size):
+    def take_room(file, offset, size):
         if size > 3 * engine.runner.kv.page_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(file, size)
+        real(file, offset, size)
 
-    monkeypatch.setattr(parked_kv, "take_room", take_room)
+    monkeypatch.setattr(parked_kv.os, "posix_fallocate", take_room)
     with pytest.warns(
         UserWarning, match=r"rollout.preemption=.* has no room for more than .* GB of KV: No space left on device"
     ) as warned:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from infsample_rl.model.architecture import KVShape
 from infsample_rl.model.disk import check_disk_folder
-from infsample_rl.model.shapes import KVShape
 from infsample_rl.rollout.engine import engine_pool
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.parked_kv import ParkedInFile, ParkedInMemory

@@ -1,7 +1,7 @@
-"""The reference of the KL in the loss, on the learner ranks themselves (reference.placement=learner): no worker,
-nothing sent.
+"""The frozen reference policy of the KL terms: in a worker of its own, or on the learner ranks themselves
+(reference.placement=learner), where nothing is sent.
 
-With LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the
+There with LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the
 policy, sharded over the same ranks wherever rows run in lockstep; with learner.grad_sync=last_row, where they do not,
 every rank has a whole one.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,10 +19,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
-from infsample_rl.model.frozen_policy import load_frozen_policy
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.learner.row_plan import runs_within
+from infsample_rl.model.logprobs import PackedPolicy, load_frozen_policy
 from infsample_rl.model.lora import adapters_off
-from infsample_rl.model.packing import PackedRow
+from infsample_rl.model.packing import PackedRow, pack_row
+from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.observe.phases import phase
+from infsample_rl.types import Completion, MaybeNone, Prompt, ReferenceReport, ReferenceResult
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -29,12 +33,42 @@ if TYPE_CHECKING:
 Forward = Callable[[PackedRow, float], tuple[Tensor, Tensor]]  # as PackedPolicy.forward
 
 
+class ReferenceWorker:
+    """Log-probabilities of finished micro-groups under reference.path, or under the policy the run starts from."""
+
+    def __init__(self, config: Config) -> None:
+        torch.set_num_threads(config.cluster.threads_per_worker)
+        self.device = torch.device("cuda" if config.cluster.reference_gpus > 0 else "cpu")
+        self.temperature = config.rollout.temperature
+        self.max_tokens = config.reference.max_tokens_per_micro_batch
+        self.memory = process_memory(self.device.type)
+        self.policy = load_frozen_policy(config, self.device)
+        self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
+
+    @phase("reference")
+    @torch.inference_mode()
+    def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
+        """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus
+        reference."""
+        logprobs: list[np.ndarray] = []
+        responses = [completion.token_ids for completion in completions]
+        # rows of at most max_tokens, each with the prompt once
+        for part in runs_within([len(ids) for ids in responses], len(prompt.token_ids), self.max_tokens):
+            row = pack_row([(prompt.token_ids, responses[part])], self.device)
+            flat = self.policy(row, self.temperature)[0].cpu().numpy()
+            logprobs += np.split(flat, np.cumsum([len(ids) for ids in responses[part]])[:-1])
+        kl_sums = [
+            float(np.sum(completion.logprobs - own, dtype=np.float64))
+            for completion, own in zip(completions, logprobs, strict=True)
+        ]
+        return ReferenceResult(logprobs=logprobs, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
+
+
 class ReferencePolicy:
     """Reference log-probabilities of the rows a rank is about to train.
 
     They are computed at a row's first pass, before the step's first update, and kept for the passes after it: so all
-    ranks of a wave compute them, those with a row of weight zero too, or none does, and the collectives of a sharded
-    reference match.
+    ranks of a wave compute them or none does, and the collectives of a sharded reference match.
     """
 
     def __init__(self, forward: Forward, temperature: float) -> None:
@@ -53,10 +87,6 @@ class ReferencePolicy:
             return logprobs
         if pass_id is None:
             return torch.zeros_like(row.labels, dtype=torch.float32)
-        if pass_id not in self._kept:
-            raise RuntimeError(
-                f"row {pass_id[0]} has no reference log-probabilities: it was not seen before the step's first update"
-            )
         return self._kept[pass_id]
 
     def end_update(self, *, is_last: bool) -> None:
@@ -67,19 +97,16 @@ class ReferencePolicy:
 
 
 def build_reference(
-    config: Config, backend: Backend, adapted: PeftModel | None, *, device: torch.device, world_size: int
+    config: Config, backend: Backend, adapted: PeftModel | MaybeNone, *, device: torch.device, world_size: int
 ) -> ReferencePolicy:
     """The reference beside the policy that `backend` trains, whose adapters, if any, are `adapted`. A collective."""
-    forward = _without_adapters(backend, adapted) if adapted is not None else _frozen_copy(config, device, world_size)
-    return ReferencePolicy(forward, config.rollout.temperature)
 
-
-def _without_adapters(backend: Backend, adapted: PeftModel) -> Forward:
-    def forward(row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+    def without_adapters(row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
         with adapters_off(adapted):
             return backend.forward(row, temperature)
 
-    return forward
+    forward = _frozen_copy(config, device, world_size) if adapted is None else without_adapters
+    return ReferencePolicy(forward, config.rollout.temperature)
 
 
 def _frozen_copy(config: Config, device: torch.device, world_size: int) -> PackedPolicy:

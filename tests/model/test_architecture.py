@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, JetMoeConfig, Llam
 
 from benchmarks.models import kv_bytes_per_token as bytes_in_benchmarks
 from infsample_rl.controller.start_table import kv_bytes_per_token as bytes_in_start_table
-from infsample_rl.model.shapes import KVShape
+from infsample_rl.model.architecture import KVShape
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 

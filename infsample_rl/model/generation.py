@@ -1,0 +1,68 @@
+"""Where a response ends and its text; and the generation settings a model comes with, of which only the stop ids are
+taken: what else they would change is told, never applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from infsample_rl.config import ModelConfig, RolloutConfig
+from infsample_rl.model.hub import cached_only
+
+_OURS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "suppress_tokens": "bad_token_ids",
+}
+# Settings of theirs that no setting here matches, with the value at which each does nothing.
+_WITHOUT_MATCH = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+}
+
+
+def load_generation_config(model: ModelConfig, architecture: PretrainedConfig) -> GenerationConfig:
+    """generation_config.json of model.path; without one, what the model's config implies, as transformers does."""
+    try:
+        return GenerationConfig.from_pretrained(model.path, local_files_only=cached_only(model.path))
+    except OSError:
+        return GenerationConfig.from_model_config(architecture)
+
+
+def unused_generation_settings(generation: GenerationConfig, rollout: RolloutConfig) -> str | None:
+    """One line on what of the model's own settings differs from `rollout` and how to take it; None when nothing
+    does."""
+    theirs = {name: value for name, value in generation.to_dict().items() if value is not None}
+    taken = [
+        f"rollout.{ours}={str(theirs[name]).replace(' ', '')}"
+        for name, ours in _OURS.items()
+        if name in theirs and theirs[name] != getattr(rollout, ours)
+    ]
+    others = [
+        f"{name}={theirs[name]}" for name, neutral in _WITHOUT_MATCH.items() if theirs.get(name, neutral) != neutral
+    ]
+    parts = [f"to take them write {' '.join(taken)}"] if taken else []
+    parts += [f"there is no setting for {', '.join(others)}"] if others else []
+    return "; ".join(["the model's own generation settings are not used", *parts]) if parts else None
+
+
+def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> set[int]:
+    """Ids that end a sample: the union of the generation config's, the tokenizer's end token and the user's own."""
+    configured = generation.eos_token_id if generation is not None else None
+    ends = [configured] if isinstance(configured, int) else configured or []
+    return {*extra, *ends} | ({tokenizer.eos_token_id} - {None})
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: Sequence[str] = ()) -> str:
+    """A response as text, without special tokens, up to the first place where a stop string begins."""
+    text: Any = tokenizer.decode(token_ids, skip_special_tokens=True)  # a str, for one list of ids
+    return text[: min((place for place in map(text.find, stop_strings) if place >= 0), default=len(text))]
