@@ -5,9 +5,8 @@ FILE      trl: a YAML file of its command line, a Python script with GRPOTrainer
           `openrlhf.cli.train_ppo_ray --flags`
 ARGUMENT  what their command would get behind the file, in their spelling: --model_name_or_path NAME
 
-A script is run up to where training would start, in the sandbox that reward functions have: without network, and
-without writing anything. The experiment is printed with the origin of every setting, below it what was not converted,
-which is said on stderr too.
+A script is run up to where training would start, in the sandbox that reward functions have: no network, no writing. The
+experiment is printed with the origin of every setting, and what was not converted, which is said on stderr too.
 Exit codes: 0 done; 3 done, but something was not converted; 1 it failed; 2 an input is wrong, or the settings
 contradict each other here (said after they are printed).
 """

@@ -16,7 +16,6 @@ from infsample_rl.config import fields
 from infsample_rl.config.loading import SECTIONS
 
 SECRET = re.compile(r"(wandb\.key|use_wandb|token|(api|access|private)_key|secret(_key)?|password|credentials?)$", re.I)
-OFF = ("none", "false", "no", "off", "0", "0.0")
 SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}  # of transformers
 SCHEDULES |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 NO_CRITIC = "there is no critic: a baseline is the group's own"
@@ -78,7 +77,7 @@ class Conversion:
 
     def is_off(self, name: str) -> bool:
         """Whether a setting of theirs is none, false, no or 0."""
-        return str(self.value(name)).lower() in OFF
+        return str(self.value(name)).lower() in ("none", "false", "no", "off", "0", "0.0")
 
     def set(self, ours: str, value: Any, theirs: str = "", why: str = "") -> None:
         """Set one of ours, made of `theirs`, names with spaces between; not our default where none is given."""
@@ -111,8 +110,7 @@ class Conversion:
             self.set(ours, max(default_of(ours), prompt + new))
 
     def set_warmup(self, name: str, unit: int = 1, default: float = 0.0) -> None:
-        """learner.warmup_steps: theirs in `unit` updates, or below 1 a share of the run's updates, which is only told
-        where the run counts epochs."""
+        """learner.warmup_steps: theirs in `unit` updates, or below 1 a share of the run's; told where it has epochs."""
         warmup = self.value(name, lambda value: float(value or 0), default)
         if warmup >= 1:
             self.set("learner.warmup_steps", int(warmup) * unit, name, "in updates")
@@ -123,9 +121,8 @@ class Conversion:
             self.drop(name, f"set learner.warmup_steps, {warmup:g} times the updates of the run")
 
     def place(self, learner: int, theirs: str, rollout: int = 0) -> None:
-        """Learner ranks and rollout workers, one GPU each; without rollout workers, sampling and training are in one
-        process on every GPU. The reference of a KL in the loss is beside the policy; that of a KL in the reward has one
-        of these GPUs, or a quarter of the only one."""
+        """One GPU for each; without rollout workers, sampling and training are in one process. The reference of a KL in
+        the reward has one of these GPUs, or a quarter of the only one; that of a KL in the loss is by the policy."""
         in_reward, gpus = self.ours("objective.kl_in_reward"), {"rollout": 1.0, "learner": 1.0}
         if not rollout:
             self.set("cluster.colocate", True, theirs, "sampling and training on the same GPUs")

@@ -80,17 +80,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     c.set("data.long_prompts", "truncate", "data.max_len", "from the left")
     longest = c.value("data.max_len", positive, 2048)
     new = c.value("rollout.max_new_tokens", positive, longest - longest // 2)
-    c.set_lengths(longest - new, new, "data.max_len rollout.max_new_tokens")
-    _objective(c)
-    actors = c.value("actor.num_nodes", positive, 1) * c.value("actor.num_gpus_per_node", positive, 8)
-    engines = c.value("vllm.num_engines", positive, 1) * c.value("vllm.tensor_parallel_size", positive, 1)
-    names = "actor.num_nodes actor.num_gpus_per_node vllm.num_engines vllm.tensor_parallel_size train.colocate_all"
-    c.place(actors, names, engines if c.is_off("train.colocate_all") else 0)
-    return c.finish(["wandb"] if c.value("logger.wandb.key") else [], "logger.wandb.key")
-
-
-def _objective(c: Conversion) -> None:
-    """What takes more than one of theirs: updates of a step, loss, KL, warm-up."""
+    prompt = c.value("data.prompt_max_len", positive, longest - new)
+    c.set_lengths(prompt, new, "data.prompt_max_len rollout.max_new_tokens data.max_len")
     prompts, batch = c.ours("data.prompts_per_step"), c.value("train.batch_size", positive, 128)
     updates = min(prompts, max(1, prompts * c.ours("rollout.group_size") // batch))
     c.set("objective.mini_batches", updates, "rollout.batch_size rollout.n_samples_per_prompt train.batch_size")
@@ -104,3 +95,8 @@ def _objective(c: Conversion) -> None:
         c.set("objective.kl_reward_coef", coefficient, KL)
     if c.value("actor.lr_scheduler") != "constant":
         c.set_warmup("actor.lr_warmup_ratio", default=0.03)
+    actors = c.value("actor.num_nodes", positive, 1) * c.value("actor.num_gpus_per_node", positive, 8)
+    engines = c.value("vllm.num_engines", positive, 1) * c.value("vllm.tensor_parallel_size", positive, 1)
+    names = "actor.num_nodes actor.num_gpus_per_node vllm.num_engines vllm.tensor_parallel_size train.colocate_all"
+    c.place(actors, names, engines if c.is_off("train.colocate_all") else 0)
+    return c.finish(["wandb"] if c.value("logger.wandb.key") else [], "logger.wandb.key")

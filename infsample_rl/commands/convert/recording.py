@@ -31,9 +31,8 @@ _SANDBOXED = (
 
 
 def words_of(path: Path, arguments: list[str], training: str, last: str = "") -> list[str]:
-    """The folder and the words of the launcher's command in a shell script in which the pattern `training` is found
-    last, up to the first with `last`, else `training`. ValueError in one line where there is none, which says how the
-    script ended."""
+    """The folder and the words of a shell script's last command in which `training` is found, up to the first with
+    `last`, else `training`. ValueError in one line where there is none, which says how the script ended."""
     how, record = _run(["bash", str(path), *arguments], path, {"INFSAMPLE_RL_TRAINING": last or training})
     fields = iter(record.split("\0")[:-1])
     commands = [[next(fields) for _ in range(int(count) + 2)] for count in fields]
@@ -46,9 +45,8 @@ def words_of(path: Path, arguments: list[str], training: str, last: str = "") ->
 def trainer_of(path: Path, arguments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """What a TRL script with these flags has given its trainer when it calls train(), as trl_stand_ins.py writes it.
     ValueError in one line where it gets no trainer."""
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_stand_ins", json.dumps(flags)]
-    how, record = _run([*program, str(path), *arguments], path, variables)
+    how, record = _run([*program, str(path), *arguments], path, {"PYTHONPATH": os.pathsep.join(sys.path)})
     if not record:
         raise ValueError(f"{path} {how or 'ended'} before it called train() of a trainer")
     return json.loads(record)

@@ -13,7 +13,7 @@ from infsample_rl.config import ALL_PROBLEMS
 from infsample_rl.reward.functions import RULES
 
 TRAINING, LAUNCHERS = r"\.py( |$)|(^| )grpo( |$)", r"^(accelerate launch|torchrun|deepspeed|trl) "
-TRAINER = "model reward_funcs args train_dataset".split()
+TRAINER = ("model", "reward_funcs", "args", "train_dataset")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_8bit": "adamw_8bit"}
 LOSSES = {"grpo": "grpo", "dapo": "dapo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 SCALES = {"group": "std", True: "std", "none": "mean_only", False: "mean_only"}
@@ -86,8 +86,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
 
 
 def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings by their names, and what of a script no setting stands for: from the YAML files and the script among the
-    words of a command, and its flags."""
+    """Settings by their names and what no setting stands for, of the YAML files, script and flags of a command."""
     folder, words = ".", [str(path), *arguments]
     if path.suffix not in (".py", ".yaml", ".yml"):
         folder, *words = [*words_of(path, arguments, TRAINING, LAUNCHERS), *arguments]
@@ -99,8 +98,7 @@ def _read(path: Path, arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             given |= read_yaml(file)
         elif file is not None and word.endswith(".py") and script is None:
             script, start = file, index + 1
-    given |= read_flags(words[: start - 1]) if start else {}
-    given |= read_flags(words[start:])
+    given |= read_flags(words[: max(0, start - 1)]) | read_flags(words[start:])
     if script is None:
         return given, []
     record = trainer_of(script, words[start:], given)
@@ -119,22 +117,20 @@ def _made(trainer: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if lora["kwargs"]:
         made |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
         made |= {f"lora_{name.removeprefix('lora_')}": value for name, value in lora["kwargs"].items()}
-    made["model_name_or_path"] = given.get("model")
-    for call in _calls(given.get("model")):
+    made["model_name_or_path"] = given["model"] if isinstance(given.get("model"), str) else None
+    for call in [call for call in _calls(given.get("model")) if call["name"].endswith("from_pretrained()")]:
         made |= {"model_name_or_path": next(iter(call["args"]), None)} | call["kwargs"]
     functions = given.get("reward_funcs")
     made["reward_funcs"] = list(map(_reward, functions if isinstance(functions, list) else [functions]))
-    code, data = [], _calls(given.get("train_dataset"))
-    for call in data:
+    code = []
+    for call in _calls(given.get("train_dataset")):
         method = call["name"].rpartition(".")[2]
         if method == "load_dataset()":
-            made |= dict(zip(("dataset_name", "dataset_config"), call["args"], strict=False))
-            made |= {"dataset_name": call["kwargs"].get("data_files", made["dataset_name"])}
-            made |= {"dataset_train_split": call["kwargs"].get("split")}
+            data = dict(zip(("path", "name"), call["args"], strict=False)) | call["kwargs"]
+            made |= {"dataset_name": data.get("data_files", data["path"]), "dataset_config": data.get("name")}
+            made |= {"dataset_train_split": data.get("split")}
         elif method != "shuffle()" and not method.endswith("['train']"):
             code.append(f"train_dataset.{method} is not run: save what it makes and give the file as data.source")
-    if not data:
-        code.append("train_dataset is made by code: save it and give --dataset_name FILE")
     return {name: value for name, value in made.items() if value is not None}, code
 
 

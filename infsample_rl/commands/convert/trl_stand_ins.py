@@ -24,8 +24,7 @@ TAKEN: set[str] = set()  # flags that are no settings, where a parser of TRL's h
 class Settings:
     """What the script's own subclass of GRPOConfig or ScriptArguments is a class of; what is not given is None."""
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> None: ...
 
 
 class Recorded:
@@ -104,8 +103,7 @@ class Finder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> Any:
         return Recorded(spec.name)
 
-    def exec_module(self, module: Any) -> None:
-        pass
+    def exec_module(self, module: Any) -> None: ...
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ OLD_NAMES = {"reward.": "", "reward_model.reward_kwargs": "reward_kwargs", "rewa
 DICTS = ("data.apply_chat_template_kwargs", f"{CUSTOM}.reward_kwargs", f"reward.{CUSTOM}.reward_kwargs")
 ESTIMATORS = {"grpo": None, "grpo_vectorized": None, "rloo": "rloo", "rloo_vectorized": "rloo"}
 KL_LOSSES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
-AGGREGATIONS |= {"seq-mean-token-sum-norm": "dr_grpo", "seq-mean-token-sum": "dr_grpo"}
+AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
 MODES = {"vanilla": None, "gspo": "gspo", "cispo": "cispo"}  # these have an aggregation of their own
 
 ROWS = (
@@ -101,16 +100,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     c = Conversion(given, "verl 0.9.1", ROWS, WITHOUT_EFFECT)
     c.set_source("data.source", "data.train_files", c.value("data.train_files", local_paths))
     c.set_source("data.eval_source", "data.val_files", c.value("data.val_files", local_paths))
-    prompt, new = (c.value(f"data.max_{part}_length", positive, 512) for part in ("prompt", "response"))
-    c.set_lengths(prompt, new, "data.max_prompt_length data.max_response_length")
-    _objective(c)
-    gpus = c.value("trainer.n_gpus_per_node", positive, 8) * c.value("trainer.nnodes", positive, 1)
-    c.place(gpus, "trainer.n_gpus_per_node trainer.nnodes")
-    return c.finish(c.value("trainer.logger", texts, ["wandb"]), "trainer.logger")
-
-
-def _objective(c: Conversion) -> None:
-    """What takes more than one of theirs: updates of a step, warm-up, rewards."""
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    c.set_lengths(c.value(lengths[0], positive, 512), c.value(lengths[1], positive, 512), " ".join(lengths))
     prompts, mini = c.value("data.train_batch_size", positive), c.value(f"{ACTOR}.ppo_mini_batch_size", positive, 256)
     c.set("objective.mini_batches", max(1, prompts // mini), f"data.train_batch_size {ACTOR}.ppo_mini_batch_size")
     if "run.steps" in c.settings:
@@ -124,3 +115,6 @@ def _objective(c: Conversion) -> None:
         c.set("reward.functions", [{"name": name, "kwargs": kwargs}], f"{CUSTOM}.path {CUSTOM}.name")
     elif "reward.functions" not in c.settings:
         c.set("reward.functions", [{"name": "data_source"}], why="the rule of each row's data_source")
+    gpus = c.value("trainer.n_gpus_per_node", positive, 8) * c.value("trainer.nnodes", positive, 1)
+    c.place(gpus, "trainer.n_gpus_per_node trainer.nnodes")
+    return c.finish(c.value("trainer.logger", texts, ["wandb"]), "trainer.logger")

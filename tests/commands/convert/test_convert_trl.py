@@ -6,46 +6,21 @@ import pytest
 
 from infsample_rl.commands.convert import recording
 
+LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 RECIPE = """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
-dtype: bfloat16
 dataset_name: someone/sums
-dataset_config: easy
 reward_funcs: [my_rewards.format_reward, accuracy_reward]
-reward_weights: [0.25, 1.0]
-output_dir: out/grpo
-run_name: recipe
 learning_rate: 2.0e-6
-lr_scheduler_type: cosine_with_min_lr
-lr_scheduler_kwargs: {min_lr_rate: 0.1}
-warmup_ratio: 0.05
-max_steps: 400
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 8
-steps_per_generation: 16
-num_generations: 16
-num_iterations: 2
-max_completion_length: 768
-max_prompt_length: 256
-beta: 0.04
-epsilon: 0.2
-epsilon_high: 0.28
-loss_type: dr_grpo
-scale_rewards: false
-temperature: 0.9
-top_k: 50
-gradient_checkpointing: true
-use_vllm: true
-mask_truncated_completions: true
-eval_strategy: steps
-eval_steps: 40
-save_steps: 80
-report_to: [wandb]
-logging_steps: 1
-seed: 7
 warp_speed: 9
+note: "first\\nrun:\\n  seed: 777"
 """
-
+FLAGS = """
+--dataset_config easy --reward_weights 0.25 1.0 --warmup_ratio 0.05 --max_steps 400 --per_device_train_batch_size 4
+--gradient_accumulation_steps 8 --steps_per_generation 16 --num_generations 16 --num_iterations 2 --beta 0.04
+--max_completion_length 768 --max_prompt_length=256 --epsilon_high 0.28 --use_vllm --eval_strategy steps
+--eval_steps 40 --save_steps 80 --num_processes 2 --hub_token hf_SECRET
+"""
 SCRIPT = """
 import torch
 from datasets import load_dataset
@@ -54,20 +29,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment, think_format_reward
 from scoring.sums import correct
 
-LENGTH = 512
-
 def shortness(completions, **kwargs):
-    return [-len(c[0]["content"]) / LENGTH for c in completions]
+    return [-len(c[0]["content"]) for c in completions]
 
-def main():
+def main(length=512):
     data = load_dataset("someone/sums", split="train[:10%]").shuffle(seed=1)
-    if torch.cuda.get_device_capability()[0] >= 8:
-        raise AssertionError
+    assert not torch.cuda.get_device_capability()[0] >= 8
     args = GRPOConfig(
-        output_dir="sums", learning_rate=5e-6, num_generations=4, per_device_train_batch_size=4 * 2, bf16=False,
-        max_completion_length=2 * LENGTH, importance_sampling_level="sequence", loss_type="grpo", num_train_epochs=1,
-        epsilon=3e-4, epsilon_high=4e-4, log_completions=True, reward_weights=[1.0, 0.5, 0.25],
-        model_init_kwargs={"dtype": torch.float32},
+        "sums", num_generations=4, per_device_train_batch_size=4 * 2, max_completion_length=2 * length, bf16=False,
+        importance_sampling_level="sequence", epsilon_high=4e-4, reward_weights=[1.0, 0.5, 0.25],
     )
     args.max_grad_norm = 0.2
     trainer = GRPOTrainer(
@@ -76,10 +46,8 @@ def main():
         reward_funcs=[correct, shortness, think_format_reward],
     )
     trainer.train()
-    raise AssertionError
 
-if __name__ == "__main__":
-    main()
+__name__ == "__main__" and main()
 """
 
 QUICK_START = """
@@ -90,7 +58,6 @@ from trl.rewards import accuracy_reward
 dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
 trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=accuracy_reward, train_dataset=dataset)
 trainer.train()
-raise SystemExit("train() returned")
 """
 
 PARSED = """
@@ -104,71 +71,46 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
 class Mine(ScriptArguments):
     scale: float = field(default=1.0)
 
-@dataclass
-class Config(GRPOConfig):
-    flavour: str = "plain"
-
-def rewards(kind):
-    def made(completions, **kwargs):
-        return [0.0] * len(completions)
-    return made
-
 if __name__ == "__main__":
-    script, args, model = TrlParser((Mine, Config, ModelConfig)).parse_args_and_config()
+    script, args, model = TrlParser((Mine, GRPOConfig, ModelConfig)).parse_args_and_config()
     for exponent in range(5, 7):
         args.learning_rate = float(f"1e-{exponent}") * script.scale
-    if args.num_generations is None:
-        args.num_generations = 4
     data = load_dataset("json", data_files=["a.jsonl", "b.jsonl"], split="train").filter(lambda row: row["ok"])
     policy = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, dtype=torch.bfloat16, device_map="auto")
-    functions = [rewards("a"), f"{script.dataset_name}/judge"]
+    functions = [lambda completions: [], f"{script.dataset_name}/judge"]
     trainer = GRPOTrainer(policy, functions, args, data, peft_config=get_peft_config(model))
-    trainer.add_callback(print)
     trainer.train()
 """
 
 COMMAND = """
-#!/bin/bash
 MODEL=Qwen/Qwen3-1.7B   # the policy
 python prepare.py
-accelerate launch --config_file zero2.yaml --num_processes 4 train_gspo.py \\
-    --model_name_or_path "$MODEL" \\
-    --num_generations ${G:-8} \\
-    --use_peft --lora_target_modules q_proj v_proj \\
-    --output_dir "out/$(basename $MODEL)"
+accelerate launch --config_file zero2.yaml --num_processes 4 train_grpo.py --dataset_name c --scale 0.5 \\
+    --model_name_or_path "$MODEL" --num_generations ${G:-8} --odd 1 \\
+    --use_peft --lora_target_modules q_proj v_proj --output_dir "out/$(basename $MODEL)"
 """
-LEAST = "model_name_or_path: a/b\ndataset_name: c/d\nreward_funcs: accuracy_reward\n"
 
 
 def test_a_yaml_recipe_keeps_batch_updates_lengths_and_objective(convert):
-    found = convert("trl", "recipe.yaml", RECIPE, "--num_processes", "2", "--hub_token", "hf_SECRET")
+    found = convert("trl", "recipe.yaml", RECIPE, *FLAGS.split())
     expected = {
-        **{"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "model.dtype": "bfloat16"},
+        **{"model.path": "Qwen/Qwen2.5-0.5B-Instruct", "model.dtype": "bfloat16", "learner.lr": 2e-6},
         **{"data.source": "someone/sums:easy", "data.eval_source": "someone/sums:easy"},
         # a generation batch is 4 x 2 processes x 16 = 128 responses, 8 groups of 16; an update 4 x 2 x 8 = 64: two
         # updates, twice
         **{"data.prompts_per_step": 8, "rollout.group_size": 16, "objective.mini_batches": 2, "objective.epochs": 2},
         # TRL counts updates, 4 a step here
         **{"run.steps": 100, "run.checkpoint_every": 20, "run.eval_every": 10, "learner.warmup_steps": 20},
-        **{"learner.lr": 2e-6, "learner.lr_schedule": "cosine", "learner.min_lr_ratio": 0.1},
         **{"data.max_prompt_tokens": 256, "rollout.max_new_tokens": 768, "data.long_prompts": "truncate"},
-        **{"objective.loss": "dr_grpo", "objective.advantage": "mean_only", "objective.clip_low": 0.2},
         # k2 has the gradient of TRL's k3 times the ratio
         **{"objective.clip_high": 0.28, "objective.kl": "k2", "objective.kl_coef": 0.04},
-        **{"cluster.colocate": True, "cluster.rollout_workers": 2, "cluster.learner_ranks": 2},
-        **{"run.seed": 7, "rollout.temperature": 0.9, "rollout.top_k": 50, "rollout.kv_budget_bytes": "auto"},
+        **{"cluster.colocate": True, "cluster.learner_ranks": 2, "rollout.kv_budget_bytes": "auto"},
     }
     assert found.has(expected) == expected
     assert found.functions() == [("my_rewards.py:format_reward", 0.25), ("math", 1.0)]
-    dropped = ["mask_truncated_completions=True", "warp_speed=9"]
-    assert found.said.splitlines() == [f"not converted: {name}" for name in dropped]
+    assert found.said == "not converted: note=first run: seed: 777\nnot converted: warp_speed=9\n"
     assert "change nothing that is learnt: hub_token use_vllm\n" in found.text
     assert "hf_SECRET" not in found.text
-
-
-def test_no_value_leaves_its_comment(convert):
-    found = convert("trl", "one.yaml", LEAST + 'note: "first\\nrun:\\n  seed: 777"\n')
-    assert "# not converted: note=first run: seed: 777\n" in found.text and found.config.run.seed == 42
 
 
 def test_a_script_is_run_to_its_train(convert, tmp_path):
@@ -197,25 +139,8 @@ def test_the_quick_start_of_trl_loses_nothing(convert):
         "data.split": "train",
     }
     assert (found.code, found.has(expected), found.functions()) == (0, expected, [("math", 1.0)])
-
-
-def test_a_script_whose_reward_would_train_when_imported_is_told(convert):
     own = QUICK_START.replace("from trl.rewards import accuracy_reward", "def accuracy_reward(completions): ...")
     assert "the script trains when its rewards are imported" in convert("trl", "quick.py", own).said
-
-
-def test_parsers_and_loops_of_a_script_come_out_right_and_every_file_is_named(convert):
-    flags = "--model_name_or_path a/b --dataset_name c --scale 0.5 --lora_r 8 --use_peft --num_processes 2 --odd 1"
-    found = convert("trl", "parsed.py", PARSED, *flags.split())
-    expected = {
-        **{"learner.lr": 5e-7, "rollout.group_size": 4, "learner.lora_rank": 8, "model.path": "a/b"},
-        **{"model.dtype": "bfloat16", "cluster.learner_ranks": 2},
-    }
-    assert found.has(expected) == expected
-    assert found.config.reward.functions[0].name == "model:c/judge"
-    for said in ("rewards.<locals>.made is made by code", "train_dataset.filter() is not run", "b.jsonl", "odd=1"):
-        assert said in found.said
-    assert "scale=" not in found.said and "flavour=" not in found.said
 
 
 @pytest.mark.parametrize(
@@ -223,10 +148,6 @@ def test_parsers_and_loops_of_a_script_come_out_right_and_every_file_is_named(co
     [
         ("import os\nos.fork()\nimport time\ntime.sleep(99)", "did not end within 4 s before it called train()"),
         ("import trl\nopen('OUTSIDE', 'w')", "PermissionError: [Errno 13] Permission denied: 'OUTSIDE' (line 2))"),
-        ("import urllib.request as u\nu.urlopen('http://127.0.0.1')", "Operation not permitted"),
-        ("raise SystemExit(3)", "ended with exit code 3 () before it called train() of a trainer"),
-        ("x = 1\nx.y", "ended with exit code 1 (AttributeError: 'int' object has no attribute 'y' (line 2)) before"),
-        ("if x", "SyntaxError"),
         ("import trl\ntrl.GRPOTrainer()", "ended before it called train() of a trainer"),
     ],
 )
@@ -236,44 +157,36 @@ def test_a_script_that_does_not_get_to_train_is_one_line(refused, monkeypatch, t
     assert error.replace("OUTSIDE", outside) in refused("trl", "bad.py", script.replace("OUTSIDE", outside))
 
 
-def test_a_shell_command_gives_flags_processes_and_what_a_script_beside_it_says(convert, tmp_path):
-    script = SCRIPT.replace('model="Qwen/Qwen3-0.6B"', "model=None").replace("correct, shortness, ", "")
-    script = script.replace("from scoring.sums import correct", "").replace("reward_weights=[1.0, 0.5, 0.25],", "")
-    (tmp_path / "train_gspo.py").write_text(script)
+def test_a_shell_command_gives_flags_to_a_script_with_a_parser_and_every_file_is_named(convert, tmp_path):
+    (tmp_path / "train_grpo.py").write_text(PARSED)
     expected = {
-        **{"model.path": "Qwen/Qwen3-1.7B", "rollout.group_size": 8, "cluster.learner_ranks": 4},
-        **{"learner.lora_targets": ["q_proj", "v_proj"], "objective.loss": "gspo"},
+        **{"model.path": "Qwen/Qwen3-1.7B", "rollout.group_size": 8, "cluster.learner_ranks": 4, "learner.lr": 5e-7},
+        **{"learner.lora_targets": ["q_proj", "v_proj"], "model.dtype": "bfloat16"},
     }
     found = convert("trl", "run.sh", COMMAND)
     assert found.has(expected) == expected and found.config.run.dir.endswith("out/Qwen3-1.7B")
+    assert found.config.reward.functions[0].name == "model:c/judge"
+    for said in ("<lambda> is made by code", "train_dataset.filter() is not run", "b.jsonl beside a.jsonl", "odd=1"):
+        assert said in found.said
+    assert "scale=" not in found.said
+
+
+def test_a_shell_command_of_its_command_line(convert, tmp_path):
     (tmp_path / "recipe.yaml").write_text(LEAST)
-    found = convert("trl", "run.sh", "trl grpo --config recipe.yaml --num_generations 4\nsleep 99")
-    assert found.has({"model.path": "a/b", "rollout.group_size": 4}) == {"model.path": "a/b", "rollout.group_size": 4}
+    expected = {"model.path": "a/b", "rollout.group_size": 4}
+    command = "trl grpo --config recipe.yaml --num_generations 4\nsleep 99"
+    assert convert("trl", "run.sh", command).has(expected) == expected
 
 
 @pytest.mark.parametrize(
     ("changed", "settings", "dropped"),
     [
-        (  # TRL's defaults that are not ours
-            "",
-            {
-                **{"objective.loss": "dapo", "objective.kl": "none", "learner.lr_schedule": "linear"},
-                **{"run.epochs": 3.0, "run.seed": 42, "rollout.max_new_tokens": 512, "data.prompts_per_step": 1},
-                **{"learner.activation_checkpointing": 1, "data.eval_source": None, "run.checkpoint_every": 500},
-            },
-            "",
-        ),
+        ("", {"objective.loss": "dapo", "objective.kl": "none", "run.epochs": 3.0, "data.eval_source": None}, ""),
         ("loss_type: sapo", {"objective.loss": "grpo"}, "loss_type=sapo: no such loss"),
-        ("loss_type: bnpo", {"objective.loss": "dapo"}, ""),
         ("scale_rewards: batch", {"objective.advantage": "std"}, "scale_rewards=batch"),
         ("beta: 0.1\nuse_bias_correction_kl: false", {"objective.kl": "k3", "objective.kl_coef": 0.1}, ""),
-        ("eval_strategy: steps\neval_steps: 40", {"run.eval_every": 40, "run.eval_samples": 8}, ""),
-        ("eval_strategy: steps\nlogging_steps: 25", {"run.eval_every": 25, "run.eval_prompts": 1_000_000}, ""),
-        ("eval_strategy: epoch", {"run.eval_every": 0}, "eval_strategy=epoch: set run.eval_every, in steps"),
         ("save_strategy: no", {"run.checkpoint_every": 0}, ""),
         ("lr_scheduler_type: constant\nwarmup_steps: 100", {"learner.warmup_steps": 0}, "warmup_steps=100"),
-        ("lr_scheduler_type: constant_with_warmup\nwarmup_steps: 100", {"learner.warmup_steps": 100}, ""),
-        ("warmup_ratio: 0.1\nmax_steps: 1000", {"learner.warmup_steps": 100, "run.steps": 1000}, ""),
         ("warmup_ratio: 0.1", {"learner.warmup_steps": 0}, "set learner.warmup_steps, 0.1 times the updates"),
     ],
 )
@@ -287,12 +200,8 @@ def test_settings_by_their_name(convert, changed, settings, dropped):
     ("text", "error"),
     [
         (LEAST.replace("model_name_or_path: a/b", ""), "nothing says what model.path is to be"),
-        (LEAST.replace("dataset_name: c/d", ""), "nothing says what data.source is to be"),
-        (LEAST.replace("reward_funcs: accuracy_reward", ""), "nothing says what reward.functions is to be"),
         (f"{LEAST}num_generations: 3\n", "are no whole groups of num_generations=3"),
         (f"{LEAST}learning_rate: fast\n", "learning_rate=fast is not a value that trl 1.16.0 takes"),
-        (f"{LEAST}learning_rate: true\n", "learning_rate=True is not a value"),
-        (f"{LEAST}epsilon_high: abc\n", "epsilon_high=abc is not a value"),
     ],
 )
 def test_what_cannot_be_converted_is_one_line(refused, text, error):

@@ -11,37 +11,25 @@ from infsample_rl.commands.convert.__main__ import main
 SCRIPT = r"""
 #!/usr/bin/env bash
 set -xeuo pipefail
-export WORLD=${NNODES_OF_NOWHERE:-2}
-BASE=$HOME/data
-max_prompt=$((256 * 2))
-max_response=$((max_prompt + 512))   # tokens
+export WORLD=${NNODES_OF_NOWHERE:-2} BASE=$HOME/data
+max_prompt=$((256 * 2)) max_response=$((512 + 512))   # tokens
 files="['$BASE/sums/train.parquet']"
-loss=vanilla
-OVERLONG=(
-    reward_model.reward_manager=dapo
-    # the buffer
-    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True
-    +reward_model.reward_kwargs.overlong_buffer_cfg.len=128
-    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5
-)
-ACTOR=actor_rollout_ref.actor ROLLOUT=actor_rollout_ref.rollout
-echo "training"
+ACTOR=actor_rollout_ref.actor ROLLOUT=actor_rollout_ref.rollout LONG=reward_model.reward_kwargs.overlong_buffer_cfg
+OVERLONG=(reward_model.reward_manager=dapo +$LONG.enable=True # the buffer
+    +$LONG.len=128 +$LONG.penalty_factor=0.5)
 python3 -m verl.trainer.main_ppo \
     algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False \
     data.train_files="$files" data.val_files=$BASE/sums/test.parquet \
     data.train_batch_size=96 data.max_prompt_length=${max_prompt} data.max_response_length=$max_response \
-    data.filter_overlong_prompts=True data.truncation='left' \
-    actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct \
+    data.filter_overlong_prompts=True data.truncation='left' actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B-Instruct \
     $ACTOR.ppo_mini_batch_size=32 $ACTOR.ppo_epochs=2 $ACTOR.clip_ratio_high=0.28 \
-    $ACTOR.policy_loss.loss_mode=$loss $ACTOR.loss_agg_mode=seq-mean-token-mean \
+    $ACTOR.policy_loss.loss_mode=vanilla $ACTOR.loss_agg_mode=seq-mean-token-mean \
     $ACTOR.use_kl_loss=True $ACTOR.kl_loss_type=low_var_kl $ACTOR.kl_loss_coef=0.002 \
     $ACTOR.optim.lr=3e-6 $ACTOR.optim.lr_warmup_steps=5 $ACTOR.optim.weight_decay=0.1 \
-    $ACTOR.use_dynamic_bsz=True $ACTOR.ppo_max_token_len_per_gpu=24000 \
-    $ACTOR.fsdp_config.optimizer_offload=True \
+    $ACTOR.use_dynamic_bsz=True $ACTOR.fsdp_config.optimizer_offload=True \
     $ROLLOUT.n=8 $ROLLOUT.top_k=-1 $ROLLOUT.tensor_model_parallel_size=1 \
     $ROLLOUT.val_kwargs.do_sample=True $ROLLOUT.val_kwargs.temperature=0.6 $ROLLOUT.val_kwargs.n=4 \
-    custom_reward_function.path=rewards/sums.py custom_reward_function.name=score_sum \
-    "${OVERLONG[@]}" \
+    custom_reward_function.path=rewards/sums.py custom_reward_function.name=score_sum "${OVERLONG[@]}" \
     trainer.n_gpus_per_node=4 trainer.nnodes=$WORLD trainer.total_epochs=2 trainer.save_freq=25 trainer.test_freq=-1 \
     trainer.experiment_name="sums-$(date +%s)" trainer.logger='["console"]' trainer.nonsense=1 "$@"
 """
@@ -73,48 +61,21 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
     assert found.functions() == [("sums.py:score_sum", 1.0)]
     assert re.fullmatch(r"sums-\d{10}", found.config.run.name)  # date +%s
     assert found.said == "not converted: trainer.nonsense=1\n"
-
-
-def test_arguments_are_the_scripts_own_and_override_it(convert):
-    found = convert("verl", "sums.sh", SCRIPT, "trainer.experiment_name=mine", "data.train_batch_size=64")
-    expected = {"run.name": "mine", "data.prompts_per_step": 64, "objective.mini_batches": 2}
-    assert found.has(expected) == expected
-
-
-def test_verl_defaults_that_are_not_ours_are_written_out(convert):
-    found = convert("verl", "minimal.yaml", MINIMAL)
-    expected = {
-        **{"objective.loss": "dapo", "objective.kl": "none", "learner.weight_decay": 0.01, "run.epochs": 30.0},
-        **{"data.max_prompt_tokens": 512, "rollout.max_new_tokens": 512, "cluster.learner_ranks": 8},
-        **{"data.eval_source": None, "run.checkpoint_every": 0, "model.dtype": "bfloat16"},
-    }
-    assert found.has(expected) == expected and found.code == 0
-    assert found.functions() == [("data_source", 1.0)]
+    overridden = convert("verl", "sums.sh", SCRIPT, "data.train_batch_size=64")
+    assert overridden.config.objective.mini_batches == 2  # arguments override what the script says
 
 
 @pytest.mark.parametrize(
     ("arguments", "settings", "dropped"),
     [
+        ("", {"objective.loss": "dapo", "objective.kl": "none", "run.epochs": 30.0, "data.eval_source": None}, ""),
         ("ACTOR.policy_loss.loss_mode=gspo", {"objective.loss": "gspo"}, ""),
-        ("ACTOR.loss_agg_mode=seq-mean-token-sum-norm", {"objective.loss": "dr_grpo"}, ""),
         ("ACTOR.policy_loss.loss_mode=clip_cov", {"objective.loss": "dapo"}, "loss_mode=clip_cov"),
-        ("algorithm.adv_estimator=rloo", {"objective.advantage": "rloo"}, ""),
         ("algorithm.adv_estimator=gae", {"objective.advantage": "std"}, "adv_estimator=gae: there is no critic"),
-        ("algorithm.filter_groups.enable=True", {"objective.dynamic_sampling": True}, ""),
-        ("ACTOR.use_kl_loss=True ACTOR.kl_loss_type=mse", {"objective.kl": "k2", "objective.kl_coef": 0.001}, ""),
-        (
-            "reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=64",
-            {"objective.overlong_buffer_tokens": 64, "objective.overlong_penalty": 1.0},
-            "",
-        ),
         ("ACTOR.optim.lr=1e-5 trainer.total_training_steps=9", {"learner.lr": 1e-5, "run.steps": 9}, ""),
         ("data.train_files=[a.parquet,b.parquet,c.parquet]", {}, "b.parquet, c.parquet beside a.parquet"),
         ("data.train_batch_size=", {"data.prompts_per_step": 1024}, "data.train_batch_size= is empty"),
-        (
-            "actor_rollout_ref.rollout.ignore_eos=True actor_rollout_ref.rollout.do_sample=False",
-            {},
-            "actor_rollout_ref.rollout.do_sample=False\nnot converted: actor_rollout_ref.rollout.ignore_eos=True",
-        ),
+        ("actor_rollout_ref.rollout.ignore_eos=True", {}, "actor_rollout_ref.rollout.ignore_eos=True"),
     ],
 )
 def test_settings_by_their_name(convert, arguments, settings, dropped):
@@ -122,6 +83,7 @@ def test_settings_by_their_name(convert, arguments, settings, dropped):
     found = convert("verl", "one.yaml", "defaults: [ppo_trainer, _self_]\n" + MINIMAL, *words)
     assert found.has(settings) == settings
     assert dropped in found.said and found.code == (3 if dropped else 0)
+    assert found.functions() == [("data_source", 1.0)]
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "share"), [(1, 1, 0.75), (8, 7, 1)])
@@ -134,12 +96,11 @@ def test_a_kl_in_the_reward_leaves_room_for_the_reference(convert, gpus, ranks, 
     assert convert("verl", "one.yaml", MINIMAL, *words).has(expected) == expected
 
 
-@pytest.mark.parametrize("prefix", ["", "reward."])
-def test_dictionaries_and_older_names(convert, prefix):
+def test_dictionaries_and_the_names_of_today(convert):
     dotted = (
-        *("+data.apply_chat_template_kwargs.enable_thinking=False", f"{prefix}custom_reward_function.path=rw.py"),
-        f"+{prefix}custom_reward_function.reward_kwargs.cfg.len=4",
-        f"+{prefix}custom_reward_function.reward_kwargs.cfg.deep.er=5",
+        *("+data.apply_chat_template_kwargs.enable_thinking=False", "reward.custom_reward_function.path=rw.py"),
+        "+reward.custom_reward_function.reward_kwargs.cfg.len=4",
+        "+reward.custom_reward_function.reward_kwargs.cfg.deep.er=5",
     )
     found = convert("verl", "one.yaml", MINIMAL, *dotted)
     assert found.config.data.chat_template_kwargs == {"enable_thinking": False}
@@ -152,9 +113,6 @@ def test_dictionaries_and_older_names(convert, prefix):
     ("argument", "error"),
     [
         ("data.max_prompt_length=null", "data.max_prompt_length=None is not a value that verl 0.9.1 takes"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=0", "ppo_mini_batch_size=0 is not a value"),
-        ("trainer.nnodes=abc", "trainer.nnodes=abc is not a value"),
-        ("actor_rollout_ref.model.path=null", "nothing says what model.path is to be"),
         ("actor_rollout_ref.rollout.n=1", "error: rollout.group_size must be >= 2"),  # said after it is printed
     ],
 )
@@ -164,7 +122,6 @@ def test_a_value_that_is_not_taken_is_one_line(refused, argument, error):
 
 def test_no_file_no_command_and_no_mapping_are_one_line(refused, tmp_path, capsys):
     assert "before it started a trainer" in refused("verl", "one.sh", "echo hello\n")
-    assert "must hold a mapping of settings" in refused("verl", "one.yaml", "- a\n")
     assert "is not YAML" in refused("verl", "one.yaml", "a: [")
     assert main(["verl", str(tmp_path / "none.sh")]) == 2
     assert "there is no such file" in capsys.readouterr().err

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.commands.convert import recording
 from infsample_rl.commands.convert.recording import read_flags, scalar, words_of
-from infsample_rl.reward import linux_sandbox
 
 
 def run(tmp_path, text, *arguments):
@@ -28,14 +26,9 @@ def run(tmp_path, text, *arguments):
             "ray stop",
             ["--gpus", "4", "--lr", "1e-6"],
         ),
-        (
-            'export PATH=/usr/bin:$PATH\ncase ${HOME##*/} in *) S=$(basename "$0" .sh);; esac\n'
-            "G=$(python3 -c 'print(2 * 8)')\nray job submit -- python3 -m train $S $G",
-            ["run", "16"],
-        ),
+        ("export PATH=/usr/bin:$PATH\nG=$(python3 -c 'print(2 * 8)')\nray job submit -- python3 -m train $G", ["16"]),
         ('[ "$1" == x ] || shift 0\nwhile ! ray status; do sleep 9; done; deepspeed train $1\nsleep 999', ["--lr"]),
     ],
-    ids=["arrays", "functions", "launchers", "parameters"],
 )
 def test_words_of_a_command_are_what_bash_makes_of_them(tmp_path, text, words):
     found = run(tmp_path, text, "--lr", "1e-6")
@@ -53,15 +46,12 @@ def test_variables_count_but_keys_do_not(tmp_path, monkeypatch):
     [
         ("echo hello", "run.sh ended before it started a trainer: no command has train"),
         ("echo a problem >&2\nexit 7\npython3 train", "ended with exit code 7 (a problem) before it started"),
-        ("sleep 600", "did not end within 3 s before it started"),
         ("set -e\necho x > OUTSIDE\npython3 train", "OUTSIDE: Permission denied) before"),
         ("set -u\npython3 train $BATCH", "BATCH: unbound variable) before"),
         ("cat < /dev/tcp/127.0.0.1/1 || exit 4\npython3 train", "exit code 4"),
     ],
-    ids=["nothing", "exit", "hang", "outside", "unset", "network"],
 )
-def test_a_script_that_does_not_get_there_is_one_line(tmp_path, monkeypatch, text, error):
-    monkeypatch.setattr(recording, "TIME_LIMIT_S", 3.0)
+def test_a_script_that_does_not_get_there_is_one_line(tmp_path, text, error):
     outside = tmp_path.parent / f"{tmp_path.name}_outside"
     with pytest.raises(ValueError) as raised:
         run(tmp_path, text.replace("OUTSIDE", str(outside)))
@@ -69,23 +59,7 @@ def test_a_script_that_does_not_get_there_is_one_line(tmp_path, monkeypatch, tex
     assert not outside.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["run.sh"]
 
 
-def test_a_machine_without_the_sandbox_says_so_in_one_line(monkeypatch, refused):
-    monkeypatch.setattr(recording.sys, "platform", "darwin")
-    assert "reward.isolation=sandbox needs Linux" in refused("verl", "run.sh", "python3 -m verl.trainer.main_ppo")
-    assert linux_sandbox.landlock_version() >= linux_sandbox.SANDBOX_VERSION
-
-
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        *(("1e-6", 1e-6), ("8", 8), ("1_000", 1000), ("True", True), ("null", None), ("", ""), ("@x", "@x")),
-        *(("['a', 1e-3]", ["a", 1e-3]), ("{k: 1}", {"k": 1}), ("'q'", "q")),
-    ],
-)
-def test_a_word_is_the_value_that_yaml_makes_of_it(word, value):
-    assert scalar(word) == value and type(scalar(word)) is type(value)
-
-
-def test_flags_take_as_many_values_as_stand_behind_them():
-    flags = read_flags("run x --a 1 --b --c=2 --d 3 4 5 -- y".split())
-    assert flags == {"a": 1, "b": True, "c": 2, "d": [3, 4, 5, "--", "y"]}
+def test_flags_have_the_values_that_yaml_makes_of_the_words_behind_them():
+    flags = read_flags("run x --a 1e-6 --b --c=True --d 3 null @x --e= --f {k:2e3} --g 1_000".split())
+    assert flags == {"a": 1e-6, "b": True, "c": True, "d": [3, None, "@x"], "e": "", "f": {"k:2e3": None}, "g": 1000}
+    assert scalar("['a', 1e-3]") == ["a", 1e-3] and scalar("'q'") == "q"
