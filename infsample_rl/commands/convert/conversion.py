@@ -1,231 +1,177 @@
-"""The book of one conversion: what a peer's file gives, what ours becomes of it, and what becomes of the rest.
-
-Every setting of theirs ends in exactly one place: mapped, or listed as without equivalent, as without effect on what is
-learnt, or as unknown.
-"""
+"""One conversion: a peer's table is walked row by row, and what no row and no code has read is dropped, and said."""
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
-from infsample_rl.commands.convert.values import NoEquivalent, as_list, is_unresolved, number, positive, truth, whole
+from infsample_rl.commands.convert.values import NoEquivalent, not_negative, positive
+from infsample_rl.config import fields
 from infsample_rl.config.overrides import SECTIONS
 
-# names of settings, and of variables of the environment, whose values are keys
-SECRET = re.compile(
-    r"(wandb\.key|use_wandb|token|(api|access|private)_key|secret(_key)?|passw(or)?d|passphrase|credentials?|(?-i:_KEY))$",
-    re.I,
-)
-AS_HERE = "as it is here in any case, or part of a setting above"
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A setting of theirs as their file has it. Example: Given(value=8, place="line 12", name="rollout.n")"""
-
-    value: Any
-    place: str
-    name: str  # as the file spells it
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A setting of ours and where it comes from. Example: Setting(value=8, origin="num_generations=8, line 12")"""
-
-    value: Any
-    origin: str
+SECRET = re.compile(r"(wandb\.key|use_wandb|token|(api|access|private)_key|secret(_key)?|password|credentials?)$", re.I)
+SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}  # of transformers
+SCHEDULES |= {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+NO_CRITIC = "there is no critic: a baseline is the group's own"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a peer's table: their key, our key, a function of the value where names or units differ, and the
-    value their trainer takes where none is given.
+    """One line of a peer's table: their name, ours, a function of the value (None: nothing to set), the value their
+    trainer takes where none is given, and the setting of theirs without which this one does nothing.
 
-    Example: Row("optim", "learner.optimizer", optimizer, "adamw_torch") with optimizer("adamw_torch") == "adamw"
+    Example: Row("lora_r", "learner.lora_rank", int, 16, when="use_peft")
     """
 
     theirs: str
     ours: str
     convert: Callable[[Any], Any] = lambda value: value
     default: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The tables of one trainer."""
-
-    version: str
-    rows: Sequence[Row]
-    defaults: Mapping[str, Any]  # of settings that are no row's
-    refused: Mapping[str, tuple[Any, str]]  # setting: what does as is done here (one value or several), why no other
-    ignored: Mapping[str, str]  # why it does not change what is learnt: patterns of names
-
-    @property
-    def all_defaults(self) -> dict[str, Any]:
-        """What their trainer takes for settings that are not given."""
-        return {row.theirs: row.default for row in self.rows} | dict(self.defaults)
+    when: str = ""
 
 
 class Conversion:
-    """Takes their settings apart. Lists that are printed: no_equivalent, differs, without_effect, unknown."""
+    """Their settings on the way to ours: `settings` of (value, origin), `dropped`, and names `without_effect` on what
+    is learnt, found by patterns. The rows are applied at once; the rest is code of the peer."""
 
-    def __init__(self, given: Mapping[str, Given], peer: Peer) -> None:
-        self.given = {name: entry for name, entry in given.items() if not is_unresolved(entry.value)}
-        self.unresolved = {name: entry for name, entry in given.items() if name not in self.given}
-        self.peer = peer
-        self._defaults = peer.all_defaults
-        self.settings: dict[str, Setting] = {}
-        self.no_equivalent: list[str] = []
-        self.differs: list[str] = []
-        self.without_effect: list[str] = []
-        self.unknown: list[str] = []
+    def __init__(self, given: Mapping[str, Any], peer: str, rows: Sequence[Row], without_effect: str):
+        self.peer, self._patterns = peer, without_effect.split()  # peer: with its version
+        self.given = {name: value for name, value in given.items() if value != ""}
+        self.settings: dict[str, tuple[Any, str]] = {}
+        self.dropped = [f"{name}= is empty" for name, value in given.items() if value == ""]
+        self.without_effect: set[str] = set()
+        self._defaults = {row.theirs: row.default for row in rows if row.default is not None}
         self._read: set[str] = set()
-        self._shown: set[str] = set()  # named in the origin of a setting or in a list
+        for row in rows:
+            if self.value(row.theirs) is None or (row.when and self.is_off(row.when)):
+                continue
+            try:
+                value = self.value(row.theirs, row.convert)
+            except NoEquivalent as error:
+                self.drop(row.theirs, str(error))
+            else:
+                if value is not None:
+                    self.set(row.ours, value, f"{row.theirs} {row.when}")
 
-    @property
-    def dropped(self) -> list[str]:
-        """What of theirs is in no setting and would change what is learnt, or may."""
-        return self.no_equivalent + self.unknown
-
-    def value(self, name: str) -> Any:
-        """Their value, or else their default; it counts as read."""
+    def value(self, name: str, kind: Callable[[Any], Any] = lambda value: value, default: Any = None) -> Any:
+        """kind(their value, or else their default). ValueError in one line for a value theirs would not take."""
         self._read.add(name)
-        return self.given[name].value if name in self.given else self._defaults.get(name)
-
-    def checked(self, name: str, kind: Callable[[Any], Any]) -> Any:
-        """kind(value); ValueError in one line that names the setting whose value theirs would not take either."""
+        found = self.given.get(name, self._defaults.setdefault(name, default))
         try:
-            return kind(self.value(name))
-        except NoEquivalent:
-            raise
+            if isinstance(found, bool) and kind in (
+                int,
+                float,
+                positive,
+                not_negative,
+            ):  # a flag without its value
+                raise ValueError(found)
+            return kind(found)
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
-            raise ValueError(f"{self._spelled(name)} is not a value that {self.peer.version} takes") from None
+            raise ValueError(f"{self._spelled(name)} is not a value that {self.peer} takes") from None
 
-    def number(self, name: str) -> float:
-        """A number."""
-        return self.checked(name, number)
-
-    def whole(self, name: str) -> int:
-        """A whole number."""
-        return self.checked(name, whole)
-
-    def count(self, name: str) -> int:
-        """A whole number above 0."""
-        return self.checked(name, positive)
-
-    def truth(self, name: str) -> bool:
-        """True or false; false where it is neither given nor has a default."""
-        return self.checked(name, lambda value: truth(value or False))
-
-    def list(self, name: str) -> list[Any]:
-        """A list, of one where it is a single value."""
-        return as_list(self.value(name))
-
-    def first_given(self, *names: str) -> str:
-        """The first name that their file sets; the last of them where it sets none."""
-        return next((name for name in names if name in self.given), names[-1])
+    def is_off(self, name: str) -> bool:
+        """Whether a setting of theirs is none, false, no or 0."""
+        return str(self.value(name)).lower() in ("none", "false", "no", "off", "0", "0.0")
 
     def set(self, ours: str, value: Any, theirs: str = "", why: str = "") -> None:
-        """Set one of ours, made of `theirs`, names with spaces between. Left out where nothing of theirs is in the file
-        and our default is the same."""
-        names = theirs.split()
-        self._read.update(names)
-        is_given = any(name in self.given or name in self.unresolved for name in names)
-        if not is_given and not why and value == default_of(ours):
-            return
-        self._shown.update(names)
-        origin = ", ".join(self._spelled(name) for name in names)
-        self.settings[ours] = Setting(value, "; ".join(part for part in (origin, why) if part))
+        """Set one of ours, made of `theirs`, names with spaces between; not our default where none is given."""
+        self._read.update(theirs.split())
+        names = [name for name in dict.fromkeys(theirs.split()) if name in self.given]
+        if names or why or value != default_of(ours):
+            origin = ", ".join(map(self._spelled, names)) or ("" if why else f"as in {self.peer}")
+            self.settings[ours] = value, "; ".join(filter(None, (origin, why)))
 
     def ours(self, name: str) -> Any:
         """What one of ours was set to; its default otherwise."""
-        return self.settings[name].value if name in self.settings else default_of(name)
+        return self.settings[name][0] if name in self.settings else default_of(name)
 
-    def lacks(self, name: str, why: str) -> None:
+    def drop(self, name: str, why: str) -> None:
         """Say that a setting of theirs has no equivalent here, and why or what to use instead."""
         self._read.add(name)
-        self._shown.add(name)
-        self.no_equivalent.append(f"{self._spelled(name)}: {why}")
+        self.dropped.append(f"{self._spelled(name)}: {why}")
 
-    def set_warmup(self, share: float, name: str) -> None:
-        """learner.warmup_steps from their share of a run's updates, once run.steps and the updates of a step are set;
-        of a run that counts epochs the share is only told."""
-        if "run.steps" in self.settings:
+    def set_source(self, ours: str, name: str, files: list[str]) -> None:
+        """data.source or data.eval_source of the first file; the others are said, to be joined."""
+        self.set(ours, files[0] if files else None, name)
+        if len(files) > 1:
+            self.drop(name, f"{', '.join(files[1:])} beside {files[0]}; {ours} is one: join them into one file")
+
+    def set_lengths(self, prompt: int, new: int, theirs: str) -> None:
+        """The longest prompt and response, and learner and reference rows that hold both."""
+        self.set("data.max_prompt_tokens", prompt, theirs)
+        self.set("rollout.max_new_tokens", new, theirs)
+        for ours in ("learner.max_tokens_per_micro_batch", "reference.max_tokens_per_micro_batch"):
+            self.set(ours, max(default_of(ours), prompt + new))
+
+    def set_warmup(self, name: str, unit: int = 1, default: float = 0.0) -> None:
+        """learner.warmup_steps: theirs in `unit` updates, or below 1 a share of the run's; told where it has epochs."""
+        warmup = self.value(name, lambda value: float(value or 0), default)
+        if warmup >= 1:
+            self.set("learner.warmup_steps", int(warmup) * unit, name, "in updates")
+        elif warmup > 0 and "run.steps" in self.settings:
             updates = self.ours("run.steps") * self.ours("objective.epochs") * self.ours("objective.mini_batches")
-            self.set("learner.warmup_steps", math.ceil(share * updates), name)
-        elif share > 0:
-            self.lacks(name, f"set learner.warmup_steps, {share:g} times the updates of the run")
+            self.set("learner.warmup_steps", math.ceil(warmup * updates), name)
+        elif warmup > 0:
+            self.drop(name, f"set learner.warmup_steps, {warmup:g} times the updates of the run")
 
-    def apply_tables(self) -> None:
-        """Settings that map one to one, and those that are refused unless they say what is done here."""
-        for row in self.peer.rows:
-            if row.ours and self.value(row.theirs) is not None:
-                try:
-                    self.set(row.ours, self.checked(row.theirs, row.convert), row.theirs)
-                except NoEquivalent as error:
-                    self.lacks(row.theirs, str(error))
-        for name, (ordinary, why) in self.peer.refused.items():
-            if name in self.given and self.value(name) not in (None, *as_list(ordinary)):
-                self.lacks(name, why)
+    def place(self, learner: int, theirs: str, rollout: int = 0) -> None:
+        """One GPU for each; without rollout workers, sampling and training are in one process. The reference of a KL in
+        the reward has one of these GPUs, or a quarter of the only one; that of a KL in the loss is by the policy."""
+        in_reward, gpus = self.ours("objective.kl_in_reward"), {"rollout": 1.0, "learner": 1.0}
+        if not rollout:
+            self.set("cluster.colocate", True, theirs, "sampling and training on the same GPUs")
+            gpus = dict.fromkeys(gpus, 0.75) if in_reward and learner == 1 else gpus
+            learner = rollout = max(1, learner - in_reward)
+        self.set("cluster.rollout_workers", rollout, theirs)
+        self.set("cluster.learner_ranks", learner, theirs)
+        if in_reward:
+            gpus["reference"] = 0.25 if gpus["learner"] < 1 else 1.0
+        elif self.ours("objective.kl") != "none":
+            self.set("reference.placement", "learner", theirs, "beside the policy")
+        for role, share in gpus.items():
+            self.set(f"cluster.{role}_gpus", share, theirs)
+        if any(function["name"].startswith("model:") for function in self.ours("reward.functions")):
+            self.set("cluster.reward_gpus", 1, why="0 runs the reward model on the CPU")
+        self.set("rollout.kv_budget_bytes", "auto", why="the KV pool takes what memory is left")
 
-    def finish(self, needed: Mapping[str, str]) -> None:
-        """Put every setting that is not shown yet into its list. ValueError when one of `needed`, our settings that
-        have no default and how theirs are given, was not found."""
-        for name, entry in self.given.items():
-            if name not in self._shown:
-                why = self._why_ignored({name, entry.name}) or (AS_HERE if name in self._read else "")
-                listed = self.without_effect if why else self.unknown
-                listed.append(f"{self._spelled(name)}: {why}" if why else self._spelled(name))
-        for entry in self.unresolved.values():
-            self.unknown.append(
-                f"{entry.name}={_short(entry.value)}, {entry.place}: it could not be resolved; add it behind the "
-                "file's name"
-            )
-        for ours, how in needed.items():
-            if ours not in self.settings:
-                names = ", ".join(entry.name for entry in self.unresolved.values())
-                unclear = f" (could not be resolved: {names})" if names else ""
-                raise ValueError(
-                    f"nothing in the file says what {ours} is to be{unclear}; add {how} behind the file's name"
-                )
-
-    def _why_ignored(self, names: Iterable[str]) -> str:
-        """The reason whose pattern says most about one of the names."""
-        found = [
-            (len(pattern.replace("*", "")), why)
-            for why, patterns in self.peer.ignored.items()
-            for pattern in patterns.split()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in names)
-        ]
-        return max(found, default=(0, ""))[1]
+    def finish(self, loggers: Sequence[str], theirs: str) -> Conversion:
+        """Set where metrics go, list what is not read yet. ValueError when one of ours that must be was not found."""
+        self.set("logging.wandb", "auto" if {"wandb", "all"} & set(loggers) else "disabled", theirs)
+        self.set("logging.tensorboard", bool({"tensorboard", "all"} & set(loggers)), theirs)
+        left = {name for name in self.given.keys() - self._read if self.given[name] is not None}
+        self.without_effect = {name for name in left if any(fnmatchcase(name, pattern) for pattern in self._patterns)}
+        self.dropped += map(self._spelled, left - self.without_effect)
+        for ours in ("model.path", "data.source", "reward.functions"):
+            if self.ours(ours) in (None, []) or ours not in self.settings:
+                raise ValueError(f"nothing says what {ours} is to be; add it behind FILE, as one would for {self.peer}")
+        return self
 
     def _spelled(self, name: str) -> str:
-        if name in self.given:
-            entry = self.given[name]
-            value = "(not shown)" if SECRET.search(entry.name) or SECRET.search(name) else _short(entry.value)
-            return f"{entry.name}={value}, {entry.place}"
-        default, version = _short(self._defaults.get(name)), self.peer.version
-        if name in self.unresolved:
-            entry = self.unresolved[name]
-            unclear = f"{entry.name} is given, {entry.place}, and could not be resolved"
-            return f"{unclear}; {default} is the default of {version}"
-        return f"{name}={default}, the default of {version}"
+        value = " ".join(str(self.given.get(name, self._defaults.get(name))).split())
+        shown = "(not shown)" if SECRET.search(name) else value if len(value) <= 80 else value[:77] + "..."
+        return f"{name}={shown}" + ("" if name in self.given else f", the default of {self.peer}")
+
+    def yaml(self, made_by: str, name: str) -> str:
+        """The text of configs/experiment/NAME.yaml: a comment behind every setting says where it comes from."""
+        run = f"python -m infsample_rl.main --config-dir DIR +experiment={name}"
+        lines = ["# @package _global_", f"# Made by `{made_by}`. Save it as DIR/experiment/{name}.yaml, then: {run}"]
+        for section in SECTIONS:
+            inside = {ours: made for ours, made in self.settings.items() if ours.startswith(f"{section}.")}
+            lines += ["", f"{section}:"] if inside else []
+            for ours, (value, origin) in inside.items():
+                lines.append(f"  {ours.partition('.')[2]}: {json.dumps(value, ensure_ascii=False)}  # {origin}")
+        lines += ["", *(f"# not converted: {entry}" for entry in sorted(self.dropped))]
+        lines.append(f"# change nothing that is learnt: {' '.join(sorted(self.without_effect)) or 'none'}")
+        return "\n".join(lines) + "\n"
 
 
 def default_of(ours: str) -> Any:
     """Our own default of `section.key`."""
     section, _, key = ours.partition(".")
-    spec = next(spec for spec in dataclasses.fields(SECTIONS[section]) if spec.name == key)
-    return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
-
-
-def _short(value: Any) -> str:
-    """A value on one line, cut where it is long."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    return fields.default_of(next(spec for spec in dataclasses.fields(SECTIONS[section]) if spec.name == key))

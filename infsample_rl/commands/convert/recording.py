@@ -10,16 +10,17 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from infsample_rl.commands.convert.conversion import SECRET, Given
+import yaml
+
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.config.secrets import is_secret_name
 from infsample_rl.reward.isolation import environment_of, holds_home, isolation_of
 
 TIME_LIMIT_S = 60.0
@@ -29,90 +30,100 @@ _SANDBOXED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command a script would have started. Example: Command(folder="/home/me", words=["python3", "train.py"])"""
-
-    folder: str
-    words: list[str]
-
-
-def commands_of(path: Path, arguments: list[str], training: str, what: str, last: str = "") -> list[Command]:
-    """The launchers' commands of a shell script, up to the first in which the pattern `last`, else `training`, is
-    found. ValueError in one line that names `what` where none is training, and says how the script ended."""
-    how, record = _run(["bash", "-u", str(path), *arguments], path, {"INFSAMPLE_RL_TRAINING": last or training})
+def words_of(path: Path, arguments: list[str], training: str, last: str = "") -> list[str]:
+    """The folder and the words of a shell script's last command in which `training` is found, up to the first with
+    `last`, else `training`. ValueError in one line where there is none, which says how the script ended."""
+    how, record = _run(["bash", str(path), *arguments], path, {"INFSAMPLE_RL_TRAINING": last or training})
     fields = iter(record.split("\0")[:-1])
-    commands = [Command(next(fields), [next(fields) for _ in range(int(count) + 1)]) for count in fields]
-    if not any(re.search(training, " ".join(command.words)) for command in commands):
-        raise ValueError(f"{path} {how} before it started {what}" if how else f"{path} holds no command with {what}")
-    return commands
+    commands = [[next(fields) for _ in range(int(count) + 2)] for count in fields]
+    commands = [words for words in commands if re.search(training, " ".join(words[1:]))]
+    if not commands:
+        raise ValueError(f"{path} {how or 'ended'} before it started a trainer: no command has {training}")
+    return commands[-1]
 
 
-def trainer_of(path: Path, arguments: list[str], known: dict[str, Any]) -> dict[str, Any]:
-    """What a TRL script has given its trainer when it calls train(), as trl_stand_ins.py writes it. ValueError in one
-    line where it gets no trainer. `known`: the flags, and TRL's defaults."""
-    package = str(Path(__file__).resolve().parents[3])
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))}
-    program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_stand_ins", json.dumps(known)]
-    how, record = _run([*program, str(path), *arguments], path, variables)
+def trainer_of(path: Path, arguments: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+    """What a TRL script with these flags has given its trainer when it calls train(), as trl_stand_ins.py writes it.
+    ValueError in one line where it gets no trainer."""
+    program = [sys.executable, "-m", "infsample_rl.commands.convert.trl_stand_ins", json.dumps(flags)]
+    how, record = _run([*program, str(path), *arguments], path, {"PYTHONPATH": os.pathsep.join(sys.path)})
     if not record:
-        raise ValueError(f"{path} {how or 'ended'} before GRPOTrainer or RLOOTrainer had anything to train")
+        raise ValueError(f"{path} {how or 'ended'} before it called train() of a trainer")
     return json.loads(record)
-
-
-def given_of(
-    path: Path, flags: dict[str, Any], arguments: dict[str, Any], today: Callable[[str], str]
-) -> dict[str, Given]:
-    """Settings by their names of `today` from a script's flags and, before these, the arguments behind it."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    code = [(number, line) for number, line in enumerate(lines, start=1) if not line.lstrip().startswith("#")]
-
-    def place(name: str) -> str:
-        word = re.compile(rf"(?<!\w){re.escape(name)}(?![\w.-])")
-        return next((f"line {number}" for number, line in code if word.search(line)), path.name)
-
-    given = {today(name): Given(value, place(name), name) for name, value in flags.items()}
-    return given | {today(name): Given(value, "argument", name) for name, value in arguments.items()}
 
 
 def _run(program: list[str], path: Path, variables: dict[str, str]) -> tuple[str, str]:
     """Run a program in the sandbox: how it failed, "" where it did not, and what was recorded up to then."""
     beside = [folder for folder in (str(path.resolve().parent), os.getcwd()) if not holds_home(folder)]
-    try:
-        any_function = [RewardFunctionConfig(name="math")]
-        settings = RewardConfig(functions=any_function, isolation="sandbox", read_paths=[str(path.resolve()), *beside])
-        isolation = isolation_of(settings, [])
-    except ValueError as error:
-        raise _without_sandbox(path, str(error)) from None
+    rewards = RewardConfig(
+        functions=[RewardFunctionConfig(name="math")], isolation="sandbox", read_paths=[str(path.resolve()), *beside]
+    )
+    isolation = isolation_of(rewards, [])
     command = [sys.executable, "-c", _SANDBOXED, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
-    kept = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
-    request = {"program": program, "script": str(path), "environment": kept | variables}
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env=environment_of(isolation, os.environ),
-    ) as keeper:
+    kept = {name: value for name, value in os.environ.items() if not is_secret_name(name)}
+    env = environment_of(isolation, os.environ)
+    with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True, env=env) as keeper:
         assert keeper.stdin is not None and keeper.stdout is not None
         late = threading.Timer(TIME_LIMIT_S, keeper.terminate)
         late.start()
-        keeper.stdin.write(json.dumps(request).encode() + b"\n")
+        keeper.stdin.write(json.dumps({"program": program, "environment": kept | variables}).encode() + b"\n")
         keeper.stdin.flush()
         replies = [json.loads(line) for line in keeper.stdout if line.strip()]
         too_late = not late.is_alive()
         late.cancel()
     reply = replies[0] if replies else {"died": "without a word"}
     if "error" in reply:
-        raise _without_sandbox(path, reply["error"])
+        raise ValueError(f"{path} is run to be read, in the sandbox of reward functions: {reply['error']}")
     if "died" in reply:
         return f"did not end within {TIME_LIMIT_S:.0f} s" if too_late else f"was ended ({reply['died']})", ""
-    outside = " (it may read what is beside it, and write nothing)" if "ermission denied" in reply["said"] else ""
-    said = f" ({reply['said']})" if reply["said"] else ""
-    return f"ended with exit code {reply['code']}{said}{outside}" if reply["code"] else "", reply["record"]
+    return f"ended with exit code {reply['code']} ({reply['said']})" if reply["code"] else "", reply["record"]
 
 
-def _without_sandbox(path: Path, error: str) -> ValueError:
-    reason = error.partition("; ")[0]
-    return ValueError(f"{path} is run to be read, in the sandbox that reward functions have: {reason}")
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-6 is a number."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[\d.]+[eE][-+]?\d+$"), list("-+.0123456789"))
+
+
+def scalar(word: str) -> Any:
+    """A word as YAML has it; as it stands where it is no YAML, or nothing."""
+    try:
+        return yaml.load(word, _Loader) if word else word
+    except yaml.YAMLError:
+        return word
+
+
+def read_flags(words: list[str]) -> dict[str, Any]:
+    """Flags as argparse reads them: --name value, --name=value, --name a b c (a list), --name (True)."""
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            flags[name] = [value] if equals else []
+        elif name:
+            flags[name].append(word)
+    values = {name: [scalar(word) for word in words] for name, words in flags.items()}
+    return {name: (found if len(found) > 1 else found[0]) if found else True for name, found in values.items()}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping. ValueError otherwise."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def flatten(content: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("a.b", value) of every leaf; what is under a name of `keep` stays whole."""
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value and name not in keep:
+            yield from flatten(value, keep, f"{name}.")
+        else:
+            yield name, value

@@ -12,8 +12,6 @@ import pytest
 
 TRL = """
 model_name_or_path: {model}
-dtype: float32
-bf16: false
 dataset_name: {folder}/data.jsonl
 reward_funcs: [my_rewards.vowels]
 output_dir: {folder}/run
@@ -21,7 +19,6 @@ learning_rate: 1.0e-3
 max_steps: 4
 per_device_train_batch_size: 4
 steps_per_generation: 2
-gradient_accumulation_steps: 1
 num_generations: 4
 max_completion_length: 12
 max_prompt_length: 64
@@ -29,29 +26,34 @@ report_to: none
 """
 TRL_REWARD = """
 def vowels(completions, **columns):
-    return [sum(c in "aeiou0123456789" for c in text[0]["content"]) / (1 + len(text[0]["content"])) for text in completions]
+    texts = [message[0]["content"] for message in completions]
+    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in texts]
 """
 
 VERL = """
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files={folder}/data.parquet data.val_files={folder}/data.parquet \\
-    data.train_batch_size=3 data.max_prompt_length=64 data.max_response_length=12 actor_rollout_ref.model.path={model} \\
-    actor_rollout_ref.actor.ppo_mini_batch_size=3 actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01 \\
-    actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
-    custom_reward_function.path={folder}/my_rewards.py custom_reward_function.name=vowels trainer.default_local_dir={folder}/run \\
-    trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=-1 trainer.logger='["console"]'
+POLICY=actor_rollout_ref
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.train_files={folder}/data.parquet data.val_files={folder}/data.parquet data.train_batch_size=3 \\
+    data.max_prompt_length=64 data.max_response_length=12 $POLICY.model.path={model} $POLICY.rollout.n=4 \\
+    $POLICY.actor.ppo_mini_batch_size=3 $POLICY.actor.use_kl_loss=True $POLICY.actor.kl_loss_coef=0.01 \\
+    $POLICY.actor.optim.lr=1e-3 custom_reward_function.path={folder}/my_rewards.py custom_reward_function.name=vowels \\
+    trainer.default_local_dir={folder}/run trainer.n_gpus_per_node=1 trainer.nnodes=1 \\
+    trainer.total_training_steps=2 trainer.save_freq=2 trainer.test_freq=-1 trainer.logger='["console"]'
 """
 VERL_REWARD = """
 def vowels(data_source, solution_str, ground_truth, extra_info=None):
     assert data_source == "sums" and ground_truth.isdigit()
-    return {"score": sum(c in "aeiou0123456789" for c in solution_str) / (1 + len(solution_str)), "length": len(solution_str)}
+    score = sum(c in "aeiou0123456789" for c in solution_str) / (1 + len(solution_str))
+    return {"score": score, "length": len(solution_str)}
 """
 
 OPENRLHF = """
 python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path {model} --reward.remote_url {folder}/my_rewards.py \\
-    --data.prompt_dataset {folder}/data.jsonl --data.input_key question --data.label_key answer --ckpt.output_dir {folder}/run \\
-    --actor.num_nodes 1 --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.tensor_parallel_size 1 \\
+    --data.prompt_dataset {folder}/data.jsonl --data.input_key question --data.label_key answer \\
+    --ckpt.output_dir {folder}/run --actor.num_nodes 1 --actor.num_gpus_per_node 1 --vllm.num_engines 1 \\
     --algo.advantage.estimator group_norm --algo.kl.init_coef 0 --actor.adam.lr 1e-3 \\
-    --rollout.batch_size 4 --rollout.n_samples_per_prompt 4 --train.batch_size 16 --data.max_len 76 --rollout.max_new_tokens 12 --train.num_episodes 1
+    --rollout.batch_size 4 --rollout.n_samples_per_prompt 4 --train.batch_size 16 --data.max_len 76 \\
+    --rollout.max_new_tokens 12 --train.num_episodes 1
 """
 OPENRLHF_REWARD = """
 import torch
@@ -66,22 +68,12 @@ SUMS = [(1, 2), (3, 4), (2, 2), (5, 1), (0, 7), (6, 3), (8, 1), (4, 4)]
 
 def write_data(peer, folder):
     """Eight sums, in the shape each peer's own examples have."""
-    questions = [(f"{a} + {b} = ?", str(a + b)) for a, b in SUMS]
-    if peer == "verl":
-        rows = [
-            {
-                "data_source": "sums",
-                "prompt": [{"role": "user", "content": text}],
-                "reward_model": {"style": "rule", "ground_truth": answer},
-            }
-            for text, answer in questions
-        ]
-        pandas.DataFrame(rows).to_parquet(folder / "data.parquet")
-        return
-    if peer == "trl":
-        rows = [{"prompt": [{"role": "user", "content": text}], "answer": answer} for text, answer in questions]
-    else:
-        rows = [{"question": text, "answer": answer} for text, answer in questions]
+    rows = []
+    for text, answer in [(f"{a} + {b} = ?", str(a + b)) for a, b in SUMS]:
+        row = {"prompt": [{"role": "user", "content": text}]}
+        verl = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": answer}}
+        rows.append(row | (verl if peer == "verl" else {"question": text, "answer": answer}))
+    pandas.DataFrame(rows).to_parquet(folder / "data.parquet")
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -106,16 +98,8 @@ def test_a_converted_file_trains(peer, name, text, reward, code, tiny_qwen3, tmp
     (tmp_path / "mine" / "experiment").mkdir(parents=True)
     (tmp_path / "mine" / "experiment" / "theirs.yaml").write_text(converted.stdout)
     here = ["cluster.rollout_gpus=0", "cluster.learner_gpus=0", "model.dtype=float32"]
-    run = [
-        sys.executable,
-        "-m",
-        "infsample_rl.main",
-        "--config-dir",
-        "mine",
-        "+experiment=theirs",
-        f"run.dir={tmp_path}/run",
-        *here,
-    ]
+    command = [sys.executable, "-m", "infsample_rl.main", "--config-dir", "mine", "+experiment=theirs"]
+    run = [*command, f"run.dir={tmp_path}/run", *here]
     trained = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
     assert trained.returncode == 0, (trained.stdout[-2000:], trained.stderr[-2000:])
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

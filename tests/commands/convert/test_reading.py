@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.commands.convert import recording
-from infsample_rl.commands.convert.recording import commands_of
-from infsample_rl.commands.convert.values import read_flags, read_scalar
-from infsample_rl.reward import linux_sandbox
+from infsample_rl.commands.convert.recording import read_flags, scalar, words_of
 
 
-def words_of(tmp_path, text, *arguments):
+def run(tmp_path, text, *arguments):
     path = tmp_path / "run.sh"
     path.write_text(text)
-    return commands_of(path, list(arguments), "train", "train")[-1].words[1:]
+    return words_of(path, list(arguments), "train")[2:]
 
 
 @pytest.mark.parametrize(
@@ -29,82 +26,40 @@ def words_of(tmp_path, text, *arguments):
             "ray stop",
             ["--gpus", "4", "--lr", "1e-6"],
         ),
-        (
-            'export PATH=/usr/bin:$PATH\ncase ${HOME##*/} in *) S=$(basename "$0" .sh);; esac\n'
-            "G=$(python3 -c 'print(2 * 8)')\nray job submit -- python3 -m train $S $G",
-            ["run", "16"],
-        ),
-        (
-            'set -xeuo pipefail\nif [ -z "$EMPTY" ]; then EMPTY=set; fi\npython3 train a$UNKNOWN $EMPTY "$(date +$OTHER)"',
-            ["a${UNKNOWN}", "set", "${OTHER}"],
-        ),
-        ("N=$((UNKNOWN * 2))\npython3 train $N", ["${N}"]),
+        ("export PATH=/usr/bin:$PATH\nG=$(python3 -c 'print(2 * 8)')\nray job submit -- python3 -m train $G", ["16"]),
         ('[ "$1" == x ] || shift 0\nwhile ! ray status; do sleep 9; done; deepspeed train $1\nsleep 999', ["--lr"]),
     ],
-    ids=["arrays", "functions", "launchers", "unset", "unset number", "parameters"],
 )
 def test_words_of_a_command_are_what_bash_makes_of_them(tmp_path, text, words):
-    found = words_of(tmp_path, text, "--lr", "1e-6")
+    found = run(tmp_path, text, "--lr", "1e-6")
     assert found[found.index("train") + 1 :] == words
 
 
 def test_variables_count_but_keys_do_not(tmp_path, monkeypatch):
     monkeypatch.setenv("MODEL", "a/b")
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert words_of(tmp_path, "python3 train $MODEL $WANDB_API_KEY")[1:] == ["a/b", "${WANDB_API_KEY}"]
+    assert run(tmp_path, "python3 train $MODEL key=$WANDB_API_KEY")[1:] == ["a/b", "key="]
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("echo hello", "holds no command with train"),
-        ("echo a problem >&2\nexit 7\npython3 train", "ended with exit code 7 (a problem) before it started train"),
-        ("sleep 600", "did not end within 3 s before it started train"),
-        (
-            "set -e\necho x > OUTSIDE\npython3 train",
-            "OUTSIDE: Permission denied) (it may read what is beside it, and write nothing) before",
-        ),
-        ("for i in {1..1100}; do sleep 9 & done; wait", "before it started train"),  # above a limit, or too slow
+        ("echo hello", "run.sh ended before it started a trainer: no command has train"),
+        ("echo a problem >&2\nexit 7\npython3 train", "ended with exit code 7 (a problem) before it started"),
+        ("set -e\necho x > OUTSIDE\npython3 train", "OUTSIDE: Permission denied) before"),
+        ("set -u\npython3 train $BATCH", "BATCH: unbound variable) before"),
         ("cat < /dev/tcp/127.0.0.1/1 || exit 4\npython3 train", "exit code 4"),
     ],
-    ids=["nothing", "exit", "hang", "outside", "forks", "network"],
 )
-def test_a_script_that_does_not_get_there_is_one_line(tmp_path, monkeypatch, text, error):
-    monkeypatch.setattr(recording, "TIME_LIMIT_S", 3.0)
+def test_a_script_that_does_not_get_there_is_one_line(tmp_path, text, error):
     outside = tmp_path.parent / f"{tmp_path.name}_outside"
     with pytest.raises(ValueError) as raised:
-        words_of(tmp_path, text.replace("OUTSIDE", str(outside)))
+        run(tmp_path, text.replace("OUTSIDE", str(outside)))
     assert error.replace("OUTSIDE", str(outside)) in str(raised.value) and "\n" not in str(raised.value)
     assert not outside.exists() and sorted(path.name for path in tmp_path.iterdir()) == ["run.sh"]
 
 
-def test_a_machine_without_the_sandbox_says_so_in_one_line(tmp_path, monkeypatch, refused):
-    monkeypatch.setattr(recording.sys, "platform", "darwin")
-    said = refused("verl", "run.sh", "python3 -m verl.trainer.main_ppo")
-    assert "is run to be read, in the sandbox that reward functions have: reward.isolation=sandbox needs Linux" in said
-    assert linux_sandbox.landlock_version() >= linux_sandbox.SANDBOX_VERSION
-
-
-@pytest.mark.parametrize(
-    ("word", "value"),
-    [
-        ("1e-6", 1e-6),
-        ("8", 8),
-        (".5", 0.5),
-        ("1_000", 1000),
-        ("True", True),
-        ("null", None),
-        ("no", "no"),
-        ("['a', 1e-3]", ["a", 1e-3]),
-        ("{k: 1}", {"k": 1}),
-        ("'q'", "q"),
-        ("None", "None"),
-    ],
-)
-def test_values_are_read_as_their_trainers_read_them(word, value):
-    assert read_scalar(word) == value and type(read_scalar(word)) is type(value)
-
-
-def test_flags_take_as_many_values_as_stand_behind_them():
-    flags = read_flags("run x --a 1 --b --c=2 --d 3 4 5 -- y".split())
-    assert flags == {"a": 1, "b": True, "c": 2, "d": [3, 4, 5, "--", "y"]}
+def test_flags_have_the_values_that_yaml_makes_of_the_words_behind_them():
+    flags = read_flags("run x --a 1e-6 --b --c=True --d 3 null @x --e= --f {k:2e3} --g 1_000".split())
+    assert flags == {"a": 1e-6, "b": True, "c": True, "d": [3, None, "@x"], "e": "", "f": {"k:2e3": None}, "g": 1000}
+    assert scalar("['a', 1e-3]") == ["a", 1e-3] and scalar("'q'") == "q"
