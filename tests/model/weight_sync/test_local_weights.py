@@ -9,7 +9,7 @@ from link_members import Plan, tiny_model
 from infsample_rl.cluster.colocated import share_parameters
 from infsample_rl.model.weight_sync.local import check_shared, load_local
 from infsample_rl.model.weight_sync.manifest import plan_weights, shapes_of
-from infsample_rl.rollout.engine.fused_decoder import joined
+from infsample_rl.rollout.engine.decoder import joined
 
 
 @pytest.mark.parametrize("tied", [True, False])
