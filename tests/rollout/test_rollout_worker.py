@@ -112,25 +112,6 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
     assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.num_predicted > before
 
 
-def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config, predict_often):
-    halves = [
-        [RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)]
-        for part in ([0, 1], [2, 3])
-    ]
-    reports = []
-    for work in (
-        *halves,
-        [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])],
-    ):
-        worker = RolloutWorker(config, 0)
-        collect(worker.stream(work, step=1))
-        reports.append(worker.learn().statistics)
-    both, whole = reports[0] + reports[1], reports[2]
-    assert both.counts.tolist() == whole.counts.tolist() and whole.counts.sum() > 20
-    np.testing.assert_allclose(both.xx, whole.xx, rtol=2e-2, atol=0.1)  # states are kept in 16 bits
-    np.testing.assert_allclose(both.yy, whole.yy)
-
-
 def test_headers_carry_stays_of_the_prompts_asked_for_and_of_no_evaluation(config):
     worker = RolloutWorker(config, 3)
     assert list(config.timeline_prompts) == [0, 4]  # two of eight prompts a step
