@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from infsample_rl.config import (
     Config,
@@ -71,14 +70,6 @@ def test_a_worker_tells_who_decodes_how_far_and_how_full_its_pool_is(config):
     assert worker.now() == (5, [], now.pages, 0)
 
 
-def test_a_stream_closed_early_leaves_a_worker_that_gives_the_same_samples(config):
-    worker = RolloutWorker(config, 0)
-    first = worker.stream(WORK, step=1)
-    next(first)
-    first.close()
-    assert collect(worker.stream(WORK, step=1))[0] == collect(RolloutWorker(config, 1).stream(WORK, step=1))[0]
-
-
 def test_evaluation_takes_its_own_temperature(config):
     completions = collect(RolloutWorker(config, 0).stream(WORK, step=1, evaluation=True))[0]
     assert completions[2, 0] == completions[2, 1] == completions[2, 2]  # eval_temperature = 0: all the same
@@ -119,39 +110,6 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
     before = worker.engine.lengths.watch.num_predicted
     collect(worker.stream(WORK, step=1))
     assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.num_predicted > before
-
-
-def test_two_workers_with_half_the_samples_each_learn_what_one_learns_from_all(config, predict_often):
-    halves = [
-        [RolloutWork(prompt_index=2, prompt_ids=np.array([5, 9, 7], np.int32), sample_indices=part)]
-        for part in ([0, 1], [2, 3])
-    ]
-    reports = []
-    for work in (
-        *halves,
-        [RolloutWork(prompt_index=2, prompt_ids=halves[0][0].prompt_ids, sample_indices=[0, 1, 2, 3])],
-    ):
-        worker = RolloutWorker(config, 0)
-        collect(worker.stream(work, step=1))
-        reports.append(worker.learn().statistics)
-    both, whole = reports[0] + reports[1], reports[2]
-    assert both.counts.tolist() == whole.counts.tolist() and whole.counts.sum() > 20
-    np.testing.assert_allclose(both.xx, whole.xx, rtol=2e-2, atol=0.1)  # states are kept in 16 bits
-    np.testing.assert_allclose(both.yy, whole.yy)
-
-
-def test_figures_are_floats_by_metric_name(config):
-    worker = RolloutWorker(config, 0)
-    collect(worker.stream(WORK, step=0))
-    stats = worker.stats()
-    counts = {"recomputed_tokens", "preemptions", "parked_tokens", "predict_seconds"}
-    assert (
-        stats.keys()
-        == {"running_steps", "peak_kv_bytes", "kv_pool_bytes", "row_utilisation", "peak_memory_bytes"} | counts
-    )
-    assert all(isinstance(value, float) for value in stats.values())
-    assert 0 < stats["peak_kv_bytes"] <= stats["kv_pool_bytes"] and 0 < stats["row_utilisation"] <= 1
-    assert torch.get_num_threads() == 1
 
 
 def test_headers_carry_stays_of_the_prompts_asked_for_and_of_no_evaluation(config):

@@ -22,6 +22,13 @@ from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 NAME = "infsample_pool"
 
 
+class Step(Protocol):
+    """What runs a layer's attention over the pool: one of these, or a TritonStep."""
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """query [T, H N, D], keys and values [T, H, D] of T new tokens -> [T, H N, D]."""
+
+
 @dataclass(slots=True)
 class ExtendStep:
     """Consecutive tokens of one sequence: a prompt, a part of a long one, or the tokens of a preempted sample again."""
@@ -32,27 +39,16 @@ class ExtendStep:
     token_index: Tensor  # [T], where the new tokens' KV goes
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [1, H N, T, D], keys and values [1, H, T, D] -> [1, T, H N, D]."""
-        self.kv.write_run(layer, self.token_index, keys[0].transpose(0, 1), values[0].transpose(0, 1))
+        """As Step's."""
+        self.kv.write_run(layer, self.token_index, keys, values)
+        query, keys, values = (part.transpose(0, 1)[None] for part in (query, keys, values))
         out, lse = attention_with_lse(query, keys, values, scaling, causal=True)
         for pages, num_tokens in self.past:
             past_keys, past_values = (
                 part[:, :num_tokens].transpose(1, 2) for part in self.kv.gather(layer, pages[None])
             )
             out, lse = merge(out, lse, *attention_with_lse(query, past_keys, past_values, scaling))
-        return out.transpose(1, 2)
-
-
-@dataclass(slots=True)
-class TokensAsRows:
-    """An ExtendStep for a decoder that takes the new tokens as rows."""
-
-    step: ExtendStep
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [T, H N, 1, D], keys and values [T, H, 1, D] -> [T, 1, H N, D]."""
-        query, keys, values = (part.permute(2, 1, 0, 3) for part in (query, keys, values))
-        return self.step.attend(layer, query, keys, values, scaling).transpose(0, 1)
+        return out[0].transpose(0, 1)
 
 
 @dataclass(slots=True)
@@ -67,14 +63,14 @@ class GatherStep:
     fixed_shapes: bool  # each prompt sees all R rows, one by one, and only its own are kept
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
-        self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
-        num_rows, num_kv_heads, _, head_dim = keys.shape
-        query = query.reshape(num_rows, num_kv_heads, -1, head_dim)
+        """As Step's."""
+        self.kv.write(layer, self.write_index, keys, values)
+        num_rows, num_heads, head_dim = query.shape
+        query = query.reshape(num_rows, keys.shape[1], -1, head_dim)
         own_keys, own_values = (part.transpose(1, 2) for part in self.kv.gather(layer, self.pages))
         own = attention_with_lse(query, own_keys, own_values, scaling, mask=self.mask)
         out, _ = merge(*own, *self._attend_prompts(layer, query, scaling))
-        return out.reshape(num_rows, 1, -1, head_dim)
+        return out.reshape(num_rows, num_heads, head_dim)
 
     def _attend_prompts(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """query [R, H, N, D] -> output [R, H, N, D] and log-sum-exp [R, H, N] over each row's own prompt."""
@@ -103,11 +99,11 @@ class CPUKernelStep:
     kernels: Kernels
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [R, H N, 1, D], keys and values [R, H, 1, D] -> [R, 1, H N, D]."""
-        self.kv.write(layer, self.write_index, keys[:, :, 0], values[:, :, 0])
+        """As Step's."""
+        self.kv.write(layer, self.write_index, keys, values)
         batch, num_rows = self.batch, self.num_rows
         return self.kernels.paged_attention(
-            query[:, :, 0].contiguous(),
+            query.contiguous(),
             self.kv.layers[2 * layer],
             self.kv.layers[2 * layer + 1],
             batch.tables[:num_rows],
@@ -116,14 +112,7 @@ class CPUKernelStep:
             batch.prompt_lengths[: len(batch.groups)],
             batch.prompt_of_row[:num_rows],
             scaling,
-        )[:, None]
-
-
-class Step(Protocol):
-    """What runs a layer's attention over the pool: one of the above, or a TritonStep."""
-
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """query [R, H N, T, D], keys and values [R, H, T, D] -> [R, T, H N, D]."""
+        )
 
 
 def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
@@ -212,11 +201,13 @@ def pool_attention(
     pool: Step,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: hands the layer's query, key and value to the step in `pool`. ValueError for
-    attention sinks."""
+    """The registered attention function: hands the layer's query, key and value [B, heads, T, D] to the step in `pool`.
+    ValueError for attention sinks."""
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"{type(module).__name__} has attention sinks, which are not supported; take e.g. Qwen3")
-    return pool.attend(module.layer_idx, query, key, value, scaling), None
+    size = (query.shape[0], query.shape[2])
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    return pool.attend(module.layer_idx, query, key, value, scaling).unflatten(0, size), None
 
 
 AttentionInterface.register(NAME, pool_attention)

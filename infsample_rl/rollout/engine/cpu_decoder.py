@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infsample_rl.rollout.engine.decoder import ARCHITECTURES, supports
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels, check
@@ -23,12 +22,8 @@ from infsample_rl.rollout.kernels.cpu_kernels import Kernels, check
 ANGLES = 256  # places that cos and sin are computed for at a time
 WORK_PER_THREAD = 1 << 20  # multiply-adds of a step below which a second thread costs more than it brings
 
-BAD_INDEX = {  # by Bad in cpu_decoder.h
-    1: "lengths or tables",
-    2: "prompt_lengths or prompt_tables",
-    3: "prompt_of_row",
-    4: "tokens",
-}
+# by Bad in cpu_decoder.h
+BAD_INDEX = ("", "lengths or tables", "prompt_lengths or prompt_tables", "prompt_of_row", "tokens")
 BAD_ANGLE = 5
 
 
@@ -44,7 +39,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = _struct(
         "tokens starts positions tables lengths prompt_tables prompt_lengths prompt_of_row store cos sin workspace out",
-        "rows row_pages num_prompts prompt_pages num_pages page_size num_angles angles_by_row threads",
+        "rows row_pages num_prompts prompt_pages num_pages page_size num_angles threads",
     )
 
 
@@ -58,9 +53,8 @@ class CompiledDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Raises ValueError for a model that decoder.supports does not accept or that is not float32 on CPU."""
-        if not supports(model):
-            raise ValueError(f"CompiledDecoder runs {', '.join(ARCHITECTURES)} with SiLU, got {type(model).__name__}")
+        """`model`: one that decoder.supports accepts, whose angles do not depend on the longest position. ValueError
+        where it is not float32 on CPU."""
         self.model, self.kernels = model.model, kernels
         attention, layers = self.model.layers[0].self_attn, self.model.layers
         self._struct = _Model(
@@ -89,14 +83,11 @@ class CompiledDecoder:
         if addresses != self._addresses:
             self._find_weights(addresses)
         out = torch.empty(num_rows, self._struct.hidden)
-        step = self._step(batch, num_rows, kv)
+        step, angles = self._step(batch, num_rows, kv), self._angles
         step.out = out.data_ptr()
         if self._workspace.numel() < num_rows * self._row_floats:
             self._workspace = torch.empty(num_rows * self._row_floats)
         step.workspace = self._workspace.data_ptr()
-        angles = self._angles
-        if angles.by_row:
-            angles.take(batch.starts[:num_rows] + batch.positions[:num_rows].clamp(min=0))
         while True:
             step.cos, step.sin, step.num_angles = angles.cos.data_ptr(), angles.sin.data_ptr(), len(angles.cos)
             bad, what = divmod(self.kernels.decode(ctypes.addressof(self._struct), ctypes.addressof(step)), 8)
@@ -110,13 +101,8 @@ class CompiledDecoder:
             angles.reach(int(batch.starts[bad] + batch.positions[bad]))
 
     def _step(self, batch: RowBatch, num_rows: int, kv: PagedKV) -> _Step:
-        """The step's tensors, checked, but for output, workspace and angles."""
-        model, store = self._struct, kv.store
-        check("kv.store", store, (2 * model.num_layers, *store.shape[1:3], model.kv_heads, model.size))
-        if not 1 <= num_rows <= batch.max_rows or not batch.tokens.is_cpu:
-            raise ValueError(
-                f"num_rows must be 1 to the batch's {batch.max_rows}, on cpu, got {num_rows} on {batch.device}"
-            )
+        """The step's tensors but for output, workspace and angles."""
+        store = kv.store
         columns = (batch.tokens, batch.starts, batch.positions, batch.tables, batch.lengths)
         prompts = (batch.prompt_tables, batch.prompt_lengths, batch.prompt_of_row)
         return _Step(
@@ -127,7 +113,6 @@ class CompiledDecoder:
             prompt_pages=batch.prompt_tables.shape[1],
             num_pages=store.shape[1],
             page_size=store.shape[2],
-            angles_by_row=self._angles.by_row,
             threads=max(1, min(torch.get_num_threads(), num_rows * self._work_per_row // WORK_PER_THREAD)),
         )
 
@@ -135,21 +120,15 @@ class CompiledDecoder:
         """Addresses of the weights in the order of _weight_places, 0 for one that is not there."""
         return [
             0 if parameters is None or (weight := parameters[name]) is None else weight.data_ptr()
-            for parameters, name, _ in self._places
+            for parameters, name in self._places
         ]
 
     def _find_weights(self, addresses: list[int]) -> None:
         """Take the weights from where they lie now."""
         model = self._struct
-        query, kv = model.heads * model.size, model.kv_heads * model.size
-        sizes = {"E": model.hidden, "Q": query, "K": kv, "D": model.size, "I": model.inner, "V": model.vocab_size}
-        for parameters, name, shape in self._places:
+        for parameters, name in self._places:
             if parameters is not None and (weight := parameters[name]) is not None:
-                check(
-                    f"a {name} of the model",
-                    weight,
-                    tuple(sizes[letter] for letter in shape[: 1 if name == "bias" else None]),
-                )
+                check(f"a {name} of the model", weight, weight.shape)
         self._addresses, self._layers = addresses, (ctypes.c_void_p * (len(addresses) - 2))(*addresses[2:])
         model.embedding, model.norm = addresses[:2]
         model.layers = ctypes.addressof(self._layers)
@@ -157,48 +136,39 @@ class CompiledDecoder:
 
 class Angles:
     """cos and sin [places, D] of a model's rotary embedding, by its own module: of the first places of a sequence, as
-    far as any row has come, or of the rows of a step, `by_row`, where they depend on its longest position."""
+    far as any row has come."""
 
     def __init__(self, module: Any, head_dim: int) -> None:
         self._module = module
-        self.by_row = "dynamic" in module.rope_type or module.rope_type == "longrope"
         self.cos = self.sin = torch.empty(0, head_dim)
-
-    def take(self, places: Tensor) -> None:
-        """Hold those of `places` [T] alone."""
-        self.cos, self.sin = self._of(places)
 
     def reach(self, place: int) -> None:
         """Hold those up to `place`, at least twice as far as before. ValueError for what is no place."""
         if place < 0:
             raise ValueError(f"starts and positions must be places in a sequence, got {place}")
         have = len(self.cos)
-        new = [self._of(torch.arange(at, at + ANGLES)) for at in range(have, max(place + 1, 2 * have), ANGLES)]
+        new = [
+            self._module(self.cos, torch.arange(at, at + ANGLES)[None])
+            for at in range(have, max(place + 1, 2 * have), ANGLES)
+        ]
         self.cos, self.sin = (
-            torch.cat([old, *parts]) for old, parts in zip((self.cos, self.sin), zip(*new, strict=True), strict=True)
+            torch.cat([old, *(part[0] for part in parts)])
+            for old, parts in zip((self.cos, self.sin), zip(*new, strict=True), strict=True)
         )
 
-    def _of(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._module(self.cos, places[None])
-        return cos[0].contiguous(), sin[0].contiguous()
 
-
-def _weight_places(model: Any) -> list[tuple[dict[str, nn.Parameter | None] | None, str, str]]:
-    """The model's weights as (its module's parameters, name, shape by letters), in the order of `Layer` in
-    cpu_decoder.h after two others.
+def _weight_places(model: Any) -> list[tuple[dict[str, nn.Parameter | None] | None, str]]:
+    """The model's weights as (module's parameters, name), in the order of `Layer` in cpu_decoder.h after two others.
 
     By the module's own table, so that a parameter that replaces one is seen too. None where the module does not exist.
     """
-    places = [(model.embed_tokens._parameters, "weight", "VE"), (model.norm._parameters, "weight", "E")]
+    places = [(model.embed_tokens._parameters, "weight"), (model.norm._parameters, "weight")]
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else (None, None)  # Qwen3's
-        for norm, shape in zip(
-            (layer.input_layernorm, *norms, layer.post_attention_layernorm), ("E", "D", "D", "E"), strict=True
-        ):
-            places.append((None if norm is None else norm._parameters, "weight", shape))
+        for norm in (layer.input_layernorm, *norms, layer.post_attention_layernorm):
+            places.append((None if norm is None else norm._parameters, "weight"))
         own = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        projections = (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        for module, shape in zip(projections, ("QE", "KE", "KE", "EQ", "IE", "IE", "EI"), strict=True):
-            places += [(module._parameters, "weight", shape), (module._parameters, "bias", shape)]
+        for module in (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            places += [(module._parameters, "weight"), (module._parameters, "bias")]
     return places

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.model.architecture import last_hidden_size
-from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
+from infsample_rl.rollout.engine.decoder import FusedDecoder
 from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # Triton may be absent
 HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
 KEPT = 2  # sets of graphs: those of training and of evaluation
-WARM_UP_STEPS = 2  # before a capture: kernels are compiled and cuBLAS takes its workspace
+WARM_UP_STEPS = 3  # before a capture: kernels are compiled and cuBLAS takes its workspace
 
 
 def bucket_of(num_rows: int, most_rows: int) -> int:
@@ -42,8 +42,8 @@ class GraphCache:
     """The graphs of a runner, kept from call to call as long as its pool and weights stay where they are."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        # `check_device` sets them on CUDA; without CUDA the tests do
-        self.is_used = self.uses_triton = self.compiles = False
+        # whether steps are captured, and compiled: `check_device` sets both on CUDA; without CUDA the tests do
+        self.is_used = self.compiles = False
         self._runner = runner
         self._kept: dict[tuple, DecodeGraphs] = {}
         self._weights_at: list[int] = []
@@ -58,7 +58,7 @@ class GraphCache:
         if runner.device.type != "cuda":
             return
         reason = why_no_graphs(runner)
-        self.is_used = self.uses_triton = self.compiles = not reason
+        self.is_used = self.compiles = not reason
         if reason:
             warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
 
@@ -82,9 +82,7 @@ class GraphCache:
         if graphs is None:
             rows, pages = batch.tables.shape
             own = RowBatch(rows, pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
-            graphs = DecodeGraphs(
-                runner, own, sampler, new_workspace(runner, own) if self.uses_triton else None, compiled=self.compiles
-            )
+            graphs = DecodeGraphs(runner, own, sampler, compiled=self.compiles)
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]
         self._kept[key] = graphs  # the last one used comes last
@@ -124,16 +122,14 @@ class DrawnBuffers:
 class DecodeGraphs:
     """One captured step per bucket of rows, all in one memory pool, over the tensors of `batch`."""
 
-    def __init__(
-        self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, workspace: Workspace | None, *, compiled: bool
-    ) -> None:
-        """`workspace` None: the runner's attention without Triton. `compiled`: torch.compile for what lies between
-        attentions and for drawing.
+    def __init__(self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, *, compiled: bool) -> None:
+        """`compiled`: torch.compile for what lies between attentions and for drawing.
 
         The model's parameters and KV pool must stay where they are.
         """
-        self.runner, self.batch, self.sampler, self.workspace = runner, batch, sampler, workspace
+        self.runner, self.batch, self.sampler = runner, batch, sampler
         device, is_cuda = batch.device, batch.device.type == "cuda"
+        self._workspace = new_workspace(runner, batch) if is_cuda else None
         num_places, vocab_size = batch.prompt_tables.shape[0], runner.vocab_size
         dtype = torch.float32 if runner.lm_head_fp32 else runner.dtype
         self._prompt_logits = torch.zeros(num_places, vocab_size, dtype=dtype, device=device)
@@ -144,10 +140,11 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self._is_compiled = compiled
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
-        if compiled and isinstance(runner.decoder, FusedDecoder):
-            runner.decoder.compile()
-        if workspace is not None and isinstance(runner.decoder, FusedDecoder):
-            runner.decoder.use_triton()
+        if isinstance(runner.decoder, FusedDecoder):
+            if compiled:
+                runner.decoder.compile()
+            if is_cuda:
+                runner.decoder.use_triton()
         self._memory = torch.cuda.graph_pool_handle() if is_cuda else None
 
     @torch.no_grad()
@@ -173,7 +170,7 @@ class DecodeGraphs:
         """The step itself, over the first `num_rows` rows: no allocation but of intermediate results, no host sync,
         fixed shapes."""
         batch = self.batch
-        hidden = self.runner.decode(batch, num_rows, self.workspace)
+        hidden = self.runner.decode(batch, num_rows, self._workspace)
         self.hidden[:num_rows].copy_(hidden)
         for start in range(0, num_rows, HEAD_ROWS):
             rows = slice(start, min(start + HEAD_ROWS, num_rows))
@@ -201,7 +198,7 @@ class DecodeGraphs:
         if batch.device.type == "cuda":
             graph = self._capture_on_device(num_rows)
         else:
-            self._warm_up(num_rows)
+            self._run(num_rows)
         for tensor, values in kept:
             tensor.copy_(values)
         return graph
@@ -210,29 +207,14 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._warm_up(num_rows)
+            for _ in range(WARM_UP_STEPS):
+                self._run(num_rows)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads of the process may use CUDA meanwhile
         with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             self._run(num_rows)
         return graph
-
-    def _warm_up(self, num_rows: int) -> None:
-        """Run the step, without torch.compile from now on where that does not work."""
-        if self._is_compiled:
-            try:
-                self._run(num_rows)
-            except (torch._dynamo.exc.TorchDynamoException, OSError) as error:  # OSError: no compiler to be found
-                warnings.warn(
-                    f"torch.compile does not work here ({first_line(error)}); steps run uncompiled, slower",
-                    stacklevel=2,
-                )
-                self._is_compiled, self._draw = False, draw_rows
-                if isinstance(self.runner.decoder, FusedDecoder):
-                    self.runner.decoder.use_eager()
-        for _ in range(WARM_UP_STEPS):
-            self._run(num_rows)
 
 
 def draw_rows(
@@ -261,15 +243,15 @@ def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
 def why_no_graphs(runner: ModelRunner) -> str:
     """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is
     tried."""
-    page_size, rope = runner.kv.page_size, runner.model.config.to_dict().get("rope_parameters") or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return f"rope_type={rope['rope_type']} depends on the longest position, which the host would have to read"
+    page_size = runner.kv.page_size
+    if runner.length_rope:
+        return f"rope_type={runner.length_rope} depends on the longest position, which the host would have to read"
     if page_size < 8 or page_size & (page_size - 1):
         return f"rollout.page_size={page_size} is not a power of two >= 8, e.g. 16"
     if runner.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"the attention kernel has no {runner.dtype}"
     try:
-        from infsample_rl.rollout.kernels.page_writes import write_tokens  # Triton may be absent
+        from infsample_rl.rollout.kernels.paged_attention import write_tokens  # Triton may be absent
 
         pages = torch.zeros(1, page_size, 1, 16, device=runner.device)
         place = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from infsample_rl.observe.phases import phase
-from infsample_rl.rollout.engine.completions import MicroGroups, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
 from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
-from infsample_rl.rollout.engine.statistics import RolloutStats
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ class LengthSource:
     def __init__(
         self, config: RolloutConfig, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase, *, shared: bool
     ) -> None:
-        """`shared`: the probe belongs to a run. One warning says what a schedule that wants predictions lacks."""
+        """`shared`: the probe belongs to a run."""
         self._bert: BertLengthPredictor | None = None
         self.predict = self._load(config, runner, tokenizer)
         self.watch: ProbeWatch | MaybeNone = None  # with predictor=probe
@@ -42,21 +41,9 @@ class LengthSource:
         return config.probes and config.num_prefix_tokens > 0 and self.watch is not None and self.watch.is_used
 
     def _load(self, config: RolloutConfig, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase) -> Predict | None:
-        if config.schedule not in PREDICTED_SCHEDULES or config.predictor == "probe":
-            return None
-        if config.predictor == "none":
-            warnings.warn(
-                f"rollout.schedule={config.schedule} without a predictor takes all lengths as equal; set "
-                "rollout.predictor=probe",
-                stacklevel=4,
-            )
+        if config.schedule not in PREDICTED_SCHEDULES or config.predictor != "bert":
             return None
         if config.predictor_path is None:
-            warnings.warn(
-                "rollout.predictor=bert without rollout.predictor_path predicts all lengths equal; give the folder of "
-                "a trained sequence classifier",
-                stacklevel=4,
-            )
             return lambda prompt_ids, prefixes: [1.0] * len(prefixes)
         self._bert = bert = BertLengthPredictor(config.predictor_path, runner.device)
         decode: Callable[[list[int]], Any] = tokenizer.decode  # a str, for one list of ids

@@ -7,29 +7,29 @@ Letters: R rows, E hidden size, V vocabulary of the model's head.
 from __future__ import annotations
 
 import math
-import warnings
+from array import array
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from infsample_rl.model.architecture import KVShape, context_of
+from infsample_rl.model.architecture import KVShape, check_full_attention, context_of
 from infsample_rl.model.policy_head import head_logits
 from infsample_rl.rollout.engine import attention
-from infsample_rl.rollout.engine.architecture import check_architecture, check_kv_dtype
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
-from infsample_rl.rollout.engine.decoder import LeanDecoder, linear, supports
-from infsample_rl.rollout.engine.fused_decoder import FusedDecoder
+from infsample_rl.rollout.engine.decoder import FusedDecoder, supports
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.types import MaybeNone
 
 if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
 PREFILL_TOKENS = {"cpu": 128, "cuda": 2048}  # of a prompt in one forward, so that its activations do not grow with it
+LENGTH_ROPES = ("dynamic", "longrope")  # whose angles depend on the longest position of a forward
 
 
 class ModelRunner:
@@ -52,15 +52,29 @@ class ModelRunner:
         self.context = context_of(model.config)  # None: unbounded
         self.device, self.dtype = model.device, model.dtype
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
-        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
-        check_kv_dtype(kv_dtype, capability, deterministic=deterministic)
+        if kv_dtype == "fp8" and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
+            raise ValueError(
+                "rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above; take rollout.kv_dtype=int8"
+            )
         self.kernels: cpu_kernels.Kernels | MaybeNone = (
             cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
         )
+        rope = model.config.to_dict().get("rope_parameters") or {}
+        self.length_rope = rope["rope_type"] if rope.get("rope_type") in LENGTH_ROPES else ""
         self.find_decoder()
-        if not supports(model):
-            self._check_own_modules()
+        self._check_decoding()
         self.kv: PagedKV | MaybeNone = None  # of allocate()
+
+    @torch.inference_mode()
+    def find_decoder(self) -> None:
+        """Choose the decoder, at first and when a parameter has been replaced; None: the model's own modules."""
+        self.decoder: CompiledDecoder | FusedDecoder | None = None
+        # deterministic without compiled kernels: own modules, in which a row's result does not depend on its place
+        if supports(self.model) and not (self.deterministic and self.kernels is None):
+            if self._kernels_read_pages and not self.length_rope:
+                self.decoder = CompiledDecoder(self.model, self.kernels)
+            else:
+                self.decoder = FusedDecoder(self.model, self.kernels, joins=self.device.type == "cuda")
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pool; the one before is freed first."""
@@ -93,15 +107,17 @@ class ModelRunner:
         states of the last piece."""
         own_pages = torch.tensor(pages, device=self.device)
         hidden = torch.empty(0)
+        # 1.5 to 2 times faster than torch's products, and less memory
+        is_short = self.kernels is not None and supports(self.model)
+        decoder = FusedDecoder(self.model, self.kernels, joins=False) if is_short else None
         most = PREFILL_TOKENS[self.device.type]
         for begin in range(num_kept, len(ids), most):
             piece = torch.tensor([ids[begin : begin + most]], device=self.device)
             places = torch.arange(begin, begin + piece.shape[1], device=self.device)
             earlier = [(own_pages[: -(-begin // self.kv.page_size)], begin)] if begin else []
             step = attention.ExtendStep(self.kv, [*past, *earlier], self.kv.token_index(own_pages, places))
-            # 1.5 to 2 times faster than torch's products, and less memory
-            if self.kernels is not None and supports(self.model):
-                hidden = LeanDecoder(self.model, self.kernels)(piece[0], start + places, attention.TokensAsRows(step))
+            if decoder is not None:
+                hidden = decoder(piece[0], start + places, step)
             else:
                 hidden = self._forward(piece, (start + places)[None], step)[0]
         return hidden
@@ -128,15 +144,15 @@ class ModelRunner:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> logits [R, V]; float32 with lm_head_fp32, else the model's dtype."""
         weight = self.model.get_output_embeddings().weight
-        if self.dtype == torch.float32 and not self._keeps_torch:
-            return linear(hidden, weight, None, self.kernels)
+        if self.kernels is not None:
+            return self.kernels.linear(hidden, weight)
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
 
     def _decode_step(
         self, batch: RowBatch, num_rows: int, positions: Tensor, write_index: Tensor, workspace: Workspace | None
     ) -> attention.Step:
         if workspace is not None:
-            from infsample_rl.rollout.engine.triton_step import TritonStep  # Triton may be absent
+            from infsample_rl.rollout.engine.triton_layers import TritonStep  # Triton may be absent
 
             return TritonStep(self.kv, batch, num_rows, positions, write_index, workspace)
         if self._kernels_read_pages:
@@ -170,78 +186,54 @@ class ModelRunner:
             config._attn_implementation = users_own
 
     @property
-    def _keeps_torch(self) -> bool:
-        """deterministic without compiled kernels: torch's usual products, in which a row's result does not depend on
-        its place."""
-        return self.deterministic and self.kernels is None
-
-    @property
     def _kernels_read_pages(self) -> bool:
         return self.kernels is not None and self.kv_dtype == torch.float32
 
-    def find_decoder(self) -> None:
-        """Choose the decoder, at first and when a parameter has been replaced."""
-        self.decoder = self._short_decoder() if supports(self.model) and not self._keeps_torch else None
-
     @torch.inference_mode()
-    def _short_decoder(self) -> CompiledDecoder | LeanDecoder | FusedDecoder | None:
-        """The short cut through the decoder layers, if it gives what the model's own modules give; else None, and one
-        line says why."""
-        kv = PagedKV(self.shape, 1, 1, self.dtype, self.device)
-        batch = RowBatch(1, 1, 1, 1, kv.scratch_page, self.device)
-        batch.tables.fill_(0)
-        batch.prompt_lengths.fill_(1)
-        tokens, places = batch.tokens.fill_(self.vocab_size // 2), batch.starts.fill_(3)
-        step = attention.GatherStep(
-            kv, batch.tables[0].long(), batch.tables, None, [(batch.prompt_tables, 1, None)], fixed_shapes=False
-        )
-        own = self._forward(tokens[:, None], places[:, None], step)[:, 0].float()
-        decoder: CompiledDecoder | LeanDecoder | FusedDecoder
-        if self._kernels_read_pages:
-            decoder = CompiledDecoder(self.model, self.kernels)
-            short = decoder(batch, 1, kv)
-        else:
-            decoder = FusedDecoder(self.model) if self.device.type == "cuda" else LeanDecoder(self.model, self.kernels)
-            short = decoder(tokens, places, step).float()
-        difference = (short - own).abs().max() / own.abs().max()
-        if difference < (1e-4 if self.dtype == torch.float32 else 0.2):  # 36 layers in bfloat16 differ by 0.05
-            return decoder
-        warnings.warn(
-            f"the short decoder differs from {type(self.model).__name__} by {difference:.2g}; transformers' modules "
-            "are used, slower",
-            stacklevel=3,
-        )
-        return None
-
-    @torch.inference_mode()
-    def _check_own_modules(self) -> None:
-        """ValueError for a model whose own modules give something else over a pool, token by token, than over the whole
-        sequence.
+    def _check_decoding(self) -> None:
+        """ValueError for a model that gives something else over a pool, token by token, than over the whole sequence.
 
         Such have layers that keep a state, attend twice in a layer, or ask of attention what ours does not do.
         """
-        device = self.device
         ids = [(1 + 7 * place) % self.vocab_size for place in range(4)]
-        # of one token each; the last is the response's
-        tokens, pages = torch.tensor([ids], device=device), torch.arange(4, device=device)[None]
-        whole = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[:, -1].float()
-        kv = self.kv = PagedKV(self.shape, 4, 1, self.dtype, device)
-        step = attention.GatherStep(kv, pages[0, 3:], pages[:, 3:], None, [(pages[:, :3], 3, None)], fixed_shapes=False)
+        whole = self.model.base_model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
+        wanted = whole.last_hidden_state[0, -1].float()
+        # pages of one token each; the last is the response's
+        group = PromptGroup(0, ids[:3], [0], GroupSettings("arrival", 1, 1), lambda index: 0)
+        group.pages = [0, 1, 2]
+        sample = Sample(group, 0, 0, key=0, pages=[3], tokens=array("i", ids[3:]))
+        self.kv = PagedKV(self.shape, 4, 1, self.dtype, self.device)
+        batch = RowBatch(1, 1, 1, 3, self.kv.scratch_page, self.device)
+        batch.arrange([sample])
         name, instead = f"model type {self.model.config.model_type}", "take e.g. Llama, Qwen2 or Qwen3"
         try:
-            self._extend(ids[:3], [0, 1, 2], [], 0)
-            own = self._forward(tokens[:, 3:], pages[:, 3:], step)[:, 0].float()
+            self.prefill(group.prompt_ids, group.pages)
+            found = self.decode(batch)[0].float()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(
                 f"{name} cannot decode over a pool of KV pages ({first_line(error)}); {instead}"
             ) from error
-        difference = (own - whole).abs().max() / whole.abs().max()
+        difference = (found - wanted).abs().max() / wanted.abs().max()
         # in 16 bits rounding may send a token to another expert
         if not difference < (1e-3 if self.dtype == torch.float32 else 0.5):
             raise ValueError(
                 f"{name} gives something else one token at a time over a pool of KV pages: hidden states differ by "
                 f"{difference:.2g} of the largest from a plain forward; {instead}"
             )
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """ValueError when its attention cannot be split into prompt and response parts here."""
+    check_full_attention(model.config)
+    if getattr(model.config, "kv_lora_rank", None):
+        found = "has kv_lora_rank, which is not supported"
+    elif model.get_output_embeddings().bias is not None:
+        found = "has a head with a bias, which is not supported"
+    elif not type(model)._supports_attention_backend:
+        found = "does not call transformers' attention interface"
+    else:
+        return
+    raise ValueError(f"model type {model.config.model_type} {found}; take e.g. Llama, Qwen2 or Qwen3")
 
 
 def first_line(error: Exception) -> str:

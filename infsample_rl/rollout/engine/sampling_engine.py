@@ -4,27 +4,24 @@ micro-groups."""
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config.fields import check_temperature
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.generation import stop_ids_of
-from infsample_rl.rollout.engine.completions import MicroGroups, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups, Request, RolloutStats, StopRule, Totals, Withdrawals
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop, DecodeStep
 from infsample_rl.rollout.engine.engine_pool import EnginePool
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.model_runner import ModelRunner
-from infsample_rl.rollout.engine.request import Request
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
-from infsample_rl.rollout.engine.statistics import RolloutStats, Totals
 from infsample_rl.rollout.engine.stop_strings import StopStrings
-from infsample_rl.rollout.engine.withdrawals import Withdrawals
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.kv_pool import KVPool
@@ -78,22 +75,15 @@ class SamplingEngine:
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
         self._loop: DecodeLoop | None = None  # of the last stream
-        if rollout_config.schedule == "dynamic_slot":
-            warnings.warn(
-                "rollout.schedule=dynamic_slot keeps the first samples to finish and so favours short ones",
-                stacklevel=2,
-            )
 
     def generate(
         self,
         prompt_ids: list[list[int]],
         seed: int,
         *,
-        step: int = 0,
         prompt_indices: list[int] | None = None,
         sample_indices: list[list[int]] | None = None,
-        evaluation: bool = False,
-        temperature: float | None = None,
+        **options: Any,
     ) -> list[list[Completion]]:
         """Completions [prompt][sample], samples in the order asked for (dynamic_slot's extra ones last). Arguments as
         in `stream`."""
@@ -103,13 +93,7 @@ class SamplingEngine:
             raise ValueError(f"prompt_indices must differ, got {indices}")
         groups: dict[int, dict[int, Completion]] = {index: {} for index in indices}
         for micro_group in self.stream(
-            prompt_ids,
-            seed,
-            step=step,
-            prompt_indices=indices,
-            sample_indices=sample_indices,
-            evaluation=evaluation,
-            temperature=temperature,
+            prompt_ids, seed, prompt_indices=indices, sample_indices=sample_indices, **options
         ):
             groups[micro_group[0].prompt_index] |= {completion.sample_index: completion for completion in micro_group}
         ordered = []

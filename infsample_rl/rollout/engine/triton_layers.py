@@ -1,9 +1,9 @@
-"""Decoder layers of Llama, Qwen2 and Qwen3 for up to 64 rows on CUDA: six Triton kernels a layer, each launched before
-the last has ended.
+"""One decode step on CUDA in Triton: attention over pages where they lie, and, for up to 64 rows of Llama, Qwen2 and
+Qwen3, the whole decoder layers: six kernels a layer, each launched before the last has ended.
 
-Attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output, gate and up,
-down. Constants were chosen on an H200 at the shapes of Qwen3-1.7B. Letters: R rows, E hidden size, D head size, K
-inputs of a product.
+The kernels are attention's input (norm, product, head norms, rotation, KV write), its parts, their merge, its output,
+gate and up, down. Constants were chosen on an H200 at the shapes of Qwen3-1.7B. The file needs Triton, so it is
+imported only where a step is to run on it. Letters: R rows, E hidden size, D head size, K inputs of a product.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infsample_rl.rollout.engine.triton_step import TritonStep
-from infsample_rl.rollout.kernels.layer_weights import AttentionIn, AttentionOut
-from infsample_rl.rollout.kernels.paged_attention import STORED_DTYPES
+from infsample_rl.rollout.engine.decoder import AttentionIn, AttentionOut
+from infsample_rl.rollout.engine.kv_cache import PagedKV
+from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.kernels.paged_attention import STORED_DTYPES, Workspace, paged_attention, write_tokens
 from infsample_rl.rollout.kernels.triton_linear import (
     _embed_kernel,
     _gated_kernel,
@@ -32,6 +33,51 @@ MAX_ROWS = 64
 HIDDEN_TILE, GATED_TILE = 64, 128  # weight rows of a program; of a head's: D
 REGISTERS = 65536  # of a multiprocessor
 STAGED_BYTES = 100 * 1024  # of shared memory for blocks of weights on their way
+
+
+@dataclass(slots=True)
+class TritonStep:
+    """One token of R rows through the Triton kernels: fixed shapes, lengths read on the device, fit for a CUDA
+    graph."""
+
+    kv: PagedKV
+    batch: RowBatch
+    num_rows: int
+    positions: Tensor  # [R], of the newest tokens in their responses, >= 0
+    write_index: Tensor  # [R], for pages that PagedKV must write itself
+    workspace: Workspace
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """As attention.Step's, T = R."""
+        kv = self.kv
+        if kv.scales is None:
+            own_keys, own_values = kv.layers[2 * layer : 2 * layer + 2]
+            write_tokens(keys, values, own_keys, own_values, self.batch.tables, self.positions)
+        else:
+            kv.write(layer, self.write_index, keys, values)
+        return self.attend_written(layer, query.contiguous(), scaling)
+
+    def attend_written(self, layer: int, query: Tensor, scaling: float, *, early: bool = False) -> Tensor:
+        """query [R, H N, D] -> [R, H N, D], over pages that hold the newest tokens. `early`: with programmatic
+        dependent launch (sm_90)."""
+        batch, (keys, values) = self.batch, self.kv.layers[2 * layer : 2 * layer + 2]
+        scales = (None, None) if self.kv.scales is None else self.kv.scales[2 * layer : 2 * layer + 2]
+        return paged_attention(
+            query,
+            keys,
+            values,
+            batch.tables,
+            batch.lengths,
+            batch.prompt_tables,
+            batch.prompt_lengths,
+            batch.prompt_row_starts,
+            scaling,
+            workspace=self.workspace,
+            row_order=batch.row_order,
+            key_scales=scales[0],
+            value_scales=scales[1],
+            early=early,
+        )
 
 
 class Settings(NamedTuple):
@@ -101,9 +147,9 @@ def plan(settings: Settings, num_inputs: int, num_tiles: int, tile: int, num_pro
 
 def plans(into: AttentionIn, out: AttentionOut, num_processors: int, *, many_rows: bool) -> dict[str, Plan]:
     """The plans of a layer's four products, by name."""
-    size, inner, settings = into.weight.shape[1], out.down.shape[1], SETTINGS[many_rows]
+    size, inner, settings = into.weights[0].shape[1], out.down.shape[1], SETTINGS[many_rows]
     shapes = {  # inputs, blocks of columns, columns of a block
-        "heads": (size, into.weight.shape[0] // into.head_dim, into.head_dim),
+        "heads": (size, into.weights[0].shape[0] // into.head_dim, into.head_dim),
         "out": (out.out.shape[1], size // HIDDEN_TILE, HIDDEN_TILE),
         "gated": (size, 2 * inner // GATED_TILE, GATED_TILE),
         "down": (inner, size // HIDDEN_TILE, HIDDEN_TILE),
@@ -116,16 +162,13 @@ class TritonLayers:
     squares by tile."""
 
     def __init__(self, model: Any, ins: list[AttentionIn], outs: list[AttentionOut], scalings: list[float]) -> None:
-        """Raises ValueError for weights that `why_not` has something against."""
-        reason = why_not(ins[0], outs[0])
-        if reason:
-            raise ValueError(f"TritonLayers does not run this model: {reason}")
+        """The weights are such that `takes_weights`."""
         self.model, self.ins, self.outs, self.scalings = model, ins, outs, scalings
-        device, one, other = ins[0].weight.device, ins[0], outs[0]
+        device, one, other = ins[0].weights[0].device, ins[0], outs[0]
         is_cuda = device.type == "cuda"
         self.early = is_cuda  # the interpreter has no programmatic dependent launch
         num = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 4
-        self.tiles = one.weight.shape[1] // HIDDEN_TILE  # of hidden states
+        self.tiles = one.weights[0].shape[1] // HIDDEN_TILE  # of hidden states
         self.plans = {many_rows: plans(one, other, num, many_rows=many_rows) for many_rows in (False, True)}
         most = {many_rows: max(plan.num_partials for plan in of.values()) for many_rows, of in self.plans.items()}
         self.partials = torch.empty(
@@ -134,7 +177,7 @@ class TritonLayers:
         num_tiles = max(plan.num_tiles for plan in self.plans[False].values())
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
         # the interpreter has no other dot
-        self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weight.dtype]
+        self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weights[0].dtype]
         self.square_sizes = {"SQUARE_PARTS": self.tiles, "SQUARE_PAD": triton.next_power_of_2(self.tiles)}
 
     def takes(self, step: object) -> TypeGuard[TritonStep]:
@@ -186,8 +229,8 @@ class TritonLayers:
         )
         tables = step.batch.tables
         _heads_kernel[(plan.num_tiles * plan.splits,)](
-            hidden, squares, weights.norm, weights.weight, weights.bias, weights.query_norm, weights.key_norm, cos,
-            sin, query, keys, values,
+            hidden, squares, weights.norm, weights.weights[0], weights.biases[0], weights.query_norm,
+            weights.key_norm, cos, sin, query, keys, values,
             tables, step.positions, tables.stride(0), self.partials, self.counters, num_rows, weights.epsilon,
             HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0,
             **self.square_sizes,
@@ -202,8 +245,8 @@ class TritonLayers:
         num_rows, plan = len(hidden), self._plan("gated", len(hidden))
         out = torch.empty(num_rows, weights.down.shape[1], dtype=hidden.dtype, device=hidden.device)
         _gated_kernel[(plan.num_tiles * plan.splits,)](
-            hidden, squares, weights.norm, weights.gate_up, weights.gate_up_bias, out, self.partials, self.counters,
-            num_rows, weights.epsilon,
+            hidden, squares, weights.norm, weights.gate_up[0], weights.gate_up_biases[0], out, self.partials,
+            self.counters, num_rows, weights.epsilon,
             N=out.shape[1], **self.square_sizes, **plan.sizes(num_rows, early=self.early, product=self.product),
         )  # fmt: skip
         return out
@@ -219,22 +262,16 @@ class TritonLayers:
         )  # fmt: skip
 
 
-def why_not(into: AttentionIn, out: AttentionOut) -> str:
-    """What keeps the kernels from running layers of these weights, as half a sentence; "" for nothing."""
-    weight, head_dim, inner = into.weight, into.head_dim, out.down.shape[1]
-    if weight.dtype not in (torch.bfloat16, torch.float16):
-        return f"weights are {weight.dtype}, not bfloat16 or float16"
-    # others have too little shared memory
+def takes_weights(into: AttentionIn, out: AttentionOut) -> bool:
+    """Whether the kernels can run layers of these weights."""
+    weight, head_dim = into.weights[0], into.head_dim
+    # GPUs of other compute capabilities have too little shared memory
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] not in (9, 10):
-        return "the GPU is not of compute capability 9 or 10"
-    if head_dim & (head_dim - 1) or not 32 <= head_dim <= 256:
-        return f"head_dim={head_dim} is not 32, 64, 128 or 256"
-    for name, size, multiple in (
-        ("hidden_size", weight.shape[1], 64),
-        ("intermediate_size", inner, 64),
-        ("heads x head_dim", out.out.shape[1], 64),
-    ):
-        if size % multiple:
-            return f"{name}={size} is not a multiple of {multiple}"
+        return False
     tensors = [tensor for tensor in (*into, *out) if isinstance(tensor, Tensor)]
-    return "" if all(tensor.is_contiguous() for tensor in tensors) else "a weight is not contiguous"
+    return (
+        weight.dtype in (torch.bfloat16, torch.float16)
+        and head_dim in (32, 64, 128, 256)
+        and not any(size % 64 for size in (weight.shape[1], out.down.shape[1], out.out.shape[1]))
+        and all(tensor.is_contiguous() for tensor in tensors)
+    )

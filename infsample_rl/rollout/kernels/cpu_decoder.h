@@ -29,9 +29,9 @@ struct Step {
     const int64_t *tokens, *starts, *positions;  // [rows]: newest tokens, tokens of the prompt, place in the response (< 0 counts as 0)
     const int32_t *tables, *lengths, *prompt_tables, *prompt_lengths, *prompt_of_row;
     float* store;             // [2 layers, num_pages, page_size, kv_heads, size]
-    const float *cos, *sin;   // [num_angles, size], by place in the whole sequence or, with angles_by_row, by row
+    const float *cos, *sin;   // [num_angles, size], by place in the whole sequence
     float *workspace, *out;   // `workspace_floats` for each row; [rows, hidden]
-    int64_t rows, row_pages, num_prompts, prompt_pages, num_pages, page_size, num_angles, angles_by_row, threads;
+    int64_t rows, row_pages, num_prompts, prompt_pages, num_pages, page_size, num_angles, threads;
 };
 enum Bad : int64_t { ROW = 1, PROMPT = 2, PROMPT_OF_ROW = 3, TOKEN = 4, ANGLE = 5 };
 
@@ -117,7 +117,7 @@ struct Decode {
     }
 
 private:
-    int64_t angle(int64_t row) const { return s.angles_by_row ? row : s.starts[row] + std::max<int64_t>(s.positions[row], 0); }
+    int64_t angle(int64_t row) const { return s.starts[row] + std::max<int64_t>(s.positions[row], 0); }
 
     Pages pages_of(int64_t layer) const {
         Pages pool = pages;

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -40,9 +41,7 @@ def load() -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_library_path())), ctypes.CDLL(_openmp_path()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        warnings.warn(
-            f"no compiled CPU kernels ({reason}): decoding takes torch's operators, 1.3 to 2 times slower", stacklevel=2
-        )
+        warnings.warn(f"no compiled CPU kernels ({reason}): decoding takes torch's operators, slower", stacklevel=2)
         return None
 
 
@@ -89,27 +88,17 @@ class Kernels:
         query [R, H N, D]; keys and values [pages, page_size, H, D]; tables [R or prompts, pages of one] and lengths [R
         or prompts] >= 1, int32 as prompt_of_row [R] -> [R, H N, D].
         """
-        num_rows, num_heads, size = query.shape
-        num_prompts, (num_kv_heads, kv_size) = prompt_tables.shape[0], keys.shape[2:]
-        for name, tensor in (("query", query), ("keys", keys)):
-            check(name, tensor, tensor.shape)
-        check("values", values, keys.shape)
-        if size != kv_size or num_heads % num_kv_heads:
-            raise ValueError(
-                f"query has {num_heads} heads of {size}; the {num_kv_heads} kv heads must divide them and have their "
-                f"size, not {kv_size}"
-            )
-        of_rows = (("row_tables", row_tables), ("row_lengths", row_lengths), ("prompt_of_row", prompt_of_row))
-        of_prompts = (("prompt_tables", prompt_tables), ("prompt_lengths", prompt_lengths))
-        for count, tensors in ((num_rows, of_rows), (num_prompts, of_prompts)):
-            for name, tensor in tensors:
-                check(name, tensor, (count, *tensor.shape[1:]), torch.int32)
         out = torch.empty_like(query)
+        (num_rows, num_heads, size), num_prompts = query.shape, len(prompt_lengths)
+        for tensor in (query, keys, values):
+            check("query, keys or values", tensor, tensor.shape)
         given = (query, keys, values, row_tables, row_lengths, prompt_tables, prompt_lengths, prompt_of_row, out)
-        sizes = (num_rows, num_heads // num_kv_heads, num_prompts, *keys.shape, num_heads * size, *keys.stride()[:3])
+        sizes = (num_rows, num_heads // keys.shape[2], num_prompts, *keys.shape, num_heads * size, *keys.stride()[:3])
         widths = (row_tables.shape[1], prompt_tables.shape[1])
         pointers = [tensor.data_ptr() for tensor in given]
-        _raise_bad_index(self._attention(*pointers, *sizes, *widths, scaling, torch.get_num_threads()))
+        bad = self._attention(*pointers, *sizes, *widths, scaling, torch.get_num_threads())
+        if bad:
+            raise ValueError(f"a length, page or prompt of row or prompt {(bad - 1) // 3} is out of range")
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -140,16 +129,6 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype 
         raise ValueError(f"{name} is {found}; it must be {dtype} {tuple(shape)}, contiguous, on cpu")
 
 
-def _raise_bad_index(code: int) -> None:
-    """A kernel's answer: 0, or which index is out of range (it was checked before anything was read)."""
-    if code:
-        index, kind = divmod(code - 1, 3)
-        what = ("row_lengths or row_tables", "prompt_lengths or prompt_tables", "prompt_of_row")[kind]
-        raise ValueError(
-            f"{what}[{index}] is out of range: lengths go from 1 to what the pages hold, pages and prompts must exist"
-        )
-
-
 def _function(library: ctypes.CDLL, name: str, arguments: list, result: type | None) -> Callable:
     function = library[f"infsample_{name}"]
     function.argtypes, function.restype = arguments, result
@@ -158,11 +137,8 @@ def _function(library: ctypes.CDLL, name: str, arguments: list, result: type | N
 
 def _openmp_path() -> str:
     """The OpenMP runtime that torch has loaded; a second one would fight it for the cores."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = [
-        line.split(maxsplit=5)[-1] for line in lines if "libgomp" in line or "libiomp5" in line or "libomp" in line
-    ]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = [line.split(maxsplit=5)[-1] for line in lines if re.search("libgomp|libiomp5|libomp", line)]
     if not paths:
         raise RuntimeError("torch has no OpenMP runtime loaded")
     return min(paths, key=lambda path: "torch" not in path)  # torch's own, where several are
@@ -192,22 +168,17 @@ def _compile_command() -> list[str]:
 
 def _compile(command: list[str], path: Path) -> None:
     """Compiled aside and renamed, so that processes may race."""
-    handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".so.part")
-    os.close(handle)
-    try:
-        done = subprocess.run(
-            [*command, "-o", aside, str(FOLDER / SOURCES[0])], capture_output=True, text=True, timeout=COMPILE_SECONDS
-        )
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        whole = [*command, "-o", str(made), str(FOLDER / SOURCES[0])]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=COMPILE_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[:300]}")
-        os.replace(aside, path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
+        os.replace(made, path)
 
 
 def _cpu() -> str:
     """What -march=native looks at, so that a cache folder shared by machines serves each."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     telling = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     return platform.machine() + "".join(line for line in lines if line.startswith(telling))

@@ -11,7 +11,7 @@ import torch
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.rollout.engine import cpu_decoder
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
-from infsample_rl.rollout.engine.decoder import LeanDecoder
+from infsample_rl.rollout.engine.decoder import FusedDecoder
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
@@ -24,7 +24,8 @@ THREE_TO_ONE = {"num_attention_heads": 6, "num_key_value_heads": 2}
 ODD = {"head_dim": 10, "hidden_size": 43, "intermediate_size": 37}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
-LONG |= {"original_max_position_embeddings": 16}
+LONG |= {"original_max_position_embeddings": 16, "rope_theta": 100.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
 
 
 @pytest.fixture(autouse=True)
@@ -143,30 +144,6 @@ def test_places_beyond_the_first_table_of_angles_are_right(make_model):
     assert torch.equal(decoder(work.batch, 3, work.kv), found)
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, LONG])
-def test_angles_that_depend_on_the_longest_sequence_are_those_of_the_step(make_model, rope):
-    model = make_model("llama", max_position_embeddings=16, rope_parameters=rope | {"rope_theta": 100.0})
-    for own in (3, 30):  # within what was trained on, and beyond
-        work = Work(model, prompts=(5, 5), own=(own,))
-        assert distance(work.decode(), work.wanted) < 1e-5
-
-
-def test_gates_of_any_size_are_right(make_model):
-    model = make_model("llama")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate_proj.weight *= torch.logspace(-3, 4, 96)[:, None]
-    work = Work(model)
-    assert distance(work.decode(), work.wanted) < 1e-5
-
-
-def test_a_row_without_a_token_counts_as_the_first_place(make_model):
-    work = Work(make_model(), own=(1, 2))
-    wanted = work.decode()
-    work.batch.positions[0] = -1
-    assert torch.equal(work.decode(), wanted)
-
-
 @pytest.mark.parametrize(
     "sizes", [{}, THREE_TO_ONE | {"head_dim": 24, "hidden_size": 43, "intermediate_size": 130}], ids=str
 )
@@ -191,14 +168,6 @@ def test_a_row_gets_the_same_bits_in_any_batch_place_pages_and_thread_count(make
     assert seen == [1, 2, 3]
 
 
-def test_small_steps_take_one_thread(make_model):
-    model = make_model("llama")  # 2 layers of 64 x (64 + 32 + 32 + 64 + 3 x 96) + 2 x 64 weights: 61,696
-    decoder, work = CompiledDecoder(model, KERNELS), Work(model, own=(1,) * 36)
-    torch.set_num_threads(2)
-    # 34 x 61,696 > 2 x 1,048,576
-    assert [decoder._step(work.batch, rows, work.kv).threads for rows in (1, 33, 34, 36)] == [1, 1, 2, 2]
-
-
 def test_weights_changed_in_place_or_replaced_are_seen(make_model):
     model = make_model("qwen2")
     work, decoder = Work(model), CompiledDecoder(model, KERNELS)
@@ -219,10 +188,8 @@ def test_weights_changed_in_place_or_replaced_are_seen(make_model):
         work.fill()
         found = decoder(work.batch, 5, work.kv)
         assert distance(found, work.wanted) < 1e-5 < distance(found, first)
-    attention.v_proj.weight = torch.nn.Parameter(torch.zeros(31, 64))
-    with pytest.raises(
-        ValueError, match=r"a weight of the model is torch.float32 \(31, 64\) .* must be torch.float32 \(32, 64\)"
-    ):
+    attention.v_proj.weight = torch.nn.Parameter(torch.zeros(32, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"a weight of the model is torch.bfloat16 .* must be torch.float32"):
         decoder(work.batch, 5, work.kv)
 
 
@@ -251,51 +218,28 @@ def test_indices_out_of_range_are_refused_before_anything_is_written(make_model)
     assert distance(work.decode(), work.wanted) < 1e-5
 
 
-def test_a_prompt_without_rows_need_not_be_there(make_model):
-    work = Work(make_model(), own=(4,))
-    work.batch.prompt_lengths[1] = 0
-    assert distance(work.decode(), work.wanted) < 1e-5
-
-
-def test_what_does_not_fit_the_model_is_refused(make_model):
-    work = Work(make_model())
-    with pytest.raises(ValueError, match="num_rows must be 1 to the batch's 5, on cpu, got 6 on cpu"):
-        CompiledDecoder(work.model, KERNELS)(work.batch, 6, work.kv)
-    other = PagedKV(KVShape(num_layers=2, num_kv_heads=2, head_dim=8), 3, 4, torch.float32, torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match=r"kv.store is torch.float32 \(4, 4, 4, 2, 8\) .* must be torch.float32 \(4, 4, 4, 2, 16\)"
-    ):
-        CompiledDecoder(work.model, KERNELS)(work.batch, 5, other)
-    with pytest.raises(ValueError, match="a weight of the model is torch.bfloat16"):
-        CompiledDecoder(make_model().bfloat16(), KERNELS)
-    with pytest.raises(ValueError, match="LlamaForCausalLM"):
-        CompiledDecoder(make_model("llama", hidden_act="gelu"), KERNELS)
-
-
-def test_a_result_outlives_the_next_step(make_model):
-    work = Work(make_model())
-    decoder = CompiledDecoder(work.model, KERNELS)
-    first = decoder(work.batch, 5, work.kv)
-    kept = first.clone()
-    work.batch.tokens[:] = 5
-    assert not torch.equal(decoder(work.batch, 5, work.kv), kept)
-    assert torch.equal(first, kept)
-
-
-def test_the_runner_takes_it_for_float32_pages_and_the_lean_one_otherwise(make_model, monkeypatch):
-    assert isinstance(ModelRunner(make_model()).decoder, CompiledDecoder)
+def test_the_runner_takes_it_for_float32_pages_and_the_fused_one_otherwise(make_model, monkeypatch):
     assert isinstance(ModelRunner(make_model(), deterministic=True).decoder, CompiledDecoder)
-    assert isinstance(ModelRunner(make_model(), kv_dtype="int8").decoder, LeanDecoder)
-    assert isinstance(ModelRunner(make_model().bfloat16()).decoder, LeanDecoder)
+    assert isinstance(ModelRunner(make_model(), kv_dtype="int8").decoder, FusedDecoder)
+    assert isinstance(ModelRunner(make_model().bfloat16()).decoder, FusedDecoder)
     monkeypatch.setattr(cpu_kernels, "load", lambda: None)
-    assert isinstance(ModelRunner(make_model()).decoder, LeanDecoder)
+    assert isinstance(ModelRunner(make_model()).decoder, FusedDecoder)
 
 
-def test_an_architecture_it_does_not_know_decodes_through_its_own_modules(make_model, tokenizer):
-    model, prompt = make_model("llama", hidden_act="gelu"), [5, 9, 7, 30, 2]
-    engine = make_engine(model, tokenizer, group_size=3, stop=())
-    assert engine.runner.decoder is None
-    assert tokens_of(engine.generate([prompt], seed=0, temperature=0)) == [[greedy(model, prompt, 24)] * 3]
+@pytest.mark.parametrize(
+    ("changes", "decoder"),
+    [
+        ({"hidden_act": "gelu"}, type(None)),
+        ({"rope_parameters": DYNAMIC, "max_position_embeddings": 16}, FusedDecoder),
+        ({"rope_parameters": LONG}, FusedDecoder),
+    ],
+    ids=str,
+)
+def test_what_it_does_not_know_decodes_in_another_way(make_model, tokenizer, changes, decoder):
+    model, prompt = make_model("llama", **changes), [5, 9, 7, 30, 2]
+    engine = make_engine(model, tokenizer, group_size=3, stop=(), max_new_tokens=11)
+    assert type(engine.runner.decoder) is decoder
+    assert tokens_of(engine.generate([prompt], seed=0, temperature=0)) == [[greedy(model, prompt, 11)] * 3]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86")

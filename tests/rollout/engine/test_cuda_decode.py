@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from infsample_rl.rollout.engine import sampling_engine
-from infsample_rl.rollout.engine.cuda_decode import bucket_of
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
-from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from tests import engines
 from tests.engines import PROMPTS, assert_logprobs_close, ends_of
 
@@ -42,14 +40,6 @@ def ahead(monkeypatch):
 
     monkeypatch.setattr(sampling_engine, "DecodeLoop", build)
     return made
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "most_rows", "bucket"),
-    [(1, 256, 1), (3, 256, 4), (17, 256, 24), (17, 20, 20), (256, 256, 256), (300, 999, 384), (5, 5, 5)],
-)
-def test_a_step_runs_the_next_larger_bucket_of_rows(num_rows, most_rows, bucket):
-    assert bucket_of(num_rows, most_rows) == bucket
 
 
 SETTINGS = [
@@ -101,17 +91,6 @@ def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
     groups = engine.generate(PROMPTS, seed=4, step=2)
     assert set(seen) == {4}
     assert ahead[0].planner.num_tokens >= sum(len(completion.token_ids) for group in groups for completion in group)
-
-
-def test_the_policy_observes_true_lengths(model, tokenizer, ahead, monkeypatch):
-    finished, observe = [], TokenBudgetPolicy.observe_finished
-    monkeypatch.setattr(
-        TokenBudgetPolicy,
-        "observe_finished",
-        lambda policy, prompt, length: (finished.append(length), observe(policy, prompt, length)),
-    )
-    group = make_engine(model, tokenizer, prompts_at_once=2).generate([PROMPTS[0]], seed=4)[0]
-    assert sorted(finished) == sorted(len(completion.token_ids) for completion in group)
 
 
 def test_graphs_stay_until_weights_or_pool_move(make_model, tokenizer):
@@ -191,48 +170,3 @@ def test_rows_behind_the_last_stay_on_the_scratch_page():
     assert batch.row_order.tolist() == [0, 2, 1, 3] and batch.prompt_row_starts.tolist() == [0, 2]
     batch.arrange(samples[:1])
     assert batch.lengths.tolist() == [3, 1, 1, 1] and batch.tables[1:].unique().tolist() == [9]
-
-
-def test_new_pages_are_added_to_the_tables():
-    batch = RowBatch(2, 3, 1, 1, 9, torch.device("cpu"))
-    _, samples = make_group((1, 2), tokens=3)
-    batch.arrange(samples)
-    samples[1].pages += [5, 6]
-    batch.write_pages(samples)
-    assert batch.tables.tolist() == [[1, 9, 9], [2, 5, 6]]
-
-
-def step_in_triton(config, kv_dtype):
-    """Hidden states of one step of a bucket with idle rows, and the KV pool after it: (in plain torch, in Triton)."""
-    from transformers import AutoModelForCausalLM
-
-    from infsample_rl.rollout.engine.model_runner import ModelRunner
-    from infsample_rl.rollout.kernels.paged_attention import Workspace
-
-    torch.manual_seed(0)
-    runner = ModelRunner(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), kv_dtype=kv_dtype)
-    runner.kernels, out = None, []
-    for in_triton in (False, True):
-        runner.allocate(4, 8)
-        runner.prefill([5, 6, 7], [0])
-        _, samples = make_group((1, 2))
-        for sample, count in zip(samples, (3, 1), strict=True):
-            sample.tokens.extend(range(9, 9 + count))
-            if count > 1:
-                runner.rebuild(list(sample.tokens[:-1]), 0, sample.pages, [0], 3)
-        batch = RowBatch(4, 1, 1, 1, runner.kv.scratch_page, runner.device)
-        batch.arrange([samples[0], None, samples[1]])
-        workspace = Workspace(4, 4, 2, 16, 8, 8, "cpu", 4) if in_triton else None
-        hidden = runner.decode(batch, 4, workspace)[[0, 2]]
-        out.append((hidden.numpy(), runner.kv.store[:, :-1].float().numpy()))
-    return out
-
-
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_the_step_in_triton_writes_and_attends_as_in_plain_torch(make_model, request, kv_dtype):
-    pytest.importorskip("triton")
-    config = make_model(num_hidden_layers=1).config
-    (wanted, wanted_kv), (found, found_kv) = request.getfixturevalue("interpreted")(step_in_triton, config, kv_dtype)
-    torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(wanted), atol=1e-5, rtol=0)
-    torch.testing.assert_close(torch.from_numpy(found_kv), torch.from_numpy(wanted_kv), atol=1e-6, rtol=0)
-    assert abs(wanted_kv[:, 1, 2]).min() > 0  # the newest token's place

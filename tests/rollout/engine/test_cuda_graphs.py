@@ -21,7 +21,7 @@ def make_engine(model, tokenizer, *, captured=True, **settings):
     """`captured` False: the engine's step in plain torch, without graphs, Triton and torch.compile."""
     engine = engines.make_engine(model, tokenizer, **settings)
     engine.pool.allocate([16] * 3)  # large enough for all calls, so that it is not allocated again
-    assert engine.pool.graphs.is_used and engine.pool.graphs.uses_triton
+    assert engine.pool.graphs.is_used
     engine.pool.graphs.is_used = captured
     return engine
 
@@ -61,17 +61,6 @@ def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings
     assert_logprobs_close(found, wanted, 1e-4)
     (graphs,) = engine.pool.graphs._kept.values()
     assert graphs._is_compiled and all(graph is not None for graph in graphs._graphs.values())
-
-
-def test_int8_pages_are_read_by_the_captured_step_as_by_the_plain_one(gpu_model, tokenizer):
-    model = gpu_model()
-    engines = [
-        make_engine(model, tokenizer, captured=captured, kv_dtype="int8", max_new_tokens=12)
-        for captured in (False, True)
-    ]
-    first, second = ([sample.logprobs[:2] for sample in engine.generate(PROMPTS[:1], seed=4)[0]] for engine in engines)
-    for one, other in zip(first, second, strict=True):
-        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other), atol=1e-2, rtol=0)
 
 
 def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):

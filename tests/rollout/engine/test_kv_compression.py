@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from infsample_rl.model.architecture import KVShape
-from infsample_rl.rollout.engine.architecture import check_kv_dtype
 from infsample_rl.rollout.engine.kv_cache import QuantisedKV, stored_dtype
 from tests import engines
 from tests.engines import PROMPTS, full_logprobs, tokens_of
@@ -61,12 +60,6 @@ def test_a_larger_token_makes_the_scale_grow_and_rounds_the_page_again():
     torch.testing.assert_close(values[0, :, 0, 0], torch.tensor([127.0, 64, 127, 0]) * 0.5 / 127)
 
 
-def test_float8_keeps_the_largest_value_exactly_and_others_to_a_sixteenth():
-    kv = make_kv("fp8")
-    kv.write_run(0, torch.arange(4), column(448.0, 17.0, 1.0, 0.0), column(1.0, 1.0, 1.0, 1.0))
-    assert stored(kv, 0) == ([448, 16, 1, 0], 1.0)  # 17 = 1.0625 x 16 lies between 16 and 18
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("left_over", [1000.0, float("nan")])
 def test_a_pages_first_token_sets_the_scale_afresh_whatever_was_left_there(kind, left_over):
@@ -83,21 +76,6 @@ def test_a_page_of_zeros_stays_zero():
     kv.write_run(0, torch.arange(3), column(0.0, 0.0, 0.0), column(0.0, 0.0, 0.0))
     kv.write(0, torch.tensor([3]), column(0.0), column(0.0))
     assert kv.gather(0, torch.tensor([[0]]))[0].flatten().tolist() == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
-def test_a_run_written_at_once_is_off_by_half_a_unit_at_most(kind, bound):
-    keys, values = random_tokens(22)
-    kv = make_kv(kind, size=8, heads=2, dims=8, layers=2)
-    kv.write_run(1, kv.token_index(torch.tensor([5, 1, 3]), torch.arange(22)), keys, values)
-    found = kv.gather(1, torch.tensor([[5, 1, 3]]))
-    for wanted, got in zip((keys, values), found, strict=True):
-        for start in (0, 8, 16):
-            part = wanted[start : start + 8]
-            largest = part.abs().amax((0, 2))[:, None]  # of the page, each head by itself
-            allowed = (bound * largest if kind == "int8" else bound * part.abs() + largest * 2**-18) * 1.001
-            assert ((got[0, start : min(start + 8, 22)] - part).abs() <= allowed).all()
-    assert kv.store[:2].view(torch.int8).count_nonzero() == 0 and kv.scales[:2].count_nonzero() == 0, "another layer"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,13 +112,6 @@ def test_rows_written_together_equal_rows_written_alone_and_runs_token_by_token(
     for other in (alone, runs):
         assert torch.equal(together.store.view(torch.int8)[:, :-1], other.store.view(torch.int8)[:, :-1])
         assert torch.equal(together.scales[:, :-1], other.scales[:, :-1])
-
-
-def test_gather_gives_the_models_dtype():
-    kv = make_kv("int8", compute=torch.bfloat16)
-    kv.write(0, torch.tensor([0]), column(3.0).bfloat16(), column(5.0).bfloat16())
-    keys, values = kv.gather(0, torch.tensor([[0]]))
-    assert (keys.dtype, keys[0, 0].item(), values[0, 0].item()) == (torch.bfloat16, 3.0, 5.0)
 
 
 @pytest.fixture(scope="module")
@@ -208,21 +179,6 @@ def test_the_same_bytes_hold_four_times_the_tokens_of_float32(model, tokenizer):
     # 2 layers x keys and values x 8 tokens x 2 heads x 16 numbers: 4,096 bytes in float32; 1,024 and 32 of scales in 8
     # bits
     assert pages == {"auto": 16, "int8": 62, "fp8": 62}
-
-
-def test_rounded_kv_is_refused_with_deterministic_steps(model, tokenizer):
-    with pytest.raises(ValueError, match=r"rollout\.kv_dtype must be auto with run\.deterministic=true, got int8"):
-        make_engine(model, tokenizer, kv_dtype="int8", deterministic=True)
-
-
-def test_fp8_is_refused_on_a_gpu_that_cannot_convert_it():
-    with pytest.raises(
-        ValueError,
-        match=r"kv_dtype=fp8 needs a GPU of compute capability 8\.9 or above, this one has 8\.6; take .*int8",
-    ):
-        check_kv_dtype("fp8", (8, 6), deterministic=False)
-    for kind, capability in (("fp8", (8, 9)), ("fp8", (9, 0)), ("fp8", None), ("int8", (8, 0)), ("auto", (7, 0))):
-        check_kv_dtype(kind, capability, deterministic=False)
 
 
 @pytest.mark.gpu

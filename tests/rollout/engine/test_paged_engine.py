@@ -113,14 +113,6 @@ def test_a_disk_that_is_full_costs_time_but_no_sample(parking_engine, expected, 
     assert engine.stats.parked_tokens > 0 and engine.stats.recomputed_tokens > 0 and engine.pool.parking.most_pages <= 3
 
 
-def test_half_of_what_the_disk_has_free_is_left_to_others(parking_engine, monkeypatch):
-    engine = parking_engine
-    room = type("Usage", (), {"free": 9 * engine.runner.kv.page_bytes})
-    monkeypatch.setattr(parked_kv.shutil, "disk_usage", lambda folder: room)
-    engine.generate([PROMPT, PROMPT[:2]], seed=4)
-    assert engine.pool.parking.most_pages == 4
-
-
 def test_memory_is_no_place_for_parked_kv_on_the_cpu(model, tokenizer, expected, monkeypatch):
     if file_system(Path("/dev/shm")) not in IN_MEMORY:
         pytest.skip("/dev/shm does not lie in memory")
@@ -213,23 +205,6 @@ def test_too_small_a_budget_is_refused_with_the_smallest_that_would_do(model, to
     engine = make_engine(model, tokenizer, kv_budget_tokens=28)
     with pytest.raises(ValueError, match="too few for prompt 0 of 5 tokens .* rollout.kv_budget_tokens=32"):
         engine.generate([PROMPT], seed=0)
-
-
-def test_a_stop_string_ends_a_sample_across_token_borders(model, make_tokenizer, expected):
-    tokenizer = make_tokenizer()
-    plain = expected[0][0].token_ids.tolist()
-    word = f"w{plain[1]} w{plain[2]}"  # two tokens, decoded with the space between
-    found = make_engine(model, tokenizer, stop_strings=[word]).generate([PROMPT], seed=4)[0]
-    ends = [index for index in range(1, len(plain)) if f"w{plain[index - 1]} w{plain[index]}".startswith(word)]
-    assert found[0].token_ids.tolist() == plain[: ends[0] + 1] and found[0].finish_reason == "stop"
-    assert len(found[0].logprobs) == len(found[0].token_ids)
-
-
-def test_bad_ids_are_never_sampled(model, tokenizer):
-    bad = list(range(1, 60))
-    groups = make_engine(model, tokenizer, stop=(), bad_token_ids=bad).generate([PROMPT], seed=4)
-    sampled = {token for tokens in tokens_of(groups)[0] for token in tokens}
-    assert sampled <= set(range(64)) - set(bad) and len(sampled) > 1
 
 
 MEASURE = """

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
@@ -124,20 +124,6 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     )
 
 
-def test_rows_are_predicted_together_every_so_many_steps(countdown, tokenizer, monkeypatch):
-    engine = make_engine(countdown, tokenizer, **BUDGET)
-    moments = []
-    launch = engine.lengths.watch.launch
-    monkeypatch.setattr(
-        engine.lengths.watch, "launch", lambda hidden, rows: moments.append(launch(hidden, rows)) or moments[-1]
-    )
-    sample(engine, 1)
-    taken = [number for number, moment in enumerate(moments) if moment is not None]
-    assert all(later - earlier == 4 for earlier, later in zip(taken, taken[1:], strict=False)) and len(taken) > 10
-    for number in taken:
-        assert min(moments[number].num_tokens) >= 1 and len(moments[number].samples) == len(moments[number].features)
-
-
 def test_every_observation_is_of_what_its_state_had_seen(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **BUDGET)
     sample(engine, 1)
@@ -151,16 +137,6 @@ def test_every_observation_is_of_what_its_state_had_seen(countdown, tokenizer):
         float((logs * torch.from_numpy(column_sums[:64]) / 8).sum()), rel=1e-3
     )
     assert column_sums[0] == column_sums[START] == 0  # a sample that has ended is not asked about
-
-
-def test_samples_cut_at_the_limit_are_censored(countdown, tokenizer):
-    engine = make_engine(countdown, tokenizer, **(BUDGET | {"max_new_tokens": 20, "kv_budget_tokens": 128}))
-    seen = []
-    engine.lengths.watch.probe.observe = lambda features, left, cut, fold: seen.extend(cut.tolist())
-    sample(engine, 2)
-    engine.learn()
-    share = sum(seen) / len(seen)
-    assert 0.6 < share < 0.95  # 43 of 63 samples, and those are asked most often
 
 
 @pytest.mark.parametrize("kind", ["constant", "reversed", "tiny"])
@@ -192,12 +168,6 @@ def test_predictions_that_cost_steps_are_not_used(countdown, tokenizer):
         "are not used in the next step, it goes on learning" in sentence.enter([report])
         and not sentence.published().is_used
     )
-
-
-def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer):
-    engine = make_engine(countdown, tokenizer, **BUDGET)
-    engine.generate(PROMPTS, seed=3, evaluation=True)
-    assert engine.learn().statistics.counts.tolist() == [0, 0]
 
 
 def test_a_runs_prompt_is_of_one_fold_in_a_step_whoever_decodes_its_samples(countdown, tokenizer):
@@ -233,24 +203,7 @@ def test_bitwise_runs_and_schedules_that_read_no_prediction_have_no_probe(countd
     assert engine.lengths.watch is None and engine.config.predictor == "probe"
 
 
-def test_a_stream_closed_early_teaches_what_had_ended(countdown, tokenizer):
+def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **BUDGET)
-    stream = engine.stream(PROMPTS, seed=3)
-    next(stream)
-    stream.close()
-    report = engine.learn()
-    assert report.statistics.counts.sum() >= 0 and report.steps_without == 0
-    assert [len(group) for group in engine.generate(PROMPTS, seed=3)] == [24] * 2
-
-
-def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_takes(tokenizer):
-    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "ffn_dim": 32}
-    sizes |= {"num_attention_heads": 4}
-    torch.manual_seed(0)
-    # as OPT-350M
-    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()
-    engine = make_engine(model, tokenizer, **(BUDGET | {"kv_budget_tokens": 1024}))
-    prompts = [[5, 9, 7], [7, 4, 4]]
-    for step in range(3):
-        engine.generate(prompts, seed=3, step=step)
-    assert engine.lengths.watch.probe.hidden_size == 32 and engine.lengths.watch.probe.fitted is not None
+    engine.generate(PROMPTS, seed=3, evaluation=True)
+    assert engine.learn().statistics.counts.tolist() == [0, 0]

@@ -6,11 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine import SamplingEngine, decode_loop
 from infsample_rl.rollout.engine.attention import attention_with_lse, plain_attention_with_lse
 from tests import engines
-from tests.engines import PROMPTS, STOP, assert_logprobs_close, ends_of, full_logprobs, greedy, tokens_of
+from tests.engines import PROMPTS, assert_logprobs_close, ends_of, full_logprobs, greedy, tokens_of
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, float32
 make_engine = partial(engines.make_engine, schedule="arrival")
@@ -123,30 +121,6 @@ def test_noise_depends_on_seed_step_prompt_and_domain(model, tokenizer, expected
         assert tokens_of(engine.generate(PROMPTS[:1], **({"seed": 4, "step": 2} | change)))[0] != base
 
 
-def list_schedule_steps(lengths, slots):
-    """Steps when a freed slot takes the next sample."""
-    ends = [0] * slots
-    for length in lengths:
-        ends[ends.index(min(ends))] += length
-    return max(ends)
-
-
-def test_running_steps_follow_from_the_lengths(model, tokenizer, expected):
-    lengths = [len(completion.token_ids) for completion in expected[0]]
-    assert len(set(lengths)) > 2
-    wanted = {
-        "naive": max(lengths[:3]) + max(lengths[3:]),
-        "fixed_slot": max(lengths[slot] + lengths[slot + 3] for slot in range(3)),
-        "full_group": max(lengths),
-        "arrival": list_schedule_steps(lengths, 3),
-    }
-    for schedule, steps in wanted.items():
-        engine = make_engine(model, tokenizer, schedule=schedule)
-        engine.generate(PROMPTS[:1], seed=4, step=2)
-        assert engine.stats.running_steps == steps == engine.totals.running_steps
-        assert engine.stats.row_utilisation == pytest.approx(sum(lengths) / (steps * engine.config.num_slots))
-
-
 @pytest.mark.parametrize("budget", [24 + 5, 1000])
 def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(model, tokenizer, expected, budget):
     lengths = [len(completion.token_ids) for completion in expected[0]]
@@ -158,13 +132,6 @@ def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(mo
     rebuilt = engine.stats.recomputed_tokens // 4  # the fifth token goes through the next decode step anyway
     assert engine.stats.running_steps == sum(lengths) + rebuilt  # one slot: nothing overlaps
     assert rebuilt == 0 if budget == 1000 else 0 < rebuilt <= waiting
-
-
-def test_a_missing_predictor_is_said_once_and_how_to_give_one(model, tokenizer):
-    config = RolloutConfig(group_size=4, slots=2, schedule="infinite", predictor="bert", prefix_tokens=4)
-    with pytest.warns(UserWarning, match="give the folder of a trained sequence classifier") as caught:
-        SamplingEngine(model, tokenizer, config)
-    assert len(caught) == 1
 
 
 @pytest.mark.parametrize(
@@ -192,14 +159,6 @@ def test_the_first_micro_group_arrives_before_the_last_sample_ends(model, tokeni
     assert steps[0] < steps[1] < steps[2] < steps[5] == engine.stats.running_steps
 
 
-def test_the_last_micro_group_of_a_prompt_may_be_smaller(model, tokenizer):
-    engine = make_engine(model, tokenizer, micro_group_size=4, prompts_at_once=2)
-    sizes = {}
-    for micro_group in engine.stream(PROMPTS, seed=4):
-        sizes.setdefault(micro_group[0].prompt_index, []).append(len(micro_group))
-    assert sizes == {0: [4, 2], 1: [4, 2], 2: [4, 2]}
-
-
 def test_a_stream_closed_early_frees_everything_and_the_next_works(model, tokenizer, expected):
     engine = make_engine(model, tokenizer, prompts_at_once=2)
     stream = engine.stream(PROMPTS, seed=4, step=2)
@@ -220,10 +179,8 @@ def test_a_later_call_ends_an_unfinished_stream(model, tokenizer):
         list(stream)
 
 
-def test_dynamic_slot_keeps_the_first_to_finish_and_warns_that_it_favours_short_ones(model, tokenizer, expected):
-    config = RolloutConfig(group_size=6, slots=3, max_new_tokens=24, schedule="dynamic_slot")
-    with pytest.warns(UserWarning, match="favours short"):
-        engine = SamplingEngine(model, tokenizer, config, stop_token_ids=STOP)
+def test_dynamic_slot_keeps_the_first_to_finish(model, tokenizer, expected):
+    engine = make_engine(model, tokenizer, schedule="dynamic_slot")
     group = engine.generate(PROMPTS[:1], seed=4, step=2)[0]
     assert len(group) == 6
     assert sum(len(completion.token_ids) for completion in group) <= sum(
@@ -264,19 +221,6 @@ def test_every_sample_may_stop_at_its_first_token(model, tokenizer, settings):
     assert engine.stats.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize(
-    "settings", [{"slots": 4}, {"schedule": "naive"}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}]
-)
-def test_a_group_of_one(model, tokenizer, expected, settings):
-    groups = make_engine(model, tokenizer, group_size=1, **settings).generate(PROMPTS, seed=4, step=2)
-    assert tokens_of(groups) == [group[:1] for group in tokens_of(expected)]
-
-
-def test_one_new_token_needs_no_decode_step(model, tokenizer):
-    groups = make_engine(model, tokenizer, max_new_tokens=1, stop=set()).generate(PROMPTS, seed=0)
-    assert all(completion.finish_reason == "length" for group in groups for completion in group)
-
-
 def test_padded_vocabulary_is_never_sampled_and_left_out_of_log_probabilities(make_model, make_tokenizer):
     model = make_model(vocab_size=80)
     with torch.no_grad():
@@ -299,12 +243,6 @@ def test_truncated_sampling_reports_both_log_probabilities(model, tokenizer):
         assert completion.sampling_logprobs.dtype == completion.logprobs.dtype == "float32"
         assert completion.token_ids.dtype == "int32"
     assert make_engine(model, tokenizer).generate(PROMPTS[:1], seed=0)[0][0].sampling_logprobs is None
-
-
-def test_completions_carry_the_policy_version(model, tokenizer):
-    engine = make_engine(model, tokenizer)
-    engine.policy_version = 7
-    assert {completion.policy_version for completion in engine.generate(PROMPTS[:1], seed=0)[0]} == {7}
 
 
 def test_models_and_tokenizers_that_cannot_work_are_refused(make_model, make_tokenizer, model):
@@ -380,15 +318,3 @@ def test_a_halted_stream_ends_at_its_next_step_and_the_next_is_whole(model, toke
     count += sum(len(micro_group) for micro_group in stream)
     assert count < sum(len(group) for group in expected)
     assert tokens_of(engine.generate(PROMPTS, seed=4, step=2)) == tokens_of(expected)
-
-
-def test_tokens_drawn_a_few_rows_at_a_time_are_those_drawn_together(model, tokenizer, monkeypatch):
-    settings = {"prompts_at_once": 3, "slots": 10, "group_size": 12}
-    wanted = tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4))
-    monkeypatch.setattr(decode_loop, "LOGITS_AT_A_TIME", 8 * 64)  # eight rows of this vocabulary
-    assert tokens_of(make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4)) == wanted
-
-
-def test_logits_of_prompts_that_have_ended_are_not_kept(model, tokenizer):
-    engine = make_engine(model, tokenizer, prompts_at_once=1, micro_group_size=1, slots=2, group_size=3)
-    assert max(len(engine._loop.decode.prompt_logits) for _ in engine.stream(PROMPTS * 3, seed=0)) <= 2
