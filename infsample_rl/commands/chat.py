@@ -23,7 +23,7 @@ from infsample_rl.commands.run_settings import load_run_config, model_and_run, q
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.fields import LEAST_TEMPERATURE, check_temperature
-from infsample_rl.data.chat import render
+from infsample_rl.data.chat import check_template_kwargs, render
 from infsample_rl.data.fields import Problem
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
@@ -49,6 +49,7 @@ class Chat:
     def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
         self.config, self.seed, self.temperature = config, options.seed, options.temperature
         self.tokenizer = load_tokenizer(config.model)
+        check_template_kwargs(self.tokenizer, config.data)
         self.engine = SamplingEngine(
             load_policy_folder(config.model, device),
             self.tokenizer,

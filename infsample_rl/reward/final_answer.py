@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from infsample_rl.data.boxed import last_boxed
+from infsample_rl.data.fields import last_boxed
 
 # "1,234.50", "$ 5", "-3": thousands need groups of three, so that "3,4" stays two numbers; "5-3" holds no minus three
 _NUMBER = re.compile(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from infsample_rl.data.boxed import RAW_ANSWER
+from infsample_rl.data.fields import RAW_ANSWER
 
 _GIVEN = {
     "trl": ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config
-from infsample_rl.data.boxed import RAW_ANSWER
+from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.observe.phases import phase
