@@ -40,8 +40,7 @@ def final_roles(response: str, names: Collection[str]) -> dict[str, bool] | None
     stated = {(name.lower(), role.lower() == "knight") for name, role in re.findall(statement, part, re.IGNORECASE)}
     if stated != set(roles.items()) or not _END_OF_SENTENCE.match(part, end):
         return None
-    found = {name: roles.get(name.lower()) for name in names}
-    return None if None in found.values() else found
+    return {name: roles[name.lower()] for name in names} if all(name.lower() in roles for name in names) else None
 
 
 def gold_roles(columns: dict[str, Any]) -> dict[str, bool]:

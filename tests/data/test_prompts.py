@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -155,18 +154,3 @@ def test_a_tokenizer_without_a_chat_template_is_said_once(seven, llama_tokenizer
     llama_tokenizer.chat_template = None
     assert build_train_prompts(config(seven), llama_tokenizer, None).first_rendered == "a"
     assert caplog.text.count("has no chat template: prompts are plain text") == 1
-
-
-def test_twelve_thousand_rows_are_ready_within_seconds(tmp_path, qwen_tokenizer):
-    settings = config(write(tmp_path / "large.jsonl", 12_000), instruction="word " * 20)
-    started = time.monotonic()
-    assert build_train_prompts(settings, qwen_tokenizer, None).num_rows == 12_000
-    assert time.monotonic() - started < 20  # 2 s alone on two cores
-
-
-def test_a_stream_goes_back_over_the_border_of_an_epoch(seven, qwen_tokenizer):
-    stream = build_train_prompts(config(seven), qwen_tokenizer, None)
-    state, first = stream.state(), rows_of(stream, 2)
-    rows_of(stream, 4)
-    stream.restore(state)
-    assert rows_of(stream, 2) == first
