@@ -312,7 +312,7 @@ def test_where_the_system_has_no_landlock_the_sandbox_is_refused_by_name(isolati
 def test_a_function_that_stands_in_the_home_folder_is_not_given_the_home_folder(rewards, monkeypatch):
     monkeypatch.setenv("HOME", str(rewards.parent))
     functions = [RewardFunctionConfig(name=f"{rewards}:do")]
-    with pytest.raises(ValueError, match="holds your home; move it into a folder"):
+    with pytest.raises(ValueError, match="holds your home; move the file into a folder"):
         ProcessPool(RewardConfig(functions=functions, isolation="sandbox"), functions)
 
 
