@@ -23,7 +23,7 @@ from infsample_rl.commands.run_settings import load_run_config, model_and_run, q
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.fields import check_temperature
-from infsample_rl.data.chat import render
+from infsample_rl.data.chat import check_template_kwargs, render
 from infsample_rl.data.fields import Problem
 from infsample_rl.model.generation import response_text
 from infsample_rl.model.loading import load_tokenizer
@@ -48,6 +48,7 @@ class Chat:
     def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
         self.config, self.temperature = config, options.temperature
         self.tokenizer = load_tokenizer(config.model)
+        check_template_kwargs(self.tokenizer, config.data)
         self.engine = SamplingEngine(
             load_policy_folder(config.model, device),
             self.tokenizer,

@@ -35,7 +35,7 @@ from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.placement import Node, refusal, total_cpus
 from infsample_rl.plan.processes import write_plan
-from infsample_rl.reward.check import check_reward_functions
+from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import Prompt

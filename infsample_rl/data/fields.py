@@ -4,16 +4,15 @@ only."""
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from infsample_rl.data.boxed import RAW_ANSWER, last_boxed
 from infsample_rl.data.rows import Row, json_type, report_bad_rows
 
-PROMPT_FIELDS = ("question", "problem", "prompt", "quiz")
-# looked at when none of the above is there
-FALLBACK_PROMPT_FIELDS = ("query", "instruction", "input", "messages", "text")
+# looked for in this order; two of one tier are ambiguous
+PROMPT_FIELDS = (("question", "problem", "prompt", "quiz"), ("query", "instruction", "input", "messages", "text"))
 ANSWER_FIELDS = (
     ("answer",),
     ("ground_truth",),
@@ -21,6 +20,7 @@ ANSWER_FIELDS = (
 )
 VERL_ANSWER = "reward_model.ground_truth"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+RAW_ANSWER = "answer_as_given"  # the column of a row's own `answer`, where the gold answer cut from it took its name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,50 +68,32 @@ def find_fields(rows: list[Row], prompt_field: str | None, answer_field: str | N
     names = list(dict.fromkeys(name for fields in dicts for name in fields))
     if not names:  # no row has fields: to_problems names the first of them
         return Fields(prompt=prompt_field or "question", answer=answer_field)
-    listed = f"the fields are {', '.join(names)}"
+    label = f"{label}: the fields are {', '.join(names)}"
     for option, field in (("data.prompt_field", prompt_field), ("data.answer_field", answer_field)):
         if field is not None and all(lookup(fields, field) is None for fields in dicts):
-            raise ValueError(f"{label}: no row has the field {option}={field}; {listed}")
+            raise ValueError(f"{label}; no row has the field {option}={field}")
+    if prompt_field is None and any(isinstance(fields.get("prompt"), list) for fields in dicts):
+        prompt_field = "prompt"  # verl's and TRL's chat layout: nothing else can be meant
+    if answer_field is None and any(lookup(fields, VERL_ANSWER) is not None for fields in dicts):
+        answer_field = VERL_ANSWER
+    prompt_field = prompt_field or _find(PROMPT_FIELDS, names, f"{label}; %s the question: set data.prompt_field")
+    if prompt_field is None:
+        raise ValueError(
+            f"{label}; none is known to be the question ({', '.join(PROMPT_FIELDS[0])}): set data.prompt_field"
+        )
+    # none that looks like an answer is no fault: a reward model needs none
     return Fields(
-        prompt=prompt_field or _find_prompt(dicts, names, f"{label}: {listed}"),
-        answer=answer_field or _find_answer(dicts, names, f"{label}: {listed}"),
+        prompt=prompt_field,
+        answer=answer_field or _find(ANSWER_FIELDS, names, f"{label}; %s the answer: set data.answer_field"),
     )
 
 
-def _find_prompt(dicts: list[dict[str, Any]], names: list[str], message: str) -> str:
-    # verl's and TRL's chat layout: nothing else can be meant
-    if any(isinstance(fields.get("prompt"), list) for fields in dicts):
-        return "prompt"
-    for tier in (PROMPT_FIELDS, FALLBACK_PROMPT_FIELDS):
-        found = [name for name in tier if name in names]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(
-                f"{message}; {' and '.join(found)} could each be the question: set data.prompt_field, e.g. "
-                f"data.prompt_field={found[0]}"
-            )
-    known = ", ".join(PROMPT_FIELDS)
-    raise ValueError(
-        f"{message}; none is known to be the question ({known}): set data.prompt_field, e.g. "
-        f"data.prompt_field={names[0]}"
-    )
-
-
-def _find_answer(dicts: list[dict[str, Any]], names: list[str], message: str) -> str | None:
-    """None when nothing looks like an answer: a reward model needs none."""
-    if any(lookup(fields, VERL_ANSWER) is not None for fields in dicts):
-        return VERL_ANSWER
-    for tier in ANSWER_FIELDS:
-        found = [name for name in tier if name in names]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise ValueError(
-                f"{message}; {' and '.join(found)} could each be the answer: set data.answer_field, e.g. "
-                f"data.answer_field={found[0]}"
-            )
-    return None
+def _find(tiers: tuple[tuple[str, ...], ...], names: list[str], message: str) -> str | None:
+    """The one of `names` in the first tier that has any, None without one; ValueError for two."""
+    found = next((found for tier in tiers if (found := [name for name in tier if name in names])), [])
+    if len(found) > 1:
+        raise ValueError(message % f"{' and '.join(found)} could each be")
+    return found[0] if found else None
 
 
 def lookup(fields: dict[str, Any], name: str) -> Any:
@@ -134,9 +116,7 @@ def _to_problem(row: Row, fields: Fields, origin: str) -> Problem:
     columns = {name: value for name, value in row.fields.items() if name != fields.prompt or isinstance(value, list)}
     # verl: what its compute_score takes
     if isinstance(columns.get("reward_model"), dict) and "ground_truth" in columns["reward_model"]:
-        columns.setdefault("ground_truth", columns["reward_model"]["ground_truth"])
-        columns.setdefault("data_source", None)
-        columns.setdefault("extra_info", None)
+        columns = {"data_source": None, "extra_info": None, "ground_truth": lookup(columns, VERL_ANSWER)} | columns
     if fields.answer is not None:
         own, gold = row.fields.get("answer"), gold_answer(_required(row.fields, fields.answer), fields.answer)
         columns["answer"] = gold
@@ -157,25 +137,21 @@ def _required(fields: dict[str, Any], name: str) -> Any:
 
 def read_messages(value: Any, name: str) -> list[dict[str, str]]:
     """Chat messages from a question (string) or from a list of messages; BadRow when it is neither, or empty."""
+    where = f"cannot be used: its field {name!r}"
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     elif not isinstance(value, list):
-        raise BadRow(
-            f"cannot be used: its field {name!r} is {json_type(value)}; a string or a list of chat messages is needed"
-        )
-    messages = [_read_message(message, name) for message in value]
+        raise BadRow(f"{where} is {json_type(value)}; a string or a list of chat messages is needed")
+    messages = [_read_message(message, where) for message in value]
     users = [message for message in messages if message["role"] == "user"]
     if not users or not users[-1]["content"].strip():
-        raise BadRow(f"cannot be used: its field {name!r} is empty")
+        raise BadRow(f"{where} is empty")
     if messages[-1]["role"] == "assistant":
-        raise BadRow(
-            f"cannot be used: its field {name!r} ends with a message of the assistant; the last one must be the user's"
-        )
+        raise BadRow(f"{where} ends with a message of the assistant; the last one must be the user's")
     return messages
 
 
-def _read_message(message: Any, name: str) -> dict[str, str]:
-    where = f"cannot be used: its field {name!r}"
+def _read_message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         raise BadRow(f"{where} holds {json_type(message)} where a message {{role, content}} is needed")
     role, content = message["role"], message["content"]
@@ -190,9 +166,7 @@ def _read_message(message: Any, name: str) -> dict[str, str]:
     try:
         content.encode("utf-8")
     except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell and no tokenizer takes
-        raise BadRow(
-            f"{where} holds text that is not valid Unicode ({error.reason} at character {error.start})"
-        ) from error
+        raise BadRow(f"{where} holds text that is not valid Unicode ({error.reason})") from error
     return {"role": role, "content": content}
 
 
@@ -219,3 +193,20 @@ def gold_answer(value: Any, name: str) -> Any:
     if not answer:
         raise BadRow(f"cannot be used: its field {name!r} holds no answer")
     return answer
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...} or \fbox{...}, braces balanced; None without one.
+    last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"."""
+    matches = list(re.finditer(r"\\(?:boxed|fbox)\s*(?:\{|(?P<bare>[^\s{$]+))", text))
+    if not matches:
+        return None
+    last = matches[-1]
+    if last["bare"]:  # \boxed 5
+        return last["bare"].rstrip(".,")
+    depth = 1
+    for position in range(last.end(), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0) if text[position - 1] != "\\" else 0
+        if depth == 0:
+            return text[last.end() : position].strip()
+    return None

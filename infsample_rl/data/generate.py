@@ -13,14 +13,12 @@ import sys
 from dataclasses import fields
 from typing import Any
 
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
 
 def generate(task: str, seed: int, size: int, kwargs: dict[str, Any]) -> dict[str, Any]:
     """`size` entries of the task, or the user's mistake."""
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        return {"error": f"the package reasoning-gym cannot be imported ({error}): pip install reasoning-gym"}
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:5]
         return {"error": f"reasoning_gym has no task {task!r} (of {len(DATASETS)}); the nearest are {', '.join(near)}"}
@@ -28,21 +26,12 @@ def generate(task: str, seed: int, size: int, kwargs: dict[str, Any]) -> dict[st
     try:
         dataset = reasoning_gym.create_dataset(task, seed=seed, size=size, **kwargs)
     except (TypeError, ValueError, AssertionError) as error:
-        settings = sorted({field.name for field in fields(DATASETS[task][1])} - {"seed", "size"})
+        settings = ", ".join(sorted({field.name for field in fields(DATASETS[task][1])} - {"seed", "size"}))
         reason = " ".join(str(error).split())
-        return {
-            "error": f"data.generator_kwargs={kwargs} do not suit the task: {reason}; its settings are "
-            f"{', '.join(settings)}"
-        }
+        return {"error": f"data.generator_kwargs={kwargs} do not suit the task: {reason}; its settings are {settings}"}
     return {"entries": [dataset[index] for index in range(size)]}
 
 
-def main() -> None:
-    """Answer one request; what tasks print goes to stderr."""
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    request = pickle.load(sys.stdin.buffer)
-    pickle.dump(generate(**request), answers)
-
-
 if __name__ == "__main__":
-    main()
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr  # what tasks print goes to stderr
+    pickle.dump(generate(**pickle.load(sys.stdin.buffer)), answers)

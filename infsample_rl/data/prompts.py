@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.config import Config
-from infsample_rl.data.chat import Rendered, render_all
+from infsample_rl.data.chat import render_all
 from infsample_rl.data.fields import Problem
 from infsample_rl.data.sources import load_problems
 from infsample_rl.types import Prompt
@@ -29,26 +29,16 @@ class PromptStream:
     An epoch's order depends on (run.seed, epoch) alone; the position is all there is to save.
     """
 
-    def __init__(self, rendered: Rendered, *, prompts_per_step: int, seed: int, shuffle: bool) -> None:
-        self.prompts = rendered.prompts
-        self.dropped = rendered.dropped
-        self.truncated = rendered.truncated
+    def __init__(self, prompts: list[Prompt], *, prompts_per_step: int, seed: int, shuffle: bool) -> None:
+        self.prompts = prompts
+        self.num_rows = len(prompts)  # of one epoch
+        self.first_rendered = prompts[0].text  # for the log
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
         self.position = 0  # items dealt since the start of the run
-        self.fingerprint = _fingerprint(rendered.prompts)
+        self.fingerprint = _fingerprint(prompts)
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch it is of, row positions
-
-    @property
-    def num_rows(self) -> int:
-        """Prompts of one epoch."""
-        return len(self.prompts)
-
-    @property
-    def first_rendered(self) -> str:
-        """The text of the source's first prompt, for the log."""
-        return self.prompts[0].text
 
     def next_batch(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
         """The next `count` prompts (default: a step's), prompt_index from `first_index` on; one comes twice only when
@@ -69,9 +59,8 @@ class PromptStream:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where state() was taken. ValueError when the prompts or their order are not the ones of then."""
         meanings = {
-            "num_rows": "the data set has changed: its number of usable rows",
-            "fingerprint": "the data set, the chat template or the tokenizer has changed: the hash of all prompts and "
-            "answers",
+            "num_rows": "the number of usable rows",
+            "fingerprint": "the hash of all prompts and answers (data set, chat template, tokenizer)",
             "seed": "run.seed",
             "shuffle": "data.shuffle",
         }
@@ -115,9 +104,9 @@ def build_train_prompts(config: Config, tokenizer: Any, context_length: int | No
             "the tokenizer %s has no chat template: prompts are plain text, their parts joined by blank lines",
             tokenizer.name_or_path,
         )
-    rendered = render_all(problems, tokenizer, data)
-    _check_context(rendered.prompts, config, context_length, problems[0].origin)
-    return PromptStream(rendered, prompts_per_step=data.prompts_per_step, seed=config.run.seed, shuffle=data.shuffle)
+    prompts = render_all(problems, tokenizer, data)
+    _check_context(prompts, config, context_length, problems[0].origin)
+    return PromptStream(prompts, prompts_per_step=data.prompts_per_step, seed=config.run.seed, shuffle=data.shuffle)
 
 
 def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None) -> list[Prompt]:
@@ -130,7 +119,7 @@ def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | Non
     if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place
         problems = problems[:count]
     _check_answers(problems, config, f"data.eval_source={data.held_out}")
-    prompts = render_all(problems, tokenizer, data).prompts[:count]
+    prompts = render_all(problems, tokenizer, data)[:count]
     _check_context(prompts, config, context_length, problems[0].origin)
     return prompts
 
@@ -157,11 +146,10 @@ def _check_context(prompts: list[Prompt], config: Config, context_length: int | 
         f"the longest prompt ({origin}, row {longest.row}) has {tokens} tokens and the model's context {context_length}"
     )
     if room >= 1:
-        raise ValueError(f"rollout.max_new_tokens must be <= {room}, got {new}: {at}; the nearest that works is {room}")
+        raise ValueError(f"rollout.max_new_tokens must be <= {room}, got {new}: {at}")
     raise ValueError(
         f"data.max_prompt_tokens must be < the model's context {context_length}, got {config.data.max_prompt_tokens}: "
-        f"{at}; set "
-        f"data.long_prompts=drop or truncate, and data.max_prompt_tokens + rollout.max_new_tokens <= {context_length}"
+        f"{at}; set data.long_prompts=drop or truncate"
     )
 
 

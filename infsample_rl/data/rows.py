@@ -12,7 +12,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-NAMED_IN_MESSAGES = 5  # bad rows a message names
+JSON_TYPES = {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,16 +34,7 @@ def one_line(error: BaseException) -> str:
 
 def json_type(value: Any) -> str:
     """What JSON calls the type of a value: json_type([1]) == "a list"."""
-    names = {
-        str: "a string",
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-        type(None): "null",
-    }
-    return names[type(value)] if type(value) in names else f"a {type(value).__name__}"
+    return JSON_TYPES.get(type(value), "null" if value is None else f"a {type(value).__name__}")
 
 
 def read_rows(path: Path, label: str) -> list[Row]:
@@ -52,9 +43,8 @@ def read_rows(path: Path, label: str) -> list[Row]:
     Raises ValueError when the file is missing, empty, of another kind or cannot be read at all.
     """
     if not path.exists():
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1
-        )
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, beside, n=1)
         raise ValueError(f"{label}: there is no such file{f'; did you mean {path.parent / near[0]}?' if near else ''}")
     suffix = path.suffix.lower()
     if suffix not in FILE_SUFFIXES:
@@ -63,11 +53,11 @@ def read_rows(path: Path, label: str) -> list[Row]:
         )
     try:
         if suffix == ".parquet":
-            rows = _parquet_rows(path)
-        elif suffix == ".json":
-            rows = _json_rows(path.read_bytes())
+            import pyarrow.parquet  # slow to import, and only Parquet needs it
+
+            rows = [_as_row(*numbered) for numbered in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)]
         else:
-            rows = _json_lines(path.read_bytes())
+            rows = _json_rows(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{label}: the file cannot be read: {one_line(error)}") from error
     if not rows:
@@ -75,10 +65,17 @@ def read_rows(path: Path, label: str) -> list[Row]:
     return rows
 
 
-def _json_lines(raw: bytes) -> list[Row]:
+def _json_rows(raw: bytes) -> list[Row]:
+    """JSON Lines, or one list of objects."""
+    raw = raw.removeprefix(b"\xef\xbb\xbf")
+    if raw.lstrip()[:1] == b"[":
+        try:
+            return [_as_row(number, item) for number, item in enumerate(json.loads(raw), start=1)]
+        except json.JSONDecodeError as error:
+            if error.msg != "Extra data":
+                raise
     # not splitlines: it would also cut at \x0b, \x85 and their like
-    lines = raw.removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    return [_json_line(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [_json_line(number, line) for number, line in enumerate(raw.split(b"\n"), start=1) if line.strip()]
 
 
 def _json_line(number: int, line: bytes) -> Row:
@@ -90,48 +87,28 @@ def _json_line(number: int, line: bytes) -> Row:
         return Row(number=number, fields=None, fault=f"is not valid JSON ({one_line(error)})")
 
 
-def _json_rows(raw: bytes) -> list[Row]:
-    """A list of objects, or JSON Lines under the name .json."""
-    if not raw.strip():
-        return []
-    try:
-        content = json.loads(raw.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        if error.msg != "Extra data":  # a second value follows the first: JSON Lines
-            raise
-        return _json_lines(raw)
-    if not isinstance(content, list):
-        raise ValueError(f"it holds {json_type(content)}; a list of objects or JSON Lines is needed")
-    return [_as_row(number, item) for number, item in enumerate(content, start=1)]
-
-
-def _parquet_rows(path: Path) -> list[Row]:
-    import pyarrow.parquet  # slow to import, and only Parquet needs it
-
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    return [Row(number=number, fields=fields) for number, fields in enumerate(rows, start=1)]
-
-
 def _as_row(number: int, item: Any) -> Row:
     if not isinstance(item, dict):
         return Row(number=number, fields=None, fault=f"is {json_type(item)}, not an object with fields")
     return Row(number=number, fields=item)
 
 
+def first_rows(numbers: list[int]) -> str:
+    """The first five of them, for a message: "3, 4, 5, 6, 7, ..."."""
+    return ", ".join([*map(str, numbers[:5]), *(["..."] if len(numbers) > 5 else [])])
+
+
 def report_bad_rows(faults: list[tuple[int, str]], total: int, label: str, policy: str) -> None:
     """Raise ValueError on the first of `faults` (row number, what is wrong), or with policy "skip" warn once of all.
 
     Example: report_bad_rows([(3, "is not valid JSON")], 10, "data.source=a.jsonl", "error") raises
-    "data.source=a.jsonl, row 3 is not valid JSON; 1 of 10 rows cannot be used; mend the data or set data.bad_rows=skip"
+    "data.source=a.jsonl, row 3 is not valid JSON; 1 of 10 rows cannot be used (3); mend the data or set
+    data.bad_rows=skip"
     """
     if not faults:
         return
-    count = f"{len(faults)} of {total} rows cannot be used"
+    number, fault = faults[0]
+    count = f"{len(faults)} of {total} rows cannot be used ({first_rows([number for number, _ in faults])})"
     if policy == "error" or len(faults) == total:
-        number, fault = faults[0]
-        others = [str(other) for other, _ in faults[1:NAMED_IN_MESSAGES]] + ["..."] * (len(faults) > NAMED_IN_MESSAGES)
-        more = f" (also {'rows' if len(others) > 1 else 'row'} {', '.join(others)})" if others else ""
-        remedy = "mend the data" if len(faults) == total else "mend the data or set data.bad_rows=skip"
-        raise ValueError(f"{label}, row {number} {fault}; {count}{more}; {remedy}")
-    named = "; ".join(f"row {number} {fault}" for number, fault in faults[:NAMED_IN_MESSAGES])
-    logger.warning("%s: skipped, as %s: %s%s", label, count, named, "; ..." if len(faults) > NAMED_IN_MESSAGES else "")
+        raise ValueError(f"{label}, row {number} {fault}; {count}; mend the data or set data.bad_rows=skip")
+    logger.warning("%s: skipped, as %s: row %s %s", label, count, number, fault)

@@ -36,9 +36,8 @@ def load_problems(data: DataConfig, *, evaluation: bool, limit: int | None = Non
     """
     option = "data.eval_source" if evaluation else "data.source"
     source = data.held_out if evaluation else data.source
+    assert source is not None  # without a held-out source nobody asks for its problems
     split = data.eval_split if evaluation else data.split
-    if not source:
-        raise ValueError(f"{option} is empty: give gsm8k, math, kk, kk_tiny, a file, a hub name or {GENERATED}<task>")
     label = f"{option}={source}"
     _refuse_idle_fields(data)
     fields, origin = None, source
@@ -65,23 +64,18 @@ def is_file(source: str) -> bool:
     """Whether a source means a file: it is there, or is spelled like one."""
     if Path(source).exists():
         return Path(source).is_file()
-    return source.startswith(("/", "./", "../")) or source.lower().endswith(
-        (*FILE_SUFFIXES, ".csv", ".tsv", ".txt", ".gz", ".zip")
-    )
+    return source.startswith(("/", "./", "../")) or source.lower().endswith((*FILE_SUFFIXES, ".csv", ".txt"))
 
 
 def _refuse_idle_fields(data: DataConfig) -> None:
     """A field name that no source would read is a mistake."""
     sources = list(dict.fromkeys(source for source in (data.source, data.held_out) if source is not None))
-    if all(source in HUB_NAMES or source in SHIPPED or source.startswith(GENERATED) for source in sources):
-        for option, field in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
-            if field is not None:
-                raise ValueError(
-                    f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out"
-                )
-
-
-# ------------------------------------------------------------------------------------------------------ hub data sets
+    known = all(source in HUB_NAMES or source in SHIPPED or source.startswith(GENERATED) for source in sources)
+    for option, field in (("data.prompt_field", data.prompt_field), ("data.answer_field", data.answer_field)):
+        if known and field is not None:
+            raise ValueError(
+                f"{option}={field} has no effect: the fields of {' and '.join(sources)} are known; leave it out"
+            )
 
 
 def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = False) -> list[Row]:
@@ -98,7 +92,12 @@ def hub_rows(name: str, split: str, *, label: str, splits_are_configs: bool = Fa
             rows = load_hub(repository, config or None, split)
         return [Row(number=number, fields=fields) for number, fields in enumerate(rows, start=1)]
     except ValueError as error:
-        raise ValueError(_hub_message(name, label, str(error))) from error
+        near = difflib.get_close_matches(name, [*HUB_NAMES, *SHIPPED], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        hint += f"; a config is given as {name}:CONFIG" if "config name is missing" in str(error).lower() else ""
+        raise ValueError(
+            f"{label}: the hub data set {name} cannot be loaded: {error}{hint}; to use a file give {AS_FILE}"
+        ) from error
 
 
 def load_hub(repository: str, config: str | None, split: str | None = None) -> Any:
@@ -119,16 +118,6 @@ def load_hub(repository: str, config: str | None, split: str | None = None) -> A
         datasets.config.HF_HUB_OFFLINE = was_offline
 
 
-def _hub_message(name: str, label: str, reason: str) -> str:
-    known = difflib.get_close_matches(name, [*HUB_NAMES, *SHIPPED], n=1)
-    hint = f"; did you mean {known[0]}?" if known and known[0] != name else ""
-    config = f"; a config is given as {name}:CONFIG" if "config name is missing" in reason.lower() else ""
-    return f"{label}: the hub data set {name} cannot be loaded: {reason}{hint}{config}; to use a file give {AS_FILE}"
-
-
-# ------------------------------------------------------------------------------------------------------ reasoning_gym
-
-
 def generated_rows(data: DataConfig, source: str, *, evaluation: bool, limit: int | None, label: str) -> list[Row]:
     """Problems of reasoning_gym:<task>; the columns `task` and `entry` (whole, with metadata) are what its scorer
     takes.
@@ -145,21 +134,17 @@ def generated_rows(data: DataConfig, source: str, *, evaluation: bool, limit: in
     request = {"task": task, "seed": seed, "size": size, "kwargs": kwargs}
     # A process with a fixed hash seed: some tasks iterate over sets, and a resumed run must get the same problems.
     command = [sys.executable, "-P", str(Path(__file__).with_name("generate.py"))]
-    done = subprocess.run(
-        command, input=pickle.dumps(request), stdout=subprocess.PIPE, env={**os.environ, "PYTHONHASHSEED": "0"}
-    )
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, input=pickle.dumps(request), stdout=subprocess.PIPE, env=environment)
     if done.returncode != 0:
-        raise RuntimeError(
-            f"{label}: the process that generates the problems ended with code {done.returncode}; its own message is "
-            "above"
-        )
+        raise RuntimeError(f"{label}: generating the problems ended with code {done.returncode}; its message is above")
     answer = pickle.loads(done.stdout)
     if "error" in answer:
         raise ValueError(f"{label}: {answer['error']}")
     return [
-        Row(number=number, fields=_entry_fields(task, entry)) for number, entry in enumerate(answer["entries"], start=1)
+        Row(
+            number=number,
+            fields={"question": entry["question"], "answer": entry["answer"], "task": task, "entry": entry},
+        )
+        for number, entry in enumerate(answer["entries"], start=1)
     ]
-
-
-def _entry_fields(task: str, entry: dict[str, Any]) -> dict[str, Any]:
-    return {"question": entry["question"], "answer": entry["answer"], "task": task, "entry": entry}

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from infsample_rl.data.boxed import last_boxed
+from infsample_rl.data.fields import last_boxed
 
 # "1,234.50", "$ 5", "-3": thousands need groups of three, so that "3,4" stays two numbers; "5-3" holds no minus three
 _NUMBER = re.compile(
@@ -27,18 +27,12 @@ def numbers_in(text: str) -> list[Decimal]:
     return found
 
 
-def answer_tag(text: str) -> str | None:
-    """What the last <answer>...</answer> holds (to the end when it is not closed); None without one."""
-    found = _ANSWER_TAG.findall(text)
-    return found[-1].strip() if found else None
-
-
 def explicit_answer(text: str) -> str | None:
-    r"""The answer a response marks as such: the last <answer> tag, else the text after the last "Answer:", else
-    \boxed{}."""
-    tagged = answer_tag(text)
-    if tagged is not None:
-        return tagged
+    r"""The answer a response marks as such: what the last <answer>...</answer> holds (to the end when it is not
+    closed), else the text after the last "Answer:", else \boxed{}; None without any."""
+    tagged = _ANSWER_TAG.findall(text)
+    if tagged:
+        return tagged[-1].strip()
     labels = list(_ANSWER_LABEL.finditer(text))
     if labels:
         after = text[labels[-1].end() :].strip(" \t\r\n*_`")

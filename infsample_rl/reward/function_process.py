@@ -4,13 +4,13 @@ reward.isolation.
 It is forked by `keeper` for `process_pool.FunctionProcess` and imports nothing heavy: no torch, ray or transformers.
 Requests are pickled; replies are lines of JSON, so that the worker unpickles nothing a user's function could have made.
 
-    reward worker                            this process
-    [functions]                        ->
-                                       <-    {"pid": ..., "per_sample": [...]} or {"error": "..."}
-    (function, prompt, calls)          ->
-                                       <-    {} (read: the time limit of the first call starts) <-    {"values": [...],
-                                       "problems": [...], "reported": {"acc": [...]}}, once a call <-    {"died": "exit
-                                       code 3"}, from the keeper, when all is over
+    reward worker                  this process
+    [functions]                ->
+                               <-  {"pid": ..., "per_sample": [...]} or {"error": "..."}
+    (function, prompt, calls)  ->
+                               <-  {} (read: the time limit of the first call starts)
+                               <-  {"values": [...], "problems": [...], "reported": {"acc": [...]}}, once a call
+                               <-  {"died": "exit code 3"}, from the keeper, when all is over
 """
 
 from __future__ import annotations
@@ -74,11 +74,9 @@ def _reply(replies: int, message: dict[str, Any]) -> None:
 def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
     try:
         functions = [load_function(config) for config in pickle.loads(requests.recv_bytes())]
-    except ValueError as error:
-        _reply(replies, {"error": without_values(str(error))})
-        os._exit(1)
-    except ImportError as error:  # a rule's own library
-        _reply(replies, {"error": f"reward.functions: {describe_error(error, None)}"})
+    except (ValueError, ImportError) as error:  # an ImportError is of a rule's own library
+        said = str(error) if isinstance(error, ValueError) else f"reward.functions: {describe_error(error, None)}"
+        _reply(replies, {"error": without_values(said)})
         os._exit(1)
     _reply(replies, {"pid": os.getpid(), "per_sample": [function.per_sample for function in functions]})
     return functions
@@ -92,25 +90,24 @@ def _score(
         values, reported = call_function(function, pickle.loads(pickled_prompt), samples)
         checked = [(None, "") if value is None and function.may_skip else as_reward(value) for value in values]
         numbers = {
-            name: [as_reward(value)[0] for value in column]
+            _shown(name): [as_reward(value)[0] for value in column]
             for name, column in reported.items()
             if len(column) == len(samples)
         }
     except BaseException as error:  # this process is the sandbox: sys.exit() in a function must not end it either
         problem = f"raised {describe_error(error, function.path)}{_limit_behind(error, isolation)}"
         checked, numbers = [(None, without_values(problem))] * len(samples), {}
-    # texts are not kept
-    kept = {name: column for name, column in numbers.items() if any(value is not None for value in column)}
-    # As on screen and in records: trackers take no lone surrogates.
-    reported = {
-        without_values(str(name)).encode(errors="backslashreplace").decode()[:LONGEST_NAME]: column
-        for name, column in kept.items()
-    }
     return {
         "values": [value for value, _ in checked],
         "problems": [problem for _, problem in checked],
-        "reported": reported,
+        # texts are not kept
+        "reported": {name: column for name, column in numbers.items() if any(value is not None for value in column)},
     }
+
+
+def _shown(name: str) -> str:
+    """A name as on screen and in records: trackers take no lone surrogates."""
+    return without_values(name).encode(errors="backslashreplace").decode()[:LONGEST_NAME]
 
 
 def _limit_behind(error: BaseException, isolation: Isolation) -> str:
@@ -118,13 +115,12 @@ def _limit_behind(error: BaseException, isolation: Isolation) -> str:
     link: BaseException | None = error
     while link is not None:
         cause = getattr(link, "reason", None)  # urllib's URLError keeps what was raised there
-        if isolation.limits_memory and (
-            isinstance(link, MemoryError) or any(words in str(link) for words in _NO_MEMORY)
-        ):
+        is_full = isinstance(link, MemoryError) or any(words in str(link) for words in _NO_MEMORY)
+        if isolation.level != "none" and is_full:
             return f"; reward.memory_limit={isolation.memory_limit}"
-        if isolation.limits_memory and isinstance(link, OSError) and link.errno == errno.EFBIG:
+        if isolation.level != "none" and isinstance(link, OSError) and link.errno == errno.EFBIG:
             return f"; no file may be larger than reward.memory_limit={isolation.memory_limit}"
-        if isolation.level == "sandbox" and (isinstance(link, PermissionError) or isinstance(cause, PermissionError)):
+        if isolation.level == "sandbox" and any(isinstance(one, PermissionError) for one in (link, cause)):
             return "; reward.isolation=sandbox has no network, and only the files of reward.read_paths"
         link = link.__cause__ or link.__context__
     return ""

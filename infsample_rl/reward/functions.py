@@ -18,15 +18,7 @@ from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.peer_forms import (
-    Called,
-    call_openrlhf,
-    call_trl,
-    call_verl,
-    call_verl_batch,
-    check_keywords,
-    form_of,
-)
+from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, form_of
 from infsample_rl.reward.user_function import import_function
 
 RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
@@ -37,18 +29,18 @@ RULES = {  # imported only when asked for: math-verify and reasoning_gym are slo
     "data_source": "infsample_rl.reward.rule_data_source",
     "think_format": "infsample_rl.reward.rule_think_format",
 }
-CALLS = {"trl": call_trl, "verl": call_verl, "verl_batch": call_verl_batch, "openrlhf": call_openrlhf}
 MODEL_PREFIX = "model:"
+METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedFunction:
     """A reward function ready to be called in a function process."""
 
-    form: str  # rule, or one of CALLS
+    form: str  # rule, or one of peer_forms
     function: Callable[..., Any]
     kwargs: dict[str, Any]
-    path: str | None  # the user's file
+    path: str | None = None  # the user's file
 
     @property
     def per_sample(self) -> bool:
@@ -67,21 +59,16 @@ def kind_of(name: str) -> str:
         return "rule"
     if name.startswith(MODEL_PREFIX) and name != MODEL_PREFIX:
         return "model"
-    path, colon, function = name.rpartition(":")
-    if colon and path.endswith(".py") and function:
+    path, _, function = name.rpartition(":")
+    if path.endswith(".py") and function:
         return "user"
-    if name.endswith(".py") or name.endswith(".py:"):
+    if name.rstrip(":").endswith(".py"):
         raise ValueError(f"reward.functions: {name} names no function of the file: give {name.rstrip(':')}:FUNCTION")
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    known = ", ".join(RULES)
     raise ValueError(
-        f"reward.functions: unknown name {name!r}; give {known}, path/to/file.py:function or model:<folder or hub "
-        f"name>{hint}"
+        f"reward.functions: unknown name {name!r}; give {', '.join(RULES)}, path/to/file.py:function or model:<folder "
+        f"or hub name>{f'; did you mean {nearest[0]}?' if nearest else ''}"
     )
-
-
-METRICS_OF_REWARD = ("mean", "std", "failed", "groups_with_signal")  # reward/... that no function may take
 
 
 def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
@@ -89,14 +76,13 @@ def component_names(functions: list[RewardFunctionConfig]) -> list[str]:
     "brevity_2"."""
     names: list[str] = []
     for function in functions:
-        kind = kind_of(function.name)
-        short = function.name.rpartition(":")[2] if kind == "user" else function.name
-        if kind == "model":
-            short = MODEL_PREFIX + os.path.basename(function.name.removeprefix(MODEL_PREFIX).rstrip("/"))
-        taken = {*METRICS_OF_REWARD, *names}
-        names.append(
-            next(name for number in count(1) if (name := short if number == 1 else f"{short}_{number}") not in taken)
-        )
+        short = function.name
+        if kind_of(short) == "user":
+            short = short.rpartition(":")[2]
+        elif kind_of(short) == "model":
+            short = MODEL_PREFIX + os.path.basename(short.removeprefix(MODEL_PREFIX).rstrip("/"))
+        numbered = (short if number == 1 else f"{short}_{number}" for number in count(1))
+        names.append(next(name for name in numbered if name not in (*METRICS_OF_REWARD, *names)))
     return names
 
 
@@ -106,7 +92,7 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
     if kind_of(config.name) == "rule":
         function = importlib.import_module(RULES[config.name]).score
         check_keywords(config.name, function, config.kwargs, given=("response", "columns"))
-        return LoadedFunction(form="rule", function=function, kwargs=config.kwargs, path=None)
+        return LoadedFunction(form="rule", function=function, kwargs=config.kwargs)
     path, _, name = config.name.rpartition(":")
     function = import_function(path, name)
     form = form_of(config.name, function, config.kwargs)
@@ -121,16 +107,16 @@ def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[
     """
     if loaded.form == "rule":
         return [loaded.function(samples[0]["text"], prompt["columns"], **loaded.kwargs)], {}
-    return CALLS[loaded.form](loaded.function, loaded.kwargs, prompt, samples)
+    return call_form(loaded.form, loaded.function, loaded.kwargs, prompt, samples)
 
 
 def as_reward(value: Any) -> tuple[float | None, str]:
     """(reward, "") of a finite number; (None, what is wrong) of anything else. Booleans and numpy scalars are
     numbers."""
+    if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # numpy and torch scalars, without importing either
     if value is None:
         return None, "returned None"
-    if not isinstance(value, numbers.Real) and hasattr(value, "item") and hasattr(value, "ndim") and value.ndim == 0:
-        value = value.item()  # numpy and torch scalars, without importing either
     if not isinstance(value, numbers.Real):
         return None, f"returned {without_values(repr(value)):.60}, which is not a number"
     try:

@@ -21,60 +21,16 @@ from infsample_rl.reward.linux_sandbox import keep_out_of_other_processes, sandb
 
 # What programs and libraries need of an environment; nothing here holds a key.
 PASSED_ON = (
-    *(
-        "PATH",
-        "HOME",
-        "USER",
-        "LOGNAME",
-        "SHELL",
-        "TMPDIR",
-        "LANG",
-        "LANGUAGE",
-        "LC_ALL",
-        "LC_CTYPE",
-        "TZ",
-        "TERM",
-        "VIRTUAL_ENV",
-        "LD_LIBRARY_PATH",
-    ),
-    *(
-        "PYTHONHOME",
-        "PYTHONHASHSEED",
-        "PYTHONUNBUFFERED",
-        "XDG_CACHE_HOME",
-        "HF_HOME",
-        "HF_HUB_OFFLINE",
-        "TOKENIZERS_PARALLELISM",
-    ),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "INFSAMPLE_RL_CACHE"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-)
+    "PATH HOME USER LOGNAME SHELL TMPDIR LANG LANGUAGE LC_ALL LC_CTYPE TZ TERM VIRTUAL_ENV LD_LIBRARY_PATH "
+    "PYTHONHOME PYTHONHASHSEED PYTHONUNBUFFERED XDG_CACHE_HOME HF_HOME HF_HUB_OFFLINE TOKENIZERS_PARALLELISM "
+    "OMP_NUM_THREADS MKL_NUM_THREADS CUDA_VISIBLE_DEVICES INFSAMPLE_RL_CACHE "
+    "SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE"
+).split()
 _READABLE = (
-    *(
-        "/usr",
-        "/lib",
-        "/lib32",
-        "/lib64",
-        "/bin",
-        "/sbin",
-        "/etc/alternatives",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-        "/etc/passwd",
-        "/etc/group",
-    ),
-    *(
-        "/etc/nsswitch.conf",
-        "/etc/os-release",
-        "/dev/zero",
-        "/dev/random",
-        "/dev/urandom",
-        "/proc/self",
-        "/proc/cpuinfo",
-        "/proc/meminfo",
-    ),
-    *("/proc/stat", "/sys/devices/system"),
-)
+    "/usr /lib /lib32 /lib64 /bin /sbin /etc/alternatives /etc/ld.so.cache /etc/localtime /etc/passwd /etc/group "
+    "/etc/nsswitch.conf /etc/os-release /dev/zero /dev/random /dev/urandom /proc/self /proc/cpuinfo /proc/meminfo "
+    "/proc/stat /sys/devices/system"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +44,6 @@ class Isolation:
     read: list[str]
     write: list[str]
 
-    @property
-    def limits_memory(self) -> bool:
-        """Whether memory is bounded."""
-        return self.level != "none"
-
 
 def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) -> Isolation:
     """What the reward settings say; ValueError in one line for what is not there or cannot be done here."""
@@ -103,20 +54,17 @@ def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) ->
     missing = [name for name in reward.environment if name not in os.environ]
     if missing and reward.isolation != "none":
         raise ValueError(f"reward.environment names {missing[0]}, which is not set")
-    read, write = [], []
-    if reward.isolation == "sandbox":
-        absent = [path for path in reward.read_paths if not os.path.exists(path)]
-        if absent:
-            raise ValueError(f"reward.read_paths: there is no {absent[0]}")
-        read = [*_READABLE, *_python_folders(), *_function_folders(functions), *reward.read_paths]
-        write = ["/dev/null"]
+    is_sandbox = reward.isolation == "sandbox"
+    absent = [path for path in reward.read_paths if not os.path.exists(path)]
+    if absent and is_sandbox:
+        raise ValueError(f"reward.read_paths: there is no {absent[0]}")
     return Isolation(
         level=reward.isolation,
         memory_limit=reward.memory_limit,
         memory_bytes=reward.memory_bytes,
-        environment=list(reward.environment),
-        read=read,
-        write=write,
+        environment=reward.environment,
+        read=[*_READABLE, *_python_folders(), *_function_folders(functions), *reward.read_paths] if is_sandbox else [],
+        write=["/dev/null"] if is_sandbox else [],
     )
 
 
@@ -157,30 +105,20 @@ def isolate(isolation: Isolation) -> None:
 def _python_folders() -> set[str]:
     """Where this interpreter and everything on its path is; never a folder that holds the user's home."""
     package = str(Path(__file__).resolve().parents[1])
-    folders = {
-        sys.prefix,
-        sys.base_prefix,
-        sys.exec_prefix,
-        str(Path(sys.executable).resolve().parent),
-        *site.getsitepackages(),
-        *sys.path,
-    }
+    folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages(), *sys.path}
+    folders.add(str(Path(sys.executable).resolve().parent))
     return {package, *(folder for folder in folders if folder and not holds_home(folder))}
 
 
 def _function_folders(functions: list[RewardFunctionConfig]) -> list[str]:
     """The folders of the users' files, which may import what stands beside them."""
-    folders = []
-    for function in functions:
-        path = function.name.rpartition(":")[0]
-        if path.endswith(".py"):
-            folder = str(Path(path).resolve().parent)
-            if holds_home(folder):
-                raise ValueError(
-                    f"reward.isolation=sandbox lets {path} read its own folder, but {folder} holds your home; move it "
-                    "into a folder"
-                )
-            folders.append(folder)
+    files = [function.name.rpartition(":")[0] for function in functions]
+    folders = [str(Path(path).resolve().parent) for path in files if path.endswith(".py")]
+    for folder in filter(holds_home, folders):
+        raise ValueError(
+            f"reward.isolation=sandbox lets functions read their own folder, but {folder} holds your home; move the "
+            "file into a folder"
+        )
     return folders
 
 

@@ -10,6 +10,7 @@ none. It acts when the function process ends, when SIGTERM tells it to, and when
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -111,7 +112,7 @@ class _Keeper:
             died = self._reap()
             if not died and (told or 0 in events):
                 died = "ended by the worker"
-            if not died and self._isolation.limits_memory:
+            if not died and self._isolation.level != "none":
                 died = self._above_limits()
         return died
 
@@ -158,52 +159,35 @@ class _Keeper:
         ""."""
         limit, tree = self._isolation.memory_bytes, descendants(os.getpid())
         if len(tree) > MOST_PROCESSES:
-            return (
-                f"{len(tree):,} processes, what earlier calls left among them; at most {MOST_PROCESSES:,} may run "
-                "at a time"
-            )
-        if sum(map(_resident, tree)) <= limit:
+            most = f"at most {MOST_PROCESSES:,} may run at a time"
+            return f"{len(tree):,} processes, what earlier calls left among them; {most}"
+        if sum(_held_bytes(pid) for pid in tree) <= limit:
             return ""
-        used = sum(map(_proportional, tree))  # what processes share counts once; slower to read
-        return (
-            f"{used / 1e9:.2f} GB in {len(tree)} processes, above reward.memory_limit={self._isolation.memory_limit}"
-            if used > limit
-            else ""
-        )
+        used = sum(_held_bytes(pid, shared_once=True) for pid in tree)
+        above = f"above reward.memory_limit={self._isolation.memory_limit}"
+        return f"{used / 1e9:.2f} GB in {len(tree)} processes, {above}" if used > limit else ""
 
 
 def descendants(pid: int) -> list[int]:
     """Process ids of everything below `pid` (Linux). A chain of them may be longer than Python's stack is deep."""
-    found: list[int] = []
-    seen, parents = {pid}, [pid]
+    found, parents = dict[int, None](), [pid]
     while parents:
-        parent = parents.pop()
         try:
-            children = [
-                int(child)
-                for task in os.scandir(f"/proc/{parent}/task")
-                for child in Path(task.path, "children").read_text().split()
-            ]
+            tasks = [task.path for task in os.scandir(f"/proc/{parents.pop()}/task")]
+            children = [int(child) for task in tasks for child in Path(task, "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended
-        new = [child for child in children if child not in seen]
-        seen.update(new)
-        found += new
-        parents += new
-    return found
+        parents += [child for child in children if child not in found]
+        found |= dict.fromkeys(children)
+    return list(found)
 
 
-def _resident(pid: int) -> int:
+def _held_bytes(pid: int, shared_once: bool = False) -> int:
+    """Resident memory of a process; `shared_once`: its share alone of what several have, which is slower to read."""
     try:
+        if shared_once:
+            return int(Path(f"/proc/{pid}/smaps_rollup").read_text().split("\nPss:")[1].split()[0]) * 1024
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
-
-
-def _proportional(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        return int(text.split("\nPss:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return 0
 
@@ -236,14 +220,10 @@ def _how(code: int) -> str:
 def _tell(died: str) -> None:
     """The last line of the replies' pipe: how the function process died. Nobody else holds the pipe any more."""
     os.set_blocking(1, False)
-    try:
+    with contextlib.suppress(OSError):  # full of what a function wrote into it, or the worker is gone
         os.write(1, b"\n" + json.dumps({"died": died}).encode() + b"\n")
-    except OSError:
-        pass  # full of what a function wrote into it, or the worker is gone
 
 
 def _write(text: str) -> None:
-    try:
+    with contextlib.suppress(OSError):  # nobody reads it
         os.write(2, text.encode())
-    except OSError:
-        pass  # nobody reads it

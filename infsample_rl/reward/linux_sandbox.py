@@ -21,12 +21,9 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every 
 _FS = {
     name: 1 << bit
     for bit, name in enumerate(
-        "execute write_file read_file read_dir remove_dir remove_file make_char make_dir make_reg".split()
+        "execute write_file read_file read_dir remove_dir remove_file make_char make_dir make_reg make_sock make_fifo "
+        "make_block make_sym refer truncate ioctl_dev".split()
     )
-}
-_FS |= {
-    name: 1 << (9 + bit)
-    for bit, name in enumerate("make_sock make_fifo make_block make_sym refer truncate ioctl_dev".split())
 }
 _READ = _FS["execute"] | _FS["read_file"] | _FS["read_dir"]
 _OF_FILES = _FS["execute"] | _FS["write_file"] | _FS["read_file"] | _FS["truncate"] | _FS["ioctl_dev"]
@@ -47,7 +44,7 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
 def prctl(option: int, value: int) -> None:
     """prctl(2); OSError when it fails."""
-    _check(ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0), "prctl")
+    _check(_libc().prctl(option, value, 0, 0, 0), "prctl")
 
 
 def landlock_version() -> int:
@@ -73,17 +70,15 @@ def sandbox(read: list[str], write: list[str]) -> None:
     where the system cannot."""
     version, machine = landlock_version(), platform.machine()
     if version < SANDBOX_VERSION:
-        has = f"has version {version}" if version else "has none"
         raise ValueError(
             f"needs Landlock version {SANDBOX_VERSION} (Linux 6.2 or newer, with landlock among its LSMs), this system "
-            f"{has}"
+            f"has {f'version {version}' if version else 'none'}"
         )
     if machine not in _MACHINES:
         raise ValueError(f"knows the system calls of {' and '.join(_MACHINES)}, not of {machine}")
     everything = (1 << (16 if version >= 5 else 15)) - 1
-    rules = [(path, _READ) for path in read] + [
-        (path, everything & ~_FS["make_char"] & ~_FS["make_block"]) for path in write
-    ]
+    writable = everything & ~_FS["make_char"] & ~_FS["make_block"]
+    rules = [(path, _READ) for path in read] + [(path, writable) for path in write]
     _keep_capabilities(0)
     _restrict(version, handled=everything, rules=rules)
     _forbid_calls(machine)
@@ -93,13 +88,10 @@ def _restrict(version: int, *, handled: int, rules: list[tuple[str, int]]) -> No
     """Enter a Landlock domain in which, of the rights `handled`, only those of `rules` are left; paths that do not
     exist are passed over."""
     libc = _libc()
-    attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version >= 6 else 0)[
-        : 24 if version >= 6 else 16 if version >= 4 else 8
-    ]
-    ruleset = _check(
-        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)),
-        "landlock_create_ruleset",
-    )
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    attributes = struct.pack("=QQQ", handled, 0, _SCOPES if version >= 6 else 0)[:size]
+    ruleset = libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
+    _check(ruleset, "landlock_create_ruleset")
     for path, rights in rules:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -135,7 +127,7 @@ def _forbid_calls(machine: str) -> None:
     program += [(_RETURN, 0, 0, _ALLOW)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
     filters = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _check(ctypes.CDLL(None, use_errno=True).prctl(_SECCOMP, _FILTER, filters, 0, 0), "seccomp")
+    _check(_libc().prctl(_SECCOMP, _FILTER, filters, 0, 0), "seccomp")
 
 
 def _libc() -> ctypes.CDLL:
@@ -144,8 +136,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def _check(result: int, what: str) -> int:
+def _check(result: int, what: str) -> None:
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
-    return result

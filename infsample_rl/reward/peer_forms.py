@@ -20,41 +20,33 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from infsample_rl.data.boxed import RAW_ANSWER
+from infsample_rl.data.fields import RAW_ANSWER
 
-_GIVEN = {
-    "trl": ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
-    "verl": ("data_source", "solution_str", "ground_truth", "extra_info"),
-    "verl_batch": ("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+GIVEN = {  # the first name is the one that tells the form
+    "trl": ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+    "verl": ("solution_str", "data_source", "ground_truth", "extra_info"),
+    "verl_batch": ("solution_strs", "data_sources", "ground_truths", "extra_infos"),
     "openrlhf": ("queries", "prompts", "labels"),
 }
-_TOLD_BY = {"trl": "completions", "verl": "solution_str", "verl_batch": "solution_strs", "openrlhf": "queries"}
 _FORMS = (
     "(prompts, completions, **columns) as for TRL, (data_source, solution_str, ground_truth, extra_info) as for verl, "
     "or (queries, prompts, labels) as for OpenRLHF"
 )
 
+Function = Callable[..., Any]
 Reported = dict[str, list[Any]]  # what a function reports beside its rewards, by name: a value for every sample
 Called = tuple[list[Any], Reported]  # what it returned for every sample, and that
 
 
-def form_of(label: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
+def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
     """The form whose parameters the function has; ValueError when they fit none."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:
-        raise ValueError(f"reward.functions: {label} has no readable signature; write a function {_FORMS}") from error
-    fitting = [form for form, name in _TOLD_BY.items() if name in parameters]
+    parameters = inspect.signature(function).parameters
+    fitting = [form for form, given in GIVEN.items() if given[0] in parameters]
     if len(fitting) != 1:
         raise ValueError(f"reward.functions: {label}({', '.join(parameters)}) fits no form: {_FORMS}")
     form = fitting[0]
-    positional_only = [name for name, parameter in parameters.items() if parameter.kind == parameter.POSITIONAL_ONLY]
-    if positional_only:
-        raise ValueError(
-            f"reward.functions: {label} takes {positional_only[0]} by position only; all are given by name: {_FORMS}"
-        )
-    check_keywords(label, function, kwargs, given=_GIVEN[form])
-    missing = [name for name in _required(function) if name not in (*_GIVEN[form], *kwargs)]
+    check_keywords(label, function, kwargs, given=GIVEN[form])
+    missing = [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
     if form != "trl" and missing:  # TRL's others are columns of the data
         raise ValueError(
             f"reward.functions: {label} needs {missing[0]}, which {form}'s form does not give: {_FORMS}; set it in "
@@ -63,7 +55,7 @@ def form_of(label: str, function: Callable[..., Any], kwargs: dict[str, Any]) ->
     return form
 
 
-def check_keywords(label: str, function: Callable[..., Any], kwargs: dict[str, Any], given: Sequence[str]) -> None:
+def check_keywords(label: str, function: Function, kwargs: dict[str, Any], given: Sequence[str]) -> None:
     """ValueError when the configured keywords are not parameters of the function, or are given by the caller
     already."""
     parameters = inspect.signature(function).parameters
@@ -75,19 +67,34 @@ def check_keywords(label: str, function: Callable[..., Any], kwargs: dict[str, A
             )
 
 
-def call_trl(
-    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+def call_form(
+    form: str, function: Function, kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
 ) -> Called:
-    """Call TRL's form once for all samples of one prompt; ValueError for a missing column or a wrong number of
-    values."""
-    count, reported = len(samples), {}
-    columns = {
-        name: value for name, value in _columns(prompt).items() if name not in ("prompt", "completion", *_GIVEN["trl"])
+    """One call: all samples of a prompt for trl and verl_batch, else one sample. ValueError for what does not fit."""
+    if form == "trl":
+        return _call_trl(function, kwargs, prompt, samples)
+    if form == "openrlhf":
+        return _call_openrlhf(function, kwargs, prompt, samples[0])
+    each = [_verl_arguments(prompt, sample) for sample in samples]
+    if form == "verl":
+        return _scores([_call(function, each[0] | kwargs)])
+    plural = {
+        many: [entry[one] for entry in each] for many, one in zip(GIVEN["verl_batch"], GIVEN["verl"], strict=True)
     }
-    conversational = isinstance(prompt["columns"].get("prompt"), list)
+    return _scores(_values(_call(function, plural | kwargs), len(samples)))
+
+
+def _call_trl(
+    function: Function, kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+) -> Called:
+    count, reported = len(samples), Reported()
+    columns = dict(prompt["columns"])
+    if RAW_ANSWER in columns:  # the data's own: the gold answer cut from it is for the rules here
+        columns["answer"] = columns.pop(RAW_ANSWER)
+    conversational = isinstance(columns.get("prompt"), list)
     texts = [sample["text"] for sample in samples]
-    arguments: dict[str, Any] = {name: [value] * count for name, value in columns.items()}
-    arguments |= {
+    arguments = {name: [value] * count for name, value in columns.items() if name not in ("prompt", "completion")}
+    given: dict[str, Any] = {
         "prompts": [prompt["messages"] if conversational else prompt["text"]] * count,
         "completions": [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts,
         "completion_ids": [sample["token_ids"] for sample in samples],
@@ -95,65 +102,27 @@ def call_trl(
         "log_extra": lambda name, values: reported.update({str(name): list(values)}),
         "log_metric": lambda name, value: reported.update({str(name): [value] * count}),
     }
-    arguments |= kwargs
-    missing = [name for name in _required(function) if name not in arguments]
+    missing = [name for name in _required(function) if name not in {**arguments, **given, **kwargs}]
     if missing:
-        raise ValueError(f"the function needs the column {missing[0]!r}; the row has {', '.join(columns) or 'none'}")
-    return _values(_call(function, arguments), count), reported
+        raise ValueError(f"the function needs the column {missing[0]!r}; the row has {', '.join(arguments) or 'none'}")
+    return _values(_call(function, arguments | given | kwargs), count), reported
 
 
-def call_verl(
-    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
+def _call_openrlhf(
+    function: Function, kwargs: dict[str, Any], prompt: dict[str, Any], sample: dict[str, Any]
 ) -> Called:
-    """Call verl's form for one sample: a number, or a dict whose "score" is taken and whose other entries are
-    reported."""
-    arguments = _verl_arguments(prompt, samples[0])
-    return _scores([_call(function, arguments | kwargs)])
-
-
-def call_verl_batch(
-    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
-) -> Called:
-    """Call verl's batched form once for all samples of one prompt."""
-    each = [_verl_arguments(prompt, sample) for sample in samples]
-    singular = dict(zip(_GIVEN["verl_batch"], _GIVEN["verl"], strict=True))
-    values = _call(function, {plural: [entry[name] for entry in each] for plural, name in singular.items()} | kwargs)
-    return _scores(_values(values, len(samples)))
-
-
-def call_openrlhf(
-    function: Callable[..., Any], kwargs: dict[str, Any], prompt: dict[str, Any], samples: list[dict[str, Any]]
-) -> Called:
-    """Call OpenRLHF's form for one sample: a query is prompt and response, a label what data.answer_field holds, as it
-    is."""
-    label = prompt.get("label")
-    arguments = {
-        "queries": [prompt["text"] + samples[0]["text"]],
-        "prompts": [prompt["text"]],
-        "labels": ["" if label is None else label],
-    }
+    """A query is prompt and response, a label what data.answer_field holds, as it is."""
+    label = "" if prompt.get("label") is None else prompt["label"]
+    arguments = {"queries": [prompt["text"] + sample["text"]], "prompts": [prompt["text"]], "labels": [label]}
     value = _call(function, arguments | kwargs)
-    if not isinstance(value, dict):
-        return [_only(value)], {}
-    if "rewards" not in value:
-        raise ValueError(
-            f"the function returned a dict without 'rewards'; its keys are {', '.join(map(str, value)) or 'none'}"
-        )
+    value = value if isinstance(value, dict) else {"rewards": value}
     logs = value.get("extra_logs") or {}
-    return [_only(value["rewards"])], {str(name): [_only(logged)] for name, logged in logs.items()}
-
-
-def _columns(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The row's columns, its own `answer` as the data has it: the gold answer cut from it is for the rules here."""
-    columns = dict(prompt["columns"])
-    raw = columns.pop(RAW_ANSWER, None)
-    return columns if raw is None else columns | {"answer": raw}
+    return [_only(_entry(value, "rewards"))], {str(name): [_only(logged)] for name, logged in logs.items()}
 
 
 def _verl_arguments(prompt: dict[str, Any], sample: dict[str, Any]) -> dict[str, Any]:
     columns = prompt["columns"]
-    reward_model = columns.get("reward_model")
-    ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else columns.get("ground_truth")
+    ground_truth = columns.get("ground_truth")
     return {
         "data_source": columns.get("data_source"),
         "solution_str": sample["text"],
@@ -165,20 +134,18 @@ def _verl_arguments(prompt: dict[str, Any], sample: dict[str, Any]) -> dict[str,
 
 def _scores(values: list[Any]) -> Called:
     """Numbers, and "score" of dicts; their other entries are reported."""
-    scores: list[Any] = []
-    reported: Reported = {}
-    for index, value in enumerate(values):
-        if isinstance(value, dict):
-            if "score" not in value:
-                raise ValueError(
-                    f"the function returned a dict without 'score'; its keys are {', '.join(map(str, value)) or 'none'}"
-                )
-            for name, entry in value.items():
-                if name != "score":
-                    reported.setdefault(str(name), [None] * len(values))[index] = entry
-            value = value["score"]
-        scores.append(value)
-    return scores, reported
+    dicts = [value if isinstance(value, dict) else {"score": value} for value in values]
+    names = dict.fromkeys(name for value in dicts for name in value if name != "score")
+    reported = {str(name): [value.get(name) for value in dicts] for name in names}
+    return [_entry(value, "score") for value in dicts], reported
+
+
+def _entry(value: dict[str, Any], name: str) -> Any:
+    if name not in value:
+        raise ValueError(
+            f"the function returned a dict without {name!r}; its keys are {', '.join(map(str, value)) or 'none'}"
+        )
+    return value[name]
 
 
 def _only(value: Any) -> Any:
@@ -196,7 +163,7 @@ def _values(values: Any, count: int) -> list[Any]:
     return list(values)
 
 
-def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _call(function: Function, arguments: dict[str, Any]) -> Any:
     if not _takes_any(function):
         parameters = inspect.signature(function).parameters
         arguments = {name: value for name, value in arguments.items() if name in parameters}
@@ -204,15 +171,11 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _takes_any(function: Callable[..., Any]) -> bool:
+def _takes_any(function: Function) -> bool:
     return any(parameter.kind == parameter.VAR_KEYWORD for parameter in inspect.signature(function).parameters.values())
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
+def _required(function: Function) -> list[str]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(function).parameters
-    return [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in kinds and parameter.default is parameter.empty
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    return [one.name for one in parameters if one.kind in kinds and one.default is one.empty]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -28,7 +29,6 @@ START_LIMIT_S = 300.0  # a user's file may import a large library
 RETRIES = 1  # further tries of a call whose process died (not of one that timed out)
 _READ_LIMIT_S = 20.0  # for a process that has started to take a call: one that an earlier call has stopped never does
 _END_LIMIT_S = 20.0  # for a keeper to end all there is
-_PIPE_BYTES = 1 << 15  # a pipe takes so much at once, whether it is read or not
 _MOST_UNREAD = 1 << 24  # bytes of one reply; values and problems of thousands of samples are less
 _FORGED = "the function wrote into the pipe of the replies"
 _PROGRAM = (
@@ -61,25 +61,27 @@ class FunctionProcess:
         """Start it; ValueError in one line when a function cannot be loaded or reward.isolation cannot be had."""
         isolation = isolation_of(reward, functions)
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(dataclasses.asdict(isolation))]
-        environment = environment_of(isolation, os.environ)
         # its own session: Ctrl-C is left to the parent
         self._keeper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=environment_of(isolation, os.environ),
         )
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
         self._keeper.stdin.close()
         self._replies, self._unread = self._keeper.stdout, b""
+        names = ", ".join(function.name for function in functions)
         try:
             self._send(pickle.dumps(functions), START_LIMIT_S)
             started = self._receive(START_LIMIT_S)
         except FunctionTimedOut:
             self.kill()
-            raise ValueError(
-                f"reward.functions: importing {_names(functions)} did not end within {START_LIMIT_S:.0f} s"
-            ) from None
+            raise ValueError(f"reward.functions: importing {names} did not end in {START_LIMIT_S:.0f} s") from None
         except FunctionProcessDied as error:
-            raise ValueError(f"reward.functions: the process that imports {_names(functions)} died ({error})") from None
+            raise ValueError(f"reward.functions: the process that imports {names} died ({error})") from None
         if "error" in started:
             self.kill()
             raise ValueError(started["error"])
@@ -95,8 +97,7 @@ class FunctionProcess:
             for size in sizes:
                 reply = self._receive(timeout_s)
                 if not _are_values(reply, size):
-                    self.kill()
-                    raise FunctionProcessDied(_FORGED)
+                    raise self._gone(_FORGED)
                 yield CallValues(values=reply["values"], problems=reply["problems"], reported=reply["reported"])
         except FunctionTimedOut:
             self.kill()
@@ -120,9 +121,8 @@ class FunctionProcess:
             self._keeper.wait()
 
     def _send(self, message: bytes, limit_s: float) -> None:
-        too_late = threading.Timer(limit_s, self.interrupt)
-        if len(message) > _PIPE_BYTES:
-            too_late.start()
+        too_late = threading.Timer(limit_s, self.interrupt)  # a pipe that nobody reads takes no more
+        too_late.start()
         try:
             self._requests.send_bytes(message)
         except OSError:
@@ -135,24 +135,19 @@ class FunctionProcess:
         deadline, is_late = time.monotonic() + limit_s, False
         while True:
             line, ended, rest = self._unread.lstrip(b"\n").partition(b"\n")
+            self._unread = rest if ended else line
             if ended:
-                self._unread = rest
                 return self._open(line)
-            self._unread = line
-            if len(self._unread) > _MOST_UNREAD:
-                self.kill()
-                raise FunctionProcessDied(_FORGED)
+            if len(line) > _MOST_UNREAD:
+                raise self._gone(_FORGED)
             if is_late:  # what had arrived by then has been read
                 raise FunctionTimedOut
             is_late = time.monotonic() >= deadline
             if wait([self._replies.fileno()], max(0.0, deadline - time.monotonic())):
                 read = os.read(self._replies.fileno(), 1 << 16)
                 if not read:
-                    self.kill()
-                    raise FunctionProcessDied("its keeper was killed")
+                    raise self._gone("its keeper was killed")
                 self._unread += read
-            elif time.monotonic() >= deadline:
-                raise FunctionTimedOut
 
     def _open(self, line: bytes) -> dict[str, Any]:
         """A reply; FunctionProcessDied where it is none, or says that all is over."""
@@ -160,10 +155,15 @@ class FunctionProcess:
             reply = json.loads(line)
         except ValueError:
             reply = None
-        if isinstance(reply, dict) and "died" not in reply:
-            return reply
+        if not isinstance(reply, dict):
+            raise self._gone(_FORGED)
+        if "died" in reply:
+            raise self._gone(str(reply["died"]))
+        return reply
+
+    def _gone(self, how: str) -> FunctionProcessDied:
         self.kill()
-        raise FunctionProcessDied(_FORGED if reply is None or not isinstance(reply, dict) else str(reply["died"]))
+        return FunctionProcessDied(how)
 
     def _how_it_died(self) -> str:
         """What the keeper says, which is the last thing in the pipe."""
@@ -228,43 +228,44 @@ class ProcessPool:
 
     def _process(self) -> FunctionProcess:
         """This thread's process, started if there is none."""
-        if self._of_thread.__dict__.get("process") is None:
-            process = FunctionProcess(self._reward, self._functions)
+        process: FunctionProcess | None = getattr(self._of_thread, "process", None)
+        if process is None:
+            process = self._of_thread.process = FunctionProcess(self._reward, self._functions)
             with self._lock:
                 if self._closed:
                     process.kill()
                     raise RuntimeError("the reward worker was closed while it scored")
                 self._running.add(process)
-            self._of_thread.process = process
-        return self._of_thread.process
-
-    def _drop_process(self) -> None:
-        with self._lock:
-            self._running.discard(self._of_thread.process)
-        self._of_thread.process = None
+        return process
 
     def _run(self, function: int, pickled_prompt: bytes, calls: list[list[dict[str, Any]]]) -> list[CallValues]:
         done, timeout_s = list[CallValues](), self._reward.timeout_s
         deaths = 0  # of the call that is next
         while len(done) < len(calls):
             rest = calls[len(done) :]
+            process = self._process()
             try:
                 sizes = [len(samples) for samples in rest]
-                for values in self._process().call(pickle.dumps((function, pickled_prompt, rest)), sizes, timeout_s):
+                for values in process.call(pickle.dumps((function, pickled_prompt, rest)), sizes, timeout_s):
                     done.append(values)
                     self._count(calls=1)
                     deaths = 0
-            except (FunctionTimedOut, FunctionProcessDied) as error:
-                self._drop_process()
-                timed_out = isinstance(error, FunctionTimedOut)
-                self._count(timeouts=timed_out, deaths=not timed_out)
-                deaths += not timed_out
-                if not timed_out and deaths <= RETRIES:
-                    continue
+                continue
+            except FunctionTimedOut:
+                self._count(timeouts=1)
+                problem, again = f"timed out after {timeout_s:g} s", False
+            except FunctionProcessDied as error:
+                self._count(deaths=1)
+                deaths += 1
                 tries = f" in each of {deaths} tries" if deaths > 1 else ""
-                died = f"its process died ({error}){tries}"
+                problem, again = f"its process died ({error}){tries}", deaths <= RETRIES
+            with self._lock:
+                self._running.discard(process)
+            self._of_thread.process = None
+            if not again:
+                size = len(calls[len(done)])
+                done.append(CallValues(values=[None] * size, problems=[problem] * size))
                 self._count(calls=1)
-                done.append(_failed(calls[len(done)], f"timed out after {timeout_s:g} s" if timed_out else died))
                 deaths = 0
         return done
 
@@ -273,10 +274,6 @@ class ProcessPool:
             self.num_calls += calls
             self.num_timeouts += timeouts
             self.num_deaths += deaths
-
-
-def _failed(samples: list[dict[str, Any]], problem: str) -> CallValues:
-    return CallValues(values=[None] * len(samples), problems=[problem] * len(samples))
 
 
 def _are_values(reply: dict[str, Any], size: int) -> bool:
@@ -288,9 +285,7 @@ def _are_values(reply: dict[str, Any], size: int) -> bool:
     if not all(isinstance(column, list) and len(column) == size for column in (problems, *numbers)):
         return False
     return all(isinstance(problem, str) for problem in problems) and all(
-        value is None or isinstance(value, (int, float)) for column in numbers for value in column
+        value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+        for column in numbers
+        for value in column
     )
-
-
-def _names(functions: list[RewardFunctionConfig]) -> str:
-    return ", ".join(function.name for function in functions)

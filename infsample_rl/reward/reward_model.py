@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,47 +13,35 @@ from infsample_rl.config import DTYPES, RewardFunctionConfig
 from infsample_rl.model.hub import cached_only
 from infsample_rl.reward.functions import MODEL_PREFIX
 
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelSettings:
-    """What `kwargs` of a reward model may hold."""
-
-    dtype: str = "float32"
-    trust_remote_code: bool = False
-    batch_tokens: int = 16384  # most padded tokens of one forward pass; a longer text goes alone
+# what `kwargs` may hold; batch_tokens: most padded tokens of one forward pass, a longer text goes alone
+DEFAULTS = {"dtype": "float32", "trust_remote_code": False, "batch_tokens": 16384}
 
 
-def model_settings(function: RewardFunctionConfig) -> RewardModelSettings:
+def model_settings(function: RewardFunctionConfig) -> dict[str, Any]:
     """The settings in kwargs; ValueError for an unknown one or an unknown dtype."""
-    known = [spec.name for spec in dataclasses.fields(RewardModelSettings)]
-    for name in function.kwargs:
-        if name not in known:
+    settings = DEFAULTS | function.kwargs
+    for name in settings:
+        if name not in DEFAULTS:
             raise ValueError(
-                f"reward.functions: {function.name} takes no setting {name!r} in kwargs; it takes {', '.join(known)}"
+                f"reward.functions: {function.name} takes no setting {name!r} in kwargs; it takes {', '.join(DEFAULTS)}"
             )
-    settings = RewardModelSettings(**function.kwargs)
-    if settings.dtype not in DTYPES:
+    if settings["dtype"] not in DTYPES:
         raise ValueError(
-            f"reward.functions: dtype of {function.name} must be one of {', '.join(DTYPES)}, got {settings.dtype!r}"
+            f"reward.functions: dtype of {function.name} must be one of {', '.join(DTYPES)}, got {settings['dtype']!r}"
         )
     return settings
 
 
 def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
     """The model's config; ValueError in one line when there is none or it has more than one label."""
-    settings = model_settings(function)
     path = function.name.removeprefix(MODEL_PREFIX)
-    if os.path.isabs(path) and not os.path.isdir(path):
-        raise ValueError(f"reward.functions: no folder {path} for {function.name}")
+    trusted = model_settings(function)["trust_remote_code"]
     try:
-        config = AutoConfig.from_pretrained(
-            path, trust_remote_code=settings.trust_remote_code, local_files_only=cached_only(path)
-        )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=cached_only(path))
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:160]
         raise ValueError(
             f"reward.functions: {function.name}: no model config there; give a Hugging Face folder or hub name "
-            f"({reason})"
+            f"({_one_line(error)})"
         ) from None
     if config.num_labels != 1:
         raise ValueError(
@@ -65,39 +51,40 @@ def check_model(function: RewardFunctionConfig) -> PretrainedConfig:
     return config
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
+
+
 class RewardModel:
     """A sequence classifier on its own device. Scores of a batch equal scores one by one, to rounding."""
 
     def __init__(self, function: RewardFunctionConfig, device: str):
         """ValueError as `check_model`."""
         self.config = check_model(function)
-        settings = model_settings(function)
-        path = function.name.removeprefix(MODEL_PREFIX)
-        where = {"trust_remote_code": settings.trust_remote_code, "local_files_only": cached_only(path)}
+        path, settings = function.name.removeprefix(MODEL_PREFIX), model_settings(function)
+        where = {"trust_remote_code": settings["trust_remote_code"], "local_files_only": cached_only(path)}
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, **where)
-            dtype = getattr(torch, settings.dtype)
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 path,
-                dtype=dtype,
+                dtype=getattr(torch, settings["dtype"]),
                 output_loading_info=True,
                 adapter_kwargs={"local_files_only": where["local_files_only"]},
                 **where,
             )
         except (OSError, ValueError, KeyError) as error:
-            reason = " ".join(str(error).split())[:160]
             raise ValueError(
-                f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded ({reason})"
+                f"reward.functions: {function.name}: no sequence classifier and tokenizer could be loaded "
+                f"({_one_line(error)})"
             ) from None
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise ValueError(f"reward.functions: {function.name} is no trained reward model: its files lack {missing}")
         self.model = model.to(device).eval()
-        self.device, self.batch_tokens = device, settings.batch_tokens
-        positions = [self.tokenizer.model_max_length]
-        if hasattr(self.config.get_text_config(), "max_position_embeddings"):
-            positions.append(self.config.get_text_config().max_position_embeddings)
-        self.max_tokens = min(positions)
+        self.device, self.batch_tokens = device, settings["batch_tokens"]
+        text_config = self.config.get_text_config()
+        most = self.tokenizer.model_max_length
+        self.max_tokens = min(most, getattr(text_config, "max_position_embeddings", most))
 
     @torch.inference_mode()
     def score(self, messages: list[dict[str, str]], responses: list[str]) -> tuple[list[float | None], list[str]]:
@@ -105,19 +92,12 @@ class RewardModel:
         for a score not finite."""
         rows = [self._encode(messages, response) for response in responses]
         scores: list[float | None] = [None] * len(rows)
-        problems = [
-            f"prompt and response are {len(ids)} tokens, the model takes {self.max_tokens}"
-            if len(ids) > self.max_tokens
-            else ""
-            for ids, _ in rows
-        ]
-        fitting = sorted(
-            (index for index, problem in enumerate(problems) if not problem),
-            key=lambda index: len(rows[index][0]),
-            reverse=True,
-        )
+        sizes = [len(ids) for ids, _ in rows]
+        too_long = "prompt and response are {} tokens, the model takes {}"
+        problems = [too_long.format(size, self.max_tokens) if size > self.max_tokens else "" for size in sizes]
+        fitting = sorted((index for index, problem in enumerate(problems) if not problem), key=lambda i: -sizes[i])
         while fitting:
-            count = max(1, self.batch_tokens // max(1, len(rows[fitting[0]][0])))
+            count = max(1, self.batch_tokens // max(1, sizes[fitting[0]]))
             batch, fitting = fitting[:count], fitting[count:]
             for index, value in zip(batch, self._forward([rows[index] for index in batch]).tolist(), strict=True):
                 scores[index] = value if math.isfinite(value) else None
@@ -155,11 +135,7 @@ class RewardModel:
         if configured is not None:
             return configured
         used = {token for ids, _ in rows for token in ids}
-        own = self.tokenizer.pad_token_id
-        pad = (
-            own
-            if own is not None and own not in used
-            else next(token for token in range(len(used) + 1) if token not in used)
-        )
+        candidates = [self.tokenizer.pad_token_id, *range(len(used) + 1)]
+        pad = next(token for token in candidates if token is not None and token not in used)
         self.model.config.get_text_config().pad_token_id = pad
         return pad

@@ -10,20 +10,8 @@ import importlib
 from typing import Any
 
 GSM8K = ("openai/gsm8k", "gsm8k")
-MATH = (
-    "lighteval/MATH",
-    "DigitalLearningGmbH/MATH-lighteval",
-    "HuggingFaceH4/MATH-500",
-    "math",
-    "math_dapo",
-    "math_dapo_reasoning",
-    "numina_aops_forum",
-    "numina_synthetic_math",
-    "numina_amc_aime",
-    "numina_synthetic_amc",
-    "numina_cn_k12",
-    "numina_olympiads",
-)
+MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math")
+MATH_PREFIXES = ("aime", "math_dapo", "numina_")
 
 
 def score(response: str, columns: dict[str, Any]) -> float:
@@ -37,7 +25,7 @@ def rule_of(source: Any) -> str:
     """ "gsm8k" or "math"."""
     if source in GSM8K:
         return "gsm8k"
-    if source in MATH or (isinstance(source, str) and source.startswith("aime")):
+    if source in MATH or str(source).startswith(MATH_PREFIXES):
         return "math"
     raise ValueError(
         f"the column data_source is {source!r}, which has no rule here; give a reward function of your own"

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from infsample_rl.data.boxed import last_boxed
+from infsample_rl.data.fields import last_boxed
 from infsample_rl.reward.final_answer import gold_answer, numbers_in
 
 

@@ -1,70 +1,59 @@
 """Reward `kk` for knights-and-knaves puzzles: 1.0 when every inhabitant's role is right, else 0.0.
 
-The right roles come from the columns `names` and `solution` (True: knight), else from the column `answer` or verl's
-ground truth, as text ("Ava is a knight, Ben is a knave"), as {"Ava": "knight"} or as a list of booleans beside `names`.
+As in Logic-RL and mem-kk-logic, a response counts by the part it marks as its answer: the last <answer>, else what
+follows the last "Answer:" or "Conclusion:", else what follows its thoughts (</think>), else nothing. The part opens
+with one statement for each name, "Zoey is a knight, Ethan is a knave" or "(1) Zoey: knight", up to a sentence's end.
+Anything less plain, a name left out and a role contradicted further down have no reward.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Collection
 from typing import Any
 
-from infsample_rl.reward.final_answer import gold_answer
-from infsample_rl.reward.kk_roles import KNAVE, KNIGHT, final_roles
+from infsample_rl.reward.final_answer import explicit_answer, gold_answer
 
-_NAME_AND_ROLE = re.compile(
-    r"\b(?!(?:and|but|so|while|the|is|are|a|an|answer|both)\b)(\w[\w'-]*)\W{1,4}(?:(?:is|are|was)\W+)?(?:(?:an?|the)\W+)?"
-    rf"({KNIGHT}|{KNAVE})\b",
-    re.IGNORECASE,
-)
+_ROLE = r"\s*(?:\bis\b|:|=|->?)\s*(?:an?\s+|the\s+)?(knight|knave)\b"
+_BETWEEN = r"(?:[^\w?]|\d|\band\b)*"
+_END_OF_SENTENCE = re.compile(r"[ )\]}]*(?:[.;<\n]|$)")
 
 
 def score(response: str, columns: dict[str, Any]) -> float:
-    """1.0 or 0.0; contradictory or missing roles in the final answer are 0.0. ValueError when the row has no
-    solution."""
+    """1.0 or 0.0. ValueError when the row has no solution."""
     gold = gold_roles(columns)
-    return float(final_roles(response, list(gold)) == gold)
+    return float(final_roles(response, gold) == gold)
+
+
+def final_roles(response: str, names: Collection[str]) -> dict[str, bool] | None:
+    """The role (True: knight) a response finally gives to each of `names`; None unless each has exactly one."""
+    _, thought, rest = response.rpartition("</think>")
+    rest = re.sub(r"\bconclusion\b", "answer", re.sub(r"[*`_]", "", rest), flags=re.IGNORECASE)
+    part = explicit_answer(rest)
+    part = rest if part is None and thought else part or ""
+    statement = rf"\b({'|'.join(map(re.escape, names))}){_ROLE}"
+    opening = re.compile(_BETWEEN + statement, re.IGNORECASE)
+    end, roles = 0, dict[str, bool]()
+    while match := opening.match(part, end):
+        end = match.end()
+        roles[match[1].lower()] = match[2].lower() == "knight"
+    stated = {(name.lower(), role.lower() == "knight") for name, role in re.findall(statement, part, re.IGNORECASE)}
+    if stated != set(roles.items()) or not _END_OF_SENTENCE.match(part, end):
+        return None
+    return {name: roles[name.lower()] for name in names} if all(name.lower() in roles for name in names) else None
 
 
 def gold_roles(columns: dict[str, Any]) -> dict[str, bool]:
-    """The solution as {name: whether a knight}, in the puzzle's order; ValueError when the columns do not give it."""
-    names = columns.get("names")
-    solution = columns.get("solution")
-    if solution is None or isinstance(solution, str):
-        solution = gold_answer(columns)
-    # the ground truth of Logic-RL's files for verl
-    if isinstance(solution, dict) and "solution_text_format" in solution:
-        solution = solution["solution_text_format"]
-    if isinstance(solution, str):
-        solution = _parsed(solution, names)
-    if isinstance(solution, dict):
-        roles = {str(name): _as_bool(role) for name, role in solution.items()}
-    elif names is not None and len(names) == len(solution):
-        roles = {str(name): _as_bool(role) for name, role in zip(names, solution, strict=True)}
-    else:
-        raise ValueError(f"the solution {solution!r:.80} and the column `names` {names!r:.80} do not fit together")
-    if not roles or (names is not None and {str(name) for name in names} != set(roles)):
+    """The solution as {name: whether a knight}: the columns `names` and `solution` (a list of booleans), else the
+    statements of the column `answer` or of verl's ground truth. ValueError when the columns give neither."""
+    names, solution = columns.get("names"), columns.get("solution")
+    if names is not None and isinstance(solution, list):
+        return {str(name): bool(role) for name, role in zip(names, solution, strict=True)}
+    gold = gold_answer(columns)
+    text = str(gold["solution_text_format"] if isinstance(gold, dict) and "solution_text_format" in gold else gold)
+    roles = {name: role.lower() == "knight" for name, role in re.findall(rf"\b(\w[\w'-]*){_ROLE}", text, re.IGNORECASE)}
+    if not roles:
         raise ValueError(
-            f"the solution gives roles to {', '.join(roles) or 'nobody'}, the column `names` is {names!r:.80}"
+            f"the right answer {text!r:.80} states no role: give e.g. 'Zoey is a knight, Ethan is a knave'"
         )
     return roles
-
-
-def _parsed(text: str, names: Any) -> Any:
-    """A solution given as text: JSON, else a sentence, read like a response when the names are known."""
-    if text.lstrip().startswith(("{", "[")):
-        return json.loads(text)
-    roles = final_roles(text, [str(name) for name in names]) if names is not None else None
-    return roles or {name: _as_bool(role) for name, role in _NAME_AND_ROLE.findall(text)}
-
-
-def _as_bool(role: Any) -> bool:
-    """True for a knight, from a boolean (or 0 and 1) or a role's name."""
-    if not isinstance(role, str):
-        return bool(role)
-    if re.fullmatch(KNIGHT, role.strip(), re.IGNORECASE):
-        return True
-    if re.fullmatch(KNAVE, role.strip(), re.IGNORECASE):
-        return False
-    raise ValueError(f"unknown role {role!r} in the solution: give knight or knave")

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from infsample_rl.data.boxed import last_boxed
+from infsample_rl.data.fields import last_boxed
 from infsample_rl.reward.final_answer import explicit_answer, gold_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off

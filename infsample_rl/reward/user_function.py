@@ -19,35 +19,25 @@ def import_function(path: str, name: str) -> Callable[..., Any]:
     """The function `name` of the file `path`, imported under a private module name; ValueError in one line if it cannot
     be had."""
     if not os.path.isfile(path):
-        raise ValueError(f"reward.functions: no file {path}{_similar_file(path)}")
+        folder = os.path.dirname(path) or "."
+        there = [entry for entry in os.listdir(folder) if entry.endswith(".py")] if os.path.isdir(folder) else []
+        raise ValueError(f"reward.functions: no file {path}{_nearest(os.path.basename(path), there)}")
     module = _import_file(path)
-    found = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    if name not in vars(module):
-        nearest = difflib.get_close_matches(name, found, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(
-            f"reward.functions: {path} has no function {name}; its functions are {', '.join(found) or 'none'}{hint}"
-        )
-    function = vars(module)[name]
+    function = vars(module).get(name)
     if not callable(function) or inspect.isclass(function):
-        listed = ", ".join(found) or "none"
-        raise ValueError(
-            f"reward.functions: {path}:{name} is not a function but {type(function).__name__}; its functions are "
-            f"{listed}"
-        )
+        found = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        listed = f"its functions are {', '.join(found) or 'none'}{_nearest(name, found)}"
+        raise ValueError(f"reward.functions: {path} has no function {name}; {listed}")
     return function
 
 
-def _similar_file(path: str) -> str:
-    folder = os.path.dirname(path) or "."
-    if not os.path.isdir(folder):
-        return f" (there is no folder {folder} either)"
-    nearest = difflib.get_close_matches(
-        os.path.basename(path), [entry for entry in os.listdir(folder) if entry.endswith(".py")], n=1
-    )
-    return f"; did you mean {os.path.join(folder, nearest[0])}?" if nearest else ""
+def _nearest(name: str, known: list[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _import_file(path: str) -> ModuleType:
@@ -64,19 +54,17 @@ def _import_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # not what ends this process: Ctrl-C and SIGTERM
-        del sys.modules[name]
         raise ValueError(f"reward.functions: {path} cannot be imported: {describe_error(error, full)}") from error
     return module
 
 
 def describe_error(error: BaseException, path: str | None) -> str:
     """One line: the error, and where in the user's file (else where at all) it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if path is not None and os.path.abspath(frame.filename) == path]
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if path is not None and os.path.abspath(frame[0]) == path]
+    message = str(error)
     if isinstance(error, SyntaxError) and error.filename:
-        where, message = f" ({error.filename}:{error.lineno})", error.msg
-    else:
-        frame = next(reversed(own or frames), None)
-        where, message = f" ({frame.filename}:{frame.lineno})" if frame else "", str(error)
-    line = " ".join(without_values(message).split())[:300]
-    return f"{type(error).__name__}{': ' if line else ''}{line}{where}"
+        own, message = [(error.filename, error.lineno)], error.msg
+    where = [f" ({filename}:{line})" for filename, line in (own or frames)[-1:]]
+    said = " ".join(without_values(message).split())[:300]
+    return f"{type(error).__name__}{': ' if said else ''}{said}{''.join(where)}"

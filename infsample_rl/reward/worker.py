@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Set
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from infsample_rl.config import Config
-from infsample_rl.data.boxed import RAW_ANSWER
+from infsample_rl.config import Config, RewardConfig
+from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.generation import response_text
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.observe.phases import phase
 from infsample_rl.reward.functions import component_names, kind_of
-from infsample_rl.reward.process_pool import CallValues, ProcessPool
+from infsample_rl.reward.process_pool import CallValues, FunctionProcess, ProcessPool
 from infsample_rl.types import Completion, MaybeNone, Prompt, RewardResult
 
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
@@ -28,7 +28,33 @@ if TYPE_CHECKING:  # it imports torch, which rule rewards never need
 
 LARGEST_REWARD = 1e18  # in float32 its square is finite
 
-Scored = tuple[list[float | None], list[str]]  # of one function: value and problem ("" for none) of every sample
+
+def check_reward_functions(reward: RewardConfig) -> None:
+    """Import every reward function in a process of its own and read every reward model's config, before a run starts.
+
+    ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a
+    signature that fits no form, settings in kwargs that the function does not take, a model with more than one label, a
+    reward.isolation that this system cannot hold.
+    """
+    models = [function for function in reward.functions if kind_of(function.name) == "model"]
+    in_processes = [function for function in reward.functions if function not in models]
+    if in_processes:
+        FunctionProcess(reward, in_processes).kill()
+    if models:
+        from infsample_rl.reward.reward_model import check_model
+
+        for function in models:
+            check_model(function)
+
+
+@dataclass
+class Scored:
+    """What one function gave for each sample: its value and what went wrong ("" for nothing). A value of None where
+    nothing went wrong is left out of the sum, as TRL leaves it out."""
+
+    weight: float
+    values: list[float | None] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 class RewardWorker:
@@ -43,18 +69,16 @@ class RewardWorker:
         self.updates_per_step, self.steps = config.objective.updates_per_step, config.run.steps
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
-        kinds = [kind_of(function.name) for function in functions]
         self._scored = 0  # micro-groups
-        self._models = {}
-        if "model" in kinds:
+        self._models: dict[int, RewardModel] = {}
+        in_models = [index for index, function in enumerate(functions) if kind_of(function.name) == "model"]
+        if in_models:
             from infsample_rl.reward.reward_model import RewardModel  # here: only reward models need its imports
 
             device = "cuda" if config.cluster.reward_gpus > 0 else "cpu"
-            for index, kind in enumerate(kinds):
-                if kind == "model":
-                    self._models[index] = RewardModel(functions[index], device)
+            self._models = {index: RewardModel(functions[index], device) for index in in_models}
         # position in the pool -> in functions
-        self._in_pool = [index for index, kind in enumerate(kinds) if kind != "model"]
+        self._in_pool = [index for index in range(len(functions)) if index not in in_models]
         self._pool: ProcessPool | MaybeNone = (
             ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
         )
@@ -63,10 +87,6 @@ class RewardWorker:
         """Grows with every function call and micro-group that ends, and with every process that dies."""
         return self._scored + (self._pool.num_calls + self._pool.num_deaths if self._pool else 0)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the running function processes."""
-        return self._pool.pids if self._pool else []
 
     @phase("reward")
     def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
@@ -78,45 +98,31 @@ class RewardWorker:
     def score_texts(
         self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0
     ) -> RewardResult:
-        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids, `step` counts in
-        its trainer_state."""
+        """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids (none: empty),
+        `step` counts in its trainer_state."""
         started_at = time.time()
-        ids = (
-            token_ids
-            if token_ids is not None
-            else [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        )
-        samples = [{"text": text, "token_ids": list(row)} for text, row in zip(texts, ids, strict=True)]
+        ids = token_ids or [[] for _ in texts]
+        samples = [{"text": text, "token_ids": row} for text, row in zip(texts, ids, strict=True)]
         futures = self._submit(prompt, samples, step) if samples else {}
-        # while they run
-        scored: dict[int, Scored] = {
-            index: _model_scores(model, prompt, texts) for index, model in self._models.items()
-        }
+        scored = {name: Scored(weight) for name, weight in zip(self.names, self.weights, strict=True)}
         reported: dict[str, list[float | None]] = {}
-        for index in self._in_pool:
-            calls = [call for future in futures.get(index, []) for call in future.result()]
-            scored[index] = ([v for call in calls for v in call.values], [p for call in calls for p in call.problems])
-            reported |= _joined(self.names[index], calls)
-        components = {
-            name: [finite_or_none(value) for value in scored[index][0]] for index, name in enumerate(self.names)
-        }
-        problems = {name: scored[index][1] for index, name in enumerate(self.names)}
-        rewards = weighted_sum(
-            components,
-            dict(zip(self.names, self.weights, strict=True)),
-            len(texts),
-            skipped=_skipped(components, problems),
-        )
-        for name, sample in _skipped_by_all(components, problems, len(texts)):
-            problems[name][sample] = "returned None"
-        for sample, reward in enumerate(rewards):
-            if reward is None and not any(column[sample] for column in problems.values()):
-                problems[self.names[0]][sample] = f"no reward: a weighted value is above {LARGEST_REWARD:g}"
+        for index, model in self._models.items():  # while the processes run
+            of_model = scored[self.names[index]]
+            of_model.values, of_model.problems = _model_scores(model, prompt, texts)
+        for index, pieces in futures.items():
+            name = self.names[index]
+            calls = [call for future in pieces for call in future.result()]
+            scored[name].values = [value for call in calls for value in call.values]
+            scored[name].problems = [problem for call in calls for problem in call.problems]
+            for key in dict.fromkeys(key for call in calls for key in call.reported):
+                columns = [call.reported.get(key, [None] * len(call.values)) for call in calls]
+                reported[f"{name}/{key}"] = [value for column in columns for value in column]
+        rewards = weighted_sums(list(scored.values()), len(texts))
         self._scored += 1
         return RewardResult(
             rewards=rewards,
-            components=components | reported,
-            failures=failure_lines(problems, prompt.row),
+            components={name: column.values for name, column in scored.items()} | reported,
+            failures=failure_lines({name: column.problems for name, column in scored.items()}, prompt.row),
             started_at=started_at,
             finished_at=time.time(),
         )
@@ -131,10 +137,9 @@ class RewardWorker:
     ) -> dict[int, list[Future[list[CallValues]]]]:
         """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all
         processes."""
-        assert self._pool is not None or not self._in_pool
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
-        field = self.answer_field or "answer"
-        given = RAW_ANSWER if field == "answer" and RAW_ANSWER in prompt.columns else field
+        name = self.answer_field or "answer"
+        given = RAW_ANSWER if name == "answer" and RAW_ANSWER in prompt.columns else name
         columns["label"] = prompt.columns.get(given, prompt.columns.get("answer"))
         columns["trainer_state"] = {
             "global_step": step * self.updates_per_step,  # TRL counts updates
@@ -152,70 +157,29 @@ class RewardWorker:
         return futures
 
 
-def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> Scored:
-    """The model's scores; None for all samples, with the reason, when it cannot score them (its template refuses,
-    memory runs out)."""
+def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> tuple[list[float | None], list[str]]:
+    """The model's scores and problems; None for all samples, with the reason, when it cannot score them (its template
+    refuses, memory runs out)."""
     try:
         return model.score(prompt.messages, texts)
     except Exception as error:
-        return [None] * len(texts), [f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"] * len(
-            texts
-        )
+        problem = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return [None] * len(texts), [problem] * len(texts)
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """None for NaN and infinity."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _joined(name: str, calls: list[CallValues]) -> dict[str, list[float | None]]:
-    """What a function reported beside its values, under "FUNCTION/NAME", over all its calls; None where a call did not
-    report it."""
-    reported = dict.fromkeys(key for call in calls for key in call.reported)
-    return {
-        f"{name}/{key}": [v for call in calls for v in call.reported.get(key, [None] * len(call.values))]
-        for key in reported
-    }
-
-
-def _skipped(components: dict[str, list[float | None]], problems: dict[str, list[str]]) -> set[tuple[str, int]]:
-    """(function, sample) where a function left a sample out: None, and nothing wrong."""
-    missing = {
-        (name, sample) for name, column in components.items() for sample, value in enumerate(column) if value is None
-    }
-    return {(name, sample) for name, sample in missing if not problems[name][sample]}
-
-
-def _skipped_by_all(
-    components: dict[str, list[float | None]], problems: dict[str, list[str]], count: int
-) -> list[tuple[str, int]]:
-    """The first function and each sample that every function left out: it has no reward, which is to be said."""
-    skipped = _skipped(components, problems)
-    return [
-        (next(iter(components)), sample)
-        for sample in range(count)
-        if all((name, sample) in skipped for name in components)
-    ]
-
-
-def weighted_sum(
-    components: dict[str, list[float | None]],
-    weights: dict[str, float],
-    count: int,
-    *,
-    skipped: Set[tuple[str, int]] = frozenset(),
-) -> list[float | None]:
-    """Sum of weight x value for each of `count` samples; None where any value is, or where a term is above
-    LARGEST_REWARD.
-
-    `skipped`: (function, sample) that are left out of the sum, as TRL leaves out a function's None; None where all are.
-    """
+def weighted_sums(columns: list[Scored], count: int) -> list[float | None]:
+    """Sum of weight x value for each of `count` samples; None where any function failed, where all left it out or where
+    a term is above LARGEST_REWARD, the last two with a problem of the first function."""
     rewards: list[float | None] = []
     for sample in range(count):
-        values = {name: column[sample] for name, column in components.items() if (name, sample) not in skipped}
-        terms = [weights[name] * value for name, value in values.items() if value is not None]
-        terms = terms if len(terms) == len(values) else []
-        rewards.append(math.fsum(terms) if terms and all(abs(term) <= LARGEST_REWARD for term in terms) else None)
+        terms = [(column.weight, column.values[sample]) for column in columns]
+        values = [weight * value for weight, value in terms if value is not None]
+        has_failed = any(column.problems[sample] for column in columns)
+        is_sum = bool(values) and all(abs(value) <= LARGEST_REWARD for value in values)
+        rewards.append(math.fsum(values) if is_sum and not has_failed else None)
+        if not has_failed and not is_sum:
+            too_large = f"no reward: a weighted value is above {LARGEST_REWARD:g}"
+            columns[0].problems[sample] = too_large if values else "returned None"
     return rewards
 
 

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import infsample_rl
 from scripts import kk_puzzles as kk
@@ -68,11 +70,6 @@ def test_every_assignment_is_the_solution_about_equally_often():
             assert of_size.count(assignment) == pytest.approx(len(of_size) / 2**count, rel=0.3)
 
 
-def test_same_seed_same_rows():
-    assert kk.make_records(50, seed=3) == kk.make_records(50, seed=3)
-    assert kk.make_records(50, seed=3) != kk.make_records(50, seed=4)
-
-
 def test_canonical_form_ignores_inhabitant_order_and_nothing_else():
     for puzzle, _, rng in some_puzzles(100):
         order = rng.sample(range(len(puzzle.solution)), len(puzzle.solution))
@@ -85,11 +82,6 @@ def test_canonical_form_ignores_inhabitant_order_and_nothing_else():
     friend = kk.Statement("is", (kk.Literal(0, True),))
     foe = kk.Statement("is", (kk.Literal(0, False),))
     assert kk.canonical_form([liar, friend]) != kk.canonical_form([liar, foe])
-
-
-def test_refused_forms_never_come():
-    refused = {row["form"] for row in kk.make_records(100, seed=6)}
-    assert refused.isdisjoint(row["form"] for row in kk.make_records(300, seed=7, without=refused))
 
 
 def test_careful_reasoning_ends_in_the_solution():
@@ -114,7 +106,6 @@ def test_hasty_reasoning_is_right_only_by_chance():
     ("response", "parsed"),
     [
         ("Answer: Ava is a knight, Ben is a knave.", [True, False]),
-        ("Answer: Ben is a knave, Ava is a knight.", [True, False]),
         ("Answer: Ava is a knave. Answer: Ava is a knight, Ben is a knight.", [True, True]),
         ("Answer: Ava is a knight.", None),
         ("Answer: Ava is a knight, Ben is a knave, Ava is a knave.", None),
@@ -143,24 +134,17 @@ def test_shipped_forms_are_disjoint_and_recomputable():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    transformers = pytest.importorskip("transformers")
     return transformers.AutoTokenizer.from_pretrained(ASSETS / "policy")
 
 
-def test_tokenizer_round_trips_all_questions(tokenizer):
-    for row in read_rows("train.jsonl") + read_rows("test.jsonl"):
-        ids = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
-        assert tokenizer.unk_token_id not in ids
-        assert tokenizer.decode(ids) == row["question"]
-
-
-def test_tokenizer_round_trips_reasoning(tokenizer):
+def test_tokenizer_round_trips_questions_and_reasoning(tokenizer):
+    texts = [row["question"] for row in read_rows("train.jsonl") + read_rows("test.jsonl")]
     for puzzle, names, rng in some_puzzles(100):
-        for style in kk.STYLES:
-            text = kk.reasoning_text(puzzle, names, style, rng)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            assert tokenizer.unk_token_id not in ids
-            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        texts += [kk.reasoning_text(puzzle, names, style, rng) for style in kk.STYLES]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_chat_template(tokenizer):
@@ -176,8 +160,6 @@ def test_chat_template(tokenizer):
 
 
 def test_policy_loads_and_answers(tokenizer):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(ASSETS / "policy")
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert model.config.tie_word_embeddings

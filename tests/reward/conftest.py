@@ -10,31 +10,11 @@ import ctypes, os, re, subprocess, sys, time
 def brevity(prompts, completions, **columns):
     return [-float(len(completion)) for completion in completions]
 
-def contains_answer(completions, answer):
-    return [gold in completion for gold, completion in zip(answer, completions, strict=True)]
-
-def sees(prompts, completions, completion_ids, answer, **columns):
-    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == len(columns["level"])
-    return [len(prompt) + 10 * len(ids) + 100 * level for prompt, ids, level in zip(prompts, completion_ids, columns["level"])]
-
-def chat_length(prompts, completions, **columns):
-    assert prompts[0][-1]["role"] == "user"
-    return [len(completion[0]["content"]) for completion in completions]
-
-async def awaited(completions, **columns):
-    return [1.0] * len(completions)
-
-def needs_level(completions, level):
-    return [1.0] * len(completions)
-
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, bonus=0.0):
     return {"score": float(solution_str == ground_truth) + bonus, "acc": 1.0}
 
-def verl_sees(data_source, solution_str, ground_truth, extra_info):
-    return float(data_source == "sums" and ground_truth == "3" and extra_info["split"] == "train" and extra_info["num_turns"] == 2)
-
-def no_score(data_source, solution_str, ground_truth, extra_info):
-    return {"acc": 1.0}
+def huge(data_source, solution_str, ground_truth, extra_info):
+    return 1e200 if solution_str == "a" else 1.0
 
 def raises(completions, **columns):
     raise ValueError("no such\\nthing")
@@ -43,7 +23,8 @@ def leaves(completions, **columns):
     sys.exit(3)
 
 def mixed(completions, **columns):
-    return [1.5, float("nan"), float("inf"), None, "high", True]
+    import numpy
+    return [numpy.float32(1.5), float("nan"), float("inf"), None, "high", True]
 
 def too_few(completions, **columns):
     return [1.0]
@@ -51,9 +32,11 @@ def too_few(completions, **columns):
 def no_list(completions, **columns):
     return 1.0
 
-def numpy_values(completions, **columns):
-    import numpy
-    return numpy.array([0.5] * len(completions), dtype=numpy.float32)
+def no_score(data_source, solution_str, ground_truth, extra_info):
+    return {"acc": 1.0}
+
+def needs_level(completions, level):
+    return [1.0] * len(completions)
 
 def prints(data_source, solution_str, ground_truth, extra_info):
     print("x" * 100_000)
@@ -73,33 +56,24 @@ def acts(data_source, solution_str, ground_truth, extra_info, *, folder=""):
             time.sleep(0.01)
     if solution_str == "hang in C":  # holds the interpreter lock
         re.match("(a+)+$", "a" * 64 + "b")
-    if solution_str == "hang with a child":
-        child = subprocess.Popen(["sleep", "600"])
-        with open(os.path.join(folder, "child"), "w") as file:
-            file.write(str(child.pid))
-        child.wait()
-    if solution_str.startswith("write "):  # into every pipe it can find, the one of the replies among them
+    if solution_str == "write":  # into every pipe it can find, the one of the replies among them, a line without an end
         for number in range(3, 32):
             try:
-                os.write(number, solution_str.removeprefix("write ").encode())
+                os.write(number, b"x")
             except OSError:
                 pass
-        if not solution_str.endswith("\\n"):
-            while True:
-                pass
+        while True:
+            pass
     if solution_str == "exit":
         os._exit(3)
     if solution_str == "segfault":
         ctypes.string_at(0)
-    if solution_str == "exit once" and not os.path.exists(os.path.join(folder, "once")):
-        open(os.path.join(folder, "once"), "w").close()
+    if solution_str.startswith("exit once") and not os.path.exists(os.path.join(folder, solution_str)):
+        open(os.path.join(folder, solution_str), "w").close()
         os._exit(4)
     return len(solution_str)
 
 def neither(responses):
-    return [0.0]
-
-def by_position(completions, /):
     return [0.0]
 
 def unknown_input(data_source, solution_str, ground_truth, reference):

@@ -3,6 +3,7 @@ files."""
 
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "", "columns": {"answer": "3"}})
 KEY = "sk-planted-1f0c6a"
 USER_FILE = '''
-import glob, json, os, signal, socket, subprocess, sys, time
+import glob, os, signal, socket, subprocess, sys, threading, time
 import beside
 
 DAEMON = """
@@ -50,43 +51,6 @@ def two_hundred(completions, folder):
         os._exit(3)
     return [1.0]
 
-def flood(completions):
-    for _ in range(100):
-        os.write(1, b"x" * 100_000)
-        os.write(2, b"y" * 100_000)
-    return [1.0]
-
-def flood_replies(completions):
-    for number in range(3, 64):
-        try:
-            while True:
-                os.write(number, b"z" * 100_000)
-        except OSError:
-            pass
-    return [1.0]
-
-def forge(completions):
-    for number in range(3, 64):
-        try:
-            os.write(number, completions[0].encode() + b"\\n")
-        except OSError:
-            pass
-    time.sleep(600)
-
-def swallow(completions):
-    return [float(len(bytearray(3 * 10**9)))]
-
-def swallow_in_children(completions):
-    code = "import time; held = bytearray(b'1' * 150_000_000); time.sleep(600)"
-    for child in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]:
-        child.wait()
-
-def big_file(completions, folder):
-    with open(folder + "/big", "wb") as file:
-        for _ in range(600):
-            file.write(bytes(1_000_000))
-    return [1.0]
-
 def look_for(completions):
     """How often the key is found in an environment: the function's own, or one of any process."""
     places = [str(dict(os.environ)).encode()]
@@ -97,14 +61,15 @@ def look_for(completions):
             pass
     return [float(sum(completions[0].encode() in place for place in places))]
 
-def tell(completions):
-    print("the key is", os.environ["JUDGE_API_KEY"], flush=True)
-    raise ValueError("401 for " + os.environ["JUDGE_API_KEY"])
-
-def kill_parents(completions):
-    for pid in (os.getppid(), int(completions[0])):
-        os.kill(pid, signal.SIGTERM)
-    return [1.0]
+def to_replies(text, repeat=False):
+    for number in range(3, 64):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
+                os.write(number, text)
+                while repeat:
+                    os.write(number, text)
+        except OSError:
+            pass
 
 def give(completions):
     return [os.environ["JUDGE_API_KEY"]]
@@ -157,72 +122,71 @@ def alive(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "isolation"),
-    [pytest.param("hang", "limits", marks=pytest.mark.slow), ("die", "limits"), ("return", "none")],
+    ("how", "isolation", "expected"),
+    [
+        pytest.param("hang", "limits", (None, "timed out after 8 s"), marks=pytest.mark.slow),
+        ("die", "limits", (None, "its process died (exit code 3)")),
+        ("return", "none", (1.0, "")),
+    ],
 )
-def test_two_hundred_daemons_that_ignore_sigterm_end_with_their_function_process(open_pool, tmp_path, how, isolation):
-    pool = open_pool(
-        "two_hundred", {"folder": str(tmp_path)}, timeout_s=20.0 if how != "hang" else 8.0, isolation=isolation
-    )
-    value, problem = call(pool, how)
-    assert (value, problem) == {
-        "hang": (None, "timed out after 8 s"),
-        "die": (None, "its process died (exit code 3)"),
-        "return": (1.0, ""),
-    }[how]
+def test_two_hundred_daemons_that_ignore_sigterm_end_with_their_function_process(
+    open_pool, tmp_path, how, isolation, expected
+):
+    timeout_s = 8.0 if how == "hang" else 20.0
+    pool = open_pool("two_hundred", {"folder": str(tmp_path)}, timeout_s=timeout_s, isolation=isolation)
+    assert call(pool, how) == expected
     pool.close()
     assert len(list(tmp_path.iterdir())) == 200 and alive(tmp_path) == []
 
 
-FLOODED = """
-import sys, pickle
-from infsample_rl.config import RewardConfig, RewardFunctionConfig
-from infsample_rl.reward.process_pool import ProcessPool
-functions = [RewardFunctionConfig(name=sys.argv[1])]
-pool = ProcessPool(RewardConfig(functions=functions), functions)
-print(pool.submit(0, pickle.loads(sys.stdin.buffer.read()), [[{"text": "", "token_ids": []}]]).result()[0].values)
-pool.close()
-"""
-
-
-def test_a_flood_of_output_is_cut_and_said_and_the_reward_counts(rewards):
-    command = [sys.executable, "-c", FLOODED, f"{rewards}:flood"]
-    done = subprocess.run(command, input=pickle.dumps(PROMPT), capture_output=True, cwd=ROOT, timeout=120)
-    assert done.stdout == b"[1.0]\n"
-    assert len(done.stderr) < 70_000 and b"bytes that a reward function printed are left out" in done.stderr  # of 20 MB
-
-
-def test_a_flood_of_the_reply_pipe_is_cut(open_pool):
-    assert call(open_pool("flood_replies")) == (
-        None,
-        "its process died (the function wrote into the pipe of the replies)",
-    )
+def test_a_flood_of_output_is_cut_and_said_and_the_reward_counts(open_pool, capfd):
+    pool = open_pool("do")
+    flood = "for _ in range(100): os.write(1, b'x' * 100_000); os.write(2, b'y' * 100_000)"
+    assert call(pool, flood) == (1.0, "")
+    pool.close()
+    said = capfd.readouterr().err
+    assert len(said) < 70_000 and "bytes that a reward function printed are left out" in said  # of 20 MB
 
 
 @pytest.mark.parametrize(
-    "reply", ['{"values": 1}', '{"values": [1, 2], "problems": ["", ""]}', "[]", '{"values": ["x"], "problems": [""]}']
+    "reply",
+    [
+        "b'z' * 100_000, repeat=True",
+        """b'{"values": 1}\\n'""",
+        """b'{"values": [1, 2], "problems": ["", ""], "reported": {}}\\n'""",
+        """b'{"values": [NaN], "problems": [""], "reported": {}}\\n'""",
+        """b'{"values": ["x"], "problems": [""], "reported": {}}\\n'""",
+        "b'[]\\n'",
+        "b'x\\n'",
+    ],
 )
-def test_a_reply_of_the_wrong_shape_costs_its_process_not_the_worker(open_pool, reply):
-    assert call(open_pool("forge"), reply) == (
-        None,
-        "its process died (the function wrote into the pipe of the replies)",
-    )
+def test_a_reply_that_is_none_costs_its_process_not_the_worker(open_pool, reply):
+    problem = "its process died (the function wrote into the pipe of the replies)"
+    assert call(open_pool("do"), f"to_replies({reply}); time.sleep(600)") == (None, problem)
 
 
-def test_memory_beyond_the_limit_is_refused_and_the_setting_named(open_pool):
-    value, problem = call(open_pool("swallow", memory_limit="1GB"))
-    assert value is None and problem.startswith("raised MemoryError") and problem.endswith("; reward.memory_limit=1GB")
+SWALLOW = "held = bytearray(b'1' * 150_000_000); time.sleep(600)"
+SWALLOW_IN_CHILDREN = (
+    f"for child in [subprocess.Popen([sys.executable, '-c', {'import time; ' + SWALLOW!r}]) for _ in range(4)]: "
+    "child.wait()"
+)
+BIG_FILE = "file = open('{}/big', 'wb')\nfor _ in range(600): file.write(bytes(1_000_000))"
 
 
-def test_memory_of_a_function_and_its_children_counts_together(open_pool):
-    value, problem = call(open_pool("swallow_in_children", memory_limit="400MB"))
-    assert value is None and "GB in " in problem and "above reward.memory_limit=400MB" in problem
-
-
-def test_a_file_cannot_grow_beyond_the_limit(open_pool, tmp_path):
-    value, problem = call(open_pool("big_file", {"folder": str(tmp_path)}, memory_limit="300MB"))
-    assert value is None and problem.endswith("; no file may be larger than reward.memory_limit=300MB")
-    assert (tmp_path / "big").stat().st_size <= 300 * 10**6
+@pytest.mark.parametrize(
+    ("statement", "limit", "said"),
+    [
+        ("bytearray(3 * 10**9)", "1GB", "raised MemoryError.*; reward.memory_limit=1GB$"),
+        (SWALLOW_IN_CHILDREN, "400MB", "GB in .* above reward.memory_limit=400MB"),
+        (BIG_FILE, "300MB", "; no file may be larger than reward.memory_limit=300MB$"),
+    ],
+)
+def test_memory_and_files_beyond_the_limit_are_refused_and_the_setting_named(
+    open_pool, tmp_path, statement, limit, said
+):
+    value, problem = call(open_pool("do", memory_limit=limit), statement.format(tmp_path))
+    assert value is None and re.search(said, problem)
+    assert all(path.stat().st_size <= 300 * 10**6 for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("isolation", ["limits", pytest.param("sandbox", marks=needs_sandbox)])
@@ -240,23 +204,23 @@ def test_no_environment_that_a_function_can_read_holds_a_key(open_pool, monkeypa
         neighbour.wait()
 
 
-def test_a_variable_is_passed_on_by_name_and_its_value_left_out_of_messages(open_pool, monkeypatch, capfd):
-    monkeypatch.setenv("JUDGE_API_KEY", KEY)
-    pool = open_pool("tell", environment=["JUDGE_API_KEY"])
-    value, problem = call(pool)
-    pool.close()  # what was printed has been passed on then
-    assert value is None and "401 for <JUDGE_API_KEY>" in problem
-    assert "the key is <JUDGE_API_KEY>" in capfd.readouterr().err
-
-
-def test_a_variable_that_is_not_set_is_refused_by_name(open_pool):
-    with pytest.raises(ValueError, match="reward.environment names NO_SUCH_KEY, which is not set"):
-        open_pool("tell", environment=["NO_SUCH_KEY"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"environment": ["NO_SUCH_KEY"]}, "reward.environment names NO_SUCH_KEY, which is not set"),
+        ({"isolation": "sandbox", "read_paths": ["/no/such"]}, "reward.read_paths: there is no /no/such"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(open_pool, settings, message):
+    with pytest.raises(ValueError, match=message):
+        open_pool("do", **settings)
 
 
 @pytest.mark.skipif(landlock_version() < 6, reason="this kernel cannot keep signals in")
 def test_a_function_cannot_signal_processes_above_it(open_pool):
-    value, problem = call(open_pool("kill_parents"), str(os.getpid()))
+    value, problem = call(open_pool("do"), f"os.kill({os.getpid()}, signal.SIGTERM)")
+    assert value is None and "PermissionError" in problem
+    value, problem = call(open_pool("do"), "os.kill(os.getppid(), signal.SIGTERM)")
     assert value is None and "PermissionError" in problem
 
 
@@ -326,7 +290,7 @@ linux_sandbox._MACHINES[machine][1]["landlock_create_ruleset"] = 444
 linux_sandbox.prctl(linux_sandbox._NO_NEW_PRIVILEGES, 1)
 linux_sandbox._forbid_calls(machine)
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
-from infsample_rl.reward.check import check_reward_functions
+from infsample_rl.reward.worker import check_reward_functions
 check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")], isolation=sys.argv[1]))
 """
 
@@ -348,11 +312,12 @@ def test_where_the_system_has_no_landlock_the_sandbox_is_refused_by_name(isolati
 def test_a_function_that_stands_in_the_home_folder_is_not_given_the_home_folder(rewards, monkeypatch):
     monkeypatch.setenv("HOME", str(rewards.parent))
     functions = [RewardFunctionConfig(name=f"{rewards}:do")]
-    with pytest.raises(ValueError, match="holds your home; move it into a folder"):
+    with pytest.raises(ValueError, match="holds your home; move the file into a folder"):
         ProcessPool(RewardConfig(functions=functions, isolation="sandbox"), functions)
 
 
 TELLS = {
+    "printed and raised": "key = os.environ['JUDGE_API_KEY']; print('the key is', key, flush=True); raise ValueError(key)",
     "returned": "'key = 1'; return_value = os.environ['JUDGE_API_KEY']",
     "quoted": "raise ValueError('Invalid header value %r' % ('Bearer ' + os.environ['JUDGE_API_KEY']).encode())",
     "cut": "raise ValueError('x' * 285 + ' ' + os.environ['JUDGE_API_KEY'])",
@@ -416,19 +381,9 @@ def test_what_calls_leave_running_is_bounded(open_pool, monkeypatch):
 
 
 def test_blank_lines_in_the_replies_do_not_lengthen_a_call(open_pool):
-    pool = open_pool("do", timeout_s=2.0)
-    flood = """
-end = time.time() + 20
-while time.time() < end:
-    for number in range(3, 32):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}").startswith("pipe:"):
-                os.write(number, b"\\n" * 4096)
-        except OSError:
-            pass
-"""
+    flood = "end = time.time() + 20\nwhile time.time() < end: to_replies(b'\\n' * 4096)"
     began = time.monotonic()
-    assert call(pool, flood) == (None, "timed out after 2 s")
+    assert call(open_pool("do", timeout_s=2.0), flood) == (None, "timed out after 2 s")
     assert time.monotonic() - began < 15
 
 
@@ -437,7 +392,7 @@ def test_a_process_that_an_earlier_call_stopped_costs_itself(open_pool, monkeypa
     monkeypatch.setattr(process_pool, "_READ_LIMIT_S", 2.0)
     pool = open_pool("do", timeout_s=5.0)
     monkeypatch.setattr(process_pool, "RETRIES", 1)
-    stop = "import threading; threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()"
+    stop = "threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()"
     assert call(pool, stop) == (1.0, "")
     time.sleep(0.5)
     began = time.monotonic()

@@ -10,20 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from infsample_rl.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
-    RolloutConfig,
-    RunConfig,
-)
+from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RunConfig
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.reward.rule_data_source import rule_of
-from infsample_rl.reward.rule_data_source import score as data_source_score
-from infsample_rl.reward.rule_think_format import score as think_score
+from infsample_rl.reward import rule_data_source, rule_think_format
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.types import Completion
 
@@ -58,6 +48,12 @@ def warms_up(completions, trainer_state, **kwargs):
 async def judged(completions, answer, **kwargs):
     return [0.25] * len(completions)
 
+def kinds(completions, answer, **columns):
+    return [float(one) if isinstance(one, int) else -1.0 for one in answer]
+
+def plain(prompts, completions, **columns):
+    return [100.0 * len(prompt) + len(text) for prompt, text in zip(prompts, completions)]
+
 class Length:
     def __init__(self, most):
         self.most = most
@@ -90,13 +86,8 @@ def reward_func(queries, prompts, labels, **kwargs):
     rewards = [1.0 if response.strip() == label.split("####")[1].strip() else 0.0 for response, label in zip(responses, labels)]
     return {"rewards": Tensor(rewards), "scores": Tensor(rewards), "extra_logs": {"length": Tensor([float(len(responses[0]))])}}
 
-def kinds(completions, answer, **columns):
-    return [float(one) if isinstance(one, int) else -1.0 for one in answer]
-
-
 def labelled(queries, prompts, labels):
     return Tensor([float(label) if isinstance(label, int) else -1.0 for label in labels])
-
 
 def reward_plain(queries, prompts, labels):
     return Tensor([3.0])
@@ -110,13 +101,12 @@ def open_worker(tiny_qwen3, tmp_path):
     path, workers = tmp_path / "peers.py", []
     path.write_text(PEERS)
 
-    def build(*functions, source="unused.jsonl", answer_field=None):
+    def build(*functions, answer_field=None):
         entries = [{"name": function} if isinstance(function, str) else function for function in functions]
         listed = [RewardFunctionConfig(**entry | {"name": f"{path}:{entry['name']}"}) for entry in entries]
-        data = DataConfig(source=str(source), answer_field=answer_field)
         config = Config(
             model=ModelConfig(path=str(tiny_qwen3)),
-            data=data,
+            data=DataConfig(source="unused.jsonl", answer_field=answer_field),
             reward=RewardConfig(functions=listed),
             run=RunConfig(steps=8),
         )
@@ -139,9 +129,7 @@ def prompt_of(tiny_qwen3, tmp_path):
         else:
             path.write_text(json.dumps(row) + "\n")
         model, reward = ModelConfig(path=str(tiny_qwen3)), RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")])
-        config = Config(
-            model=model, data=DataConfig(source=str(path), **settings), reward=reward, rollout=RolloutConfig()
-        )
+        config = Config(model=model, data=DataConfig(source=str(path), **settings), reward=reward)
         return build_train_prompts(config, load_tokenizer(model), None).next_batch(1)[0]
 
     return read
@@ -155,18 +143,21 @@ def test_trl_functions_get_the_answer_column_as_the_data_has_it(open_worker, pro
     result = open_worker("exact", "judged", "length").score_texts(prompt_of(trl_row()), ["so 3", "so 4"])
     assert result.failures == []
     assert result.components == {"exact": [1.0, 0.0], "judged": [0.25, 0.25], "length": [0.4, 0.4]}
+    prompt = prompt_of({"prompt": "1 + 2 = ?", "answer": WORKED}, apply_chat_template=False)
+    assert open_worker("plain").score_texts(prompt, ["3", "so 4"]).rewards == [
+        901.0,
+        904.0,
+    ]  # strings, where the data holds strings
 
 
 def test_numbers_stay_numbers_for_functions_and_a_rows_own_answer_its_own(open_worker, prompt_of):
     row = trl_row(answer=42, target=7)
-    assert open_worker("kinds").score_texts(prompt_of(row), ["x"]).components["kinds"] == [42.0]
-    assert prompt_of(row).columns["answer"] == "42"
-    other = prompt_of(row, answer_field="target")
-    assert other.columns["answer"] == "7" and open_worker("kinds", answer_field="target").score_texts(
-        other, ["x"]
-    ).components["kinds"] == [42.0]
+    own, other = prompt_of(row), prompt_of(row, answer_field="target")
+    assert (own.columns["answer"], other.columns["answer"]) == ("42", "7")
+    assert open_worker("kinds").score_texts(own, ["x"]).rewards == [42.0]
+    assert open_worker("labelled").score_texts(own, ["x"]).rewards == [42.0]
+    assert open_worker("kinds", answer_field="target").score_texts(other, ["x"]).rewards == [42.0]
     assert open_worker("labelled", answer_field="target").score_texts(other, ["x"]).rewards == [7.0]
-    assert open_worker("labelled").score_texts(prompt_of(row), ["x"]).rewards == [42.0]
 
 
 def test_a_trl_function_that_returns_none_is_left_out_of_the_weighted_sum(open_worker, prompt_of):
@@ -188,29 +179,20 @@ def test_a_sample_that_every_trl_function_leaves_out_has_no_reward_and_is_said(o
 
 def test_trl_functions_see_how_far_the_run_is(open_worker, prompt_of):
     worker = open_worker("warms_up")
-    token_ids = np.array(worker.tokenizer("3")["input_ids"], np.int32)
-    given = {
-        "token_ids": token_ids,
-        "logprobs": np.zeros(len(token_ids), np.float32),
-        "sampling_logprobs": None,
-        "finish_reason": "stop",
-    }
-    completion = Completion(prompt_index=0, sample_index=0, policy_version=2, **given)
-    assert worker.score(prompt_of(trl_row()), [completion]).rewards == [2 / 8]
+    figures = {"logprobs": np.zeros(1, np.float32), "sampling_logprobs": None, "finish_reason": "stop"}
+    ids = {"prompt_index": 0, "sample_index": 0, "token_ids": np.array([5], np.int32)}
+    assert worker.score(prompt_of(trl_row()), [Completion(policy_version=2, **ids, **figures)]).rewards == [2 / 8]
 
 
-def verl_row():
-    return {
+def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_worker, prompt_of):
+    row = {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": "1 + 2 = ?"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "3"},
         "extra_info": {"split": "train", "index": 7},
     }
-
-
-def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_worker, prompt_of):
-    prompt = prompt_of(verl_row(), parquet=True)
+    prompt = prompt_of(row, parquet=True)
     result = open_worker("compute_score").score_texts(prompt, ["it is 3", "4"])
     assert (result.rewards, result.failures) == ([1.0, -1.0], [])
     assert result.components == {"compute_score": [1.0, -1.0], "compute_score/acc": [1.0, 0.0]}
@@ -235,13 +217,18 @@ def test_openrlhf_functions_get_queries_prompts_and_the_label_as_the_data_has_it
     assert open_worker("reward_func").score_texts(named_answer, ["3"]).rewards == [1.0]
 
 
-def test_the_rule_of_a_row_is_its_data_source():
-    assert rule_of("openai/gsm8k") == "gsm8k"
-    assert rule_of("DigitalLearningGmbH/MATH-lighteval") == rule_of("aime2024") == "math"
-    assert data_source_score("so #### 3", {"data_source": "openai/gsm8k", "answer": "3"}) == 1.0
-    assert data_source_score(r"\boxed{\frac12}", {"data_source": "lighteval/MATH", "answer": "0.5"}) == 1.0
+@pytest.mark.parametrize(
+    ("source", "response", "answer"),
+    [
+        ("openai/gsm8k", "so #### 3", "3"),
+        ("lighteval/MATH", r"\boxed{\frac12}", "0.5"),
+        ("aime2024", r"\boxed{204}", "204"),
+    ],
+)
+def test_the_rule_of_a_row_is_its_data_source(source, response, answer):
+    assert rule_data_source.score(response, {"data_source": source, "answer": answer}) == 1.0
     with pytest.raises(ValueError, match="data_source is 'codeforces', which has no rule here"):
-        rule_of("codeforces")
+        rule_data_source.score(response, {"data_source": "codeforces", "answer": answer})
 
 
 @pytest.mark.parametrize(
@@ -252,14 +239,7 @@ def test_the_rule_of_a_row_is_its_data_source():
         ("a</think>b", 0.0),
         ("<think>a", 0.0),
         ("<think>a<think></think>b", 0.0),
-        ("b", 0.0),
     ],
 )
 def test_think_format_wants_one_thought_before_the_answer(response, reward):
-    assert think_score(response, {}) == reward
-
-
-def test_without_the_chat_template_a_prompt_is_its_plain_text(prompt_of):
-    row = {"prompt": "1 + 2 = ?", "answer": "3"}
-    assert prompt_of(row).text == "<|im_start|>user\n1 + 2 = ?<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt_of(row, apply_chat_template=False).text == "1 + 2 = ?"
+    assert rule_think_format.score(response, {}) == reward

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
-from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.reward.functions import component_names
+from infsample_rl.reward.worker import check_reward_functions
 
 
 def check(name, **kwargs):
@@ -21,15 +21,7 @@ def refusal(name, **kwargs) -> str:
 
 
 def test_all_that_works_passes(user_file):
-    names = [
-        "gsm8k",
-        "kk",
-        "math",
-        "reasoning_gym",
-        f"{user_file}:brevity",
-        f"{user_file}:compute_score",
-        f"{user_file}:awaited",
-    ]
+    names = ["gsm8k", "kk", "math", "reasoning_gym", f"{user_file}:brevity", f"{user_file}:compute_score"]
     check_reward_functions(RewardConfig(functions=[RewardFunctionConfig(name=name) for name in names]))
     check(f"{user_file}:compute_score", bonus=1.0)
 
@@ -38,24 +30,15 @@ def test_all_that_works_passes(user_file):
     ("name", "message"),
     [
         ("gsm8", "unknown name 'gsm8'; give gsm8k, math, kk, reasoning_gym, .*; did you mean gsm8k?"),
-        (
-            "accuracy",
-            "unknown name 'accuracy'; give gsm8k, math, kk, reasoning_gym, data_source, think_format, "
-            "path/to/file.py:function or model:",
-        ),
+        ("accuracy", "unknown name 'accuracy'; give gsm8k, math, .*, path/to/file.py:function or model:<folder"),
         ("model:", "unknown name 'model:'"),
         ("FILE", "names no function of the file: give .*user_rewards.py:FUNCTION"),
         ("FILE:brevty", "has no function brevty; its functions are brevity, .*; did you mean brevity?"),
-        ("FILE:not_a_function", "is not a function but int; its functions are brevity, "),
-        (
-            "FILE:neither",
-            r"neither\(responses\) fits no form: \(prompts, completions, \*\*columns\) as for TRL, \(data_source, ",
-        ),
-        ("FILE:by_position", "takes completions by position only"),
+        ("FILE:not_a_function", "has no function not_a_function; its functions are brevity, "),
+        ("FILE:neither", r"neither\(responses\) fits no form: \(prompts, completions, \*\*columns\) as for TRL, "),
         ("FILE:unknown_input", "needs reference, which verl's form does not give"),
-        ("FOLDER/user_reward.py:brevity", "no file .*; did you mean .*user_rewards.py?"),
-        ("/no/such/rewards.py:brevity", "there is no folder /no/such either"),
-        ("model:/no/such/folder", "no folder /no/such/folder"),
+        ("FOLDER/user_reward.py:brevity", "no file .*; did you mean user_rewards.py?"),
+        ("model:/no/such/folder", "model:/no/such/folder: no model config there"),
     ],
 )
 def test_what_cannot_be_found_or_called_is_refused(user_file, name, message):
@@ -83,7 +66,7 @@ def test_a_file_that_cannot_be_imported_is_refused_with_its_line(tmp_path, text,
 def test_a_file_that_ends_its_process_is_refused(tmp_path):
     path = tmp_path / "deadly.py"
     path.write_text("import os\nos._exit(7)\n")
-    assert "the process that imports" in refusal(f"{path}:f") and "died (exit code 7)" in refusal(f"{path}:f")
+    assert re.search(r"the process that imports .* died \(exit code 7\)", refusal(f"{path}:f"))
 
 
 def test_settings_a_function_does_not_take_are_refused(user_file):
@@ -100,14 +83,16 @@ def test_a_module_beside_the_file_can_be_imported(tmp_path):
     check(tmp_path / "reward.py:f")
 
 
-def test_component_names_are_short_and_different():
-    names = ["gsm8k", "a/length.py:brevity", "b/length.py:brevity", "model:/models/judge/", "model:org/judge"]
-    functions = [RewardFunctionConfig(name=name) for name in names]
-    assert component_names(functions) == ["gsm8k", "brevity", "brevity_2", "model:judge", "model:judge_2"]
-    taken = [RewardFunctionConfig(name=name) for name in ("a.py:mean", "b.py:mean", "a.py:failed")]
-    named = [
-        RewardFunctionConfig(name=f"{file}.py:{name}")
-        for file, name in (("a", "length_2"), ("b", "length"), ("c", "length"))
-    ]
-    assert component_names(named) == ["length_2", "length", "length_3"]
-    assert component_names(taken) == ["mean_2", "mean_3", "failed_2"]  # reward/mean and reward/failed are the run's own
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (
+            ["gsm8k", "a/length.py:brevity", "b/length.py:brevity", "model:/models/judge/", "model:org/judge"],
+            ["gsm8k", "brevity", "brevity_2", "model:judge", "model:judge_2"],
+        ),
+        (["a.py:length_2", "b.py:length", "c.py:length"], ["length_2", "length", "length_3"]),
+        (["a.py:mean", "b.py:mean", "a.py:failed"], ["mean_2", "mean_3", "failed_2"]),  # the run's own: reward/mean
+    ],
+)
+def test_component_names_are_short_and_different(names, short):
+    assert component_names([RewardFunctionConfig(name=name) for name in names]) == short

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     BertTokenizerFast,
@@ -12,9 +13,8 @@ from transformers import (
 )
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
-from infsample_rl.reward.check import check_reward_functions
 from infsample_rl.reward.reward_model import RewardModel
-from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.reward.worker import RewardWorker, check_reward_functions
 from infsample_rl.types import Prompt
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one and two is what"}]
@@ -33,6 +33,9 @@ def qwen3_config(labels: int, pad: int | None) -> Qwen3Config:
     )  # fmt: skip
 
 
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] one two three and is what it be brief .".split()
+
+
 @pytest.fixture(scope="session")
 def bert_folder(tmp_path_factory):
     # ten times BERT's own weight scale: scores of about 1 that tell the texts apart, with float32 rounding near 1e-6
@@ -42,28 +45,11 @@ def bert_folder(tmp_path_factory):
 def save_bert(folder, weight_scale: float):
     """A random BERT classifier with one label and a vocabulary of fifteen words."""
     folder.mkdir()
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "one",
-        "two",
-        "three",
-        "and",
-        "is",
-        "what",
-        "it",
-        "be",
-        "brief",
-        ".",
-    ]
-    (folder / "vocab.txt").write_text("\n".join(words))
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(1)
     config = BertConfig(
-        vocab_size=len(words), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        vocab_size=len(WORDS), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
         num_labels=1,
         max_position_embeddings=64, initializer_range=weight_scale,
     )  # fmt: skip
@@ -74,8 +60,6 @@ def save_bert(folder, weight_scale: float):
 @pytest.fixture(scope="session", params=["own padding id", "no padding id", "ends in its padding id"])
 def qwen3_folder(request, tiny_qwen3, tmp_path_factory):
     """A Qwen3 classifier with a chat template; decoders score the last token that is not padding."""
-    from transformers import AutoTokenizer
-
     folder = tmp_path_factory.mktemp("models") / "qwen3"
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
     if request.param != "own padding id":
@@ -104,13 +88,22 @@ def one_by_one(model: RewardModel) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("batch_tokens", [10_000, 100, 1])
-def test_bert_scores_of_a_batch_equal_single_scores(bert_folder, batch_tokens):
-    model = RewardModel(function(bert_folder, batch_tokens=batch_tokens), "cpu")
+def check_batches(folder, batch_tokens: int) -> None:
+    model = RewardModel(function(folder, batch_tokens=batch_tokens), "cpu")
     scores, problems = model.score(MESSAGES, RESPONSES)
     assert problems == [""] * len(RESPONSES)
     assert len({round(score, 3) for score in scores}) > 4  # the texts are told apart
     assert scores == pytest.approx(one_by_one(model), abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_tokens", [10_000, 100, 1])
+def test_bert_scores_of_a_batch_equal_single_scores(bert_folder, batch_tokens):
+    check_batches(bert_folder, batch_tokens)
+
+
+@pytest.mark.parametrize("batch_tokens", [10_000, 300, 1])
+def test_qwen3_scores_of_a_batch_equal_single_scores(qwen3_folder, batch_tokens):
+    check_batches(qwen3_folder, batch_tokens)
 
 
 def test_padding_takes_no_part_at_all(tmp_path):
@@ -120,28 +113,12 @@ def test_padding_takes_no_part_at_all(tmp_path):
     assert model.score(MESSAGES, RESPONSES)[0] == pytest.approx(one_by_one(model), rel=2e-7)
 
 
-@pytest.mark.parametrize("batch_tokens", [10_000, 300, 1])
-def test_qwen3_scores_of_a_batch_equal_single_scores(qwen3_folder, batch_tokens):
-    model = RewardModel(function(qwen3_folder, batch_tokens=batch_tokens), "cpu")
-    scores, problems = model.score(MESSAGES, RESPONSES)
-    assert problems == [""] * len(RESPONSES)
-    assert len({round(score, 3) for score in scores}) > 4
-    assert scores == pytest.approx(one_by_one(model), abs=1e-5)
-
-
 def test_bert_reads_prompt_and_response_as_a_pair(bert_folder):
     model = RewardModel(function(bert_folder), "cpu")
     ids, types = model._encode(MESSAGES, "it is three")
     tokens = "[CLS] be brief one and two is what [SEP] it is three [SEP]".split()
     assert model.tokenizer.convert_ids_to_tokens(ids) == tokens
     assert types == [0] * 9 + [1] * 4
-
-
-def test_a_text_the_model_cannot_hold_has_no_score(bert_folder):
-    model = RewardModel(function(bert_folder), "cpu")
-    scores, problems = model.score(MESSAGES, ["it " * 60, "three"])
-    assert scores[0] is None and scores[1] is not None
-    assert problems == ["prompt and response are 70 tokens, the model takes 64", ""]
 
 
 def test_a_score_that_is_not_finite_is_none_and_said(bert_folder):
@@ -160,8 +137,6 @@ def test_more_than_one_label_is_refused(tiny_qwen3, tmp_path):
 def test_a_language_model_with_one_label_but_no_head_is_refused(tiny_qwen3, tmp_path):
     model = Qwen3ForCausalLM(qwen3_config(1, 0))
     model.save_pretrained(tmp_path)
-    from transformers import AutoTokenizer
-
     AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no trained reward model: its files lack score.weight"):
         RewardModel(function(tmp_path), "cpu")

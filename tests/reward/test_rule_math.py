@@ -33,14 +33,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "response"), RIGHT)
-def test_equal_answers_score_one(answer, response):
-    assert score(response, {"answer": answer}) == 1.0
-
-
-@pytest.mark.parametrize(("answer", "response"), WRONG)
-def test_other_answers_score_zero(answer, response):
-    assert score(response, {"answer": answer}) == 0.0
+@pytest.mark.parametrize(("answer", "response", "reward"), [(*c, 1.0) for c in RIGHT] + [(*c, 0.0) for c in WRONG])
+def test_equal_answers_score_one_and_others_zero(answer, response, reward):
+    assert score(response, {"answer": answer}) == reward
 
 
 def test_scores_outside_the_main_thread_where_alarms_are_refused():

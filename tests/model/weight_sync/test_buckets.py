@@ -19,7 +19,7 @@ from infsample_rl.model.weight_sync.buckets import (
     stream_buckets,
 )
 from infsample_rl.model.weight_sync.sync import check_shared, load_local, load_published
-from infsample_rl.rollout.engine.fused_decoder import joined
+from infsample_rl.rollout.engine.decoder import joined
 
 
 def model(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
