@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.intervals import bootstrap
 from infsample_rl.commands import measurements
 from infsample_rl.commands.schedule_workload import names_of
 from infsample_rl.config import ModelConfig
@@ -38,7 +39,6 @@ from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_row
-from infsample_rl.rollout.length_prediction.accuracy import bootstrap
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_lines, read_recordings
 
 KINDS = ("std", "mean_only")

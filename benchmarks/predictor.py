@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.intervals import Interval, bootstrap
 from benchmarks.predictor_models import (
     Predictions,
     bert_predictions,
@@ -43,22 +44,14 @@ from benchmarks.predictor_steps import Cost, Memory, compare, cost
 from benchmarks.workload import TINY_POLICY
 from infsample_rl.commands import measurements
 from infsample_rl.commands.schedule_workload import ROW_SECONDS, STEP_SECONDS
-from infsample_rl.commands.train_predictor import check_can_be_written
 from infsample_rl.config import ModelConfig
-from infsample_rl.config.command_line import option, run_with_options
+from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.rollout.length_prediction.accuracy import (
-    Interval,
-    PromptAccuracy,
-    bootstrap,
-    prompt_accuracy,
-    summarize,
-)
-from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, check_window, load_encoder
-from infsample_rl.rollout.length_prediction.fit import TrainOptions, check_lr, fit
+from infsample_rl.rollout.length_prediction.accuracy import PromptAccuracy, prompt_accuracy
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.fit import TrainOptions, fit, held_out_keys, recording_group, split_groups
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
-from infsample_rl.rollout.length_prediction.training_data import held_out_keys, recording_group, split_groups
 
 INNER_HELD_OUT = 0.15  # share of the training prompts that choose bert's best epoch
 
@@ -81,11 +74,11 @@ class PredictorOptions:
         "what runs on the predictions",
         choices=(*PREDICTED_SCHEDULES, "token_budget"),
     )
-    held_out: float = option(0.4, "share of the prompts held out")
+    held_out: float = option(0.4, "share of the prompts held out", above=0, high=0.9)
     max_prompts: int | None = option(None, "first prompts of a file; none: all", low=2)
     seed: int = option(0, "of split, training and intervals", low=0)
     epochs: int = option(4, "of bert", low=1)
-    lr: float = option(1e-4, "of bert")
+    lr: float = option(1e-4, "of bert", above=0, high=1)
     batch: int = option(32, "of bert", low=1)
     samples: int | None = option(None, "samples of a prompt in one of bert's epochs; none: all", low=1)
     window: int | None = option(None, "most tokens of bert's input; none: what it can take", low=8)
@@ -168,7 +161,7 @@ def _bert(
     held_texts = [recording_group(recording, tokenizer, options.ks) for recording in held]
     if options.bert:
         given = BertLengthPredictor(options.bert[min(index, len(options.bert) - 1)], setting="bert")
-        check_window(given.max_tokens, given.tokenizer, options.ks, "bert")
+        given.check_window(options.ks, "bert")
         return bert_predictions(given, held_texts, options.ks)
     texts = [recording_group(recording, tokenizer, options.ks) for recording in training]
     fitted, choosing = split_groups(texts, INNER_HELD_OUT, options.seed)
@@ -178,12 +171,11 @@ def _bert(
         if name in ("encoder", "epochs", "lr", "batch", "samples", "window", "seed")
     }
     torch.manual_seed(options.seed)
-    model, encoder_tokenizer = load_encoder(str(options.encoder), "encoder")
-    fit(model, encoder_tokenizer, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
-    folder = Path(options.out) / f"bert_{stem}"
-    model.save_pretrained(folder)
-    encoder_tokenizer.save_pretrained(folder)
-    return bert_predictions(BertLengthPredictor(str(folder), setting="bert"), held_texts, options.ks)
+    predictor = BertLengthPredictor(str(options.encoder), setting="encoder")
+    fit(predictor, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
+    predictor.model.save_pretrained(Path(options.out) / f"bert_{stem}")
+    predictor.tokenizer.save_pretrained(Path(options.out) / f"bert_{stem}")
+    return bert_predictions(predictor, held_texts, options.ks)
 
 
 def _probe(
@@ -243,22 +235,21 @@ def _accuracy(
 ) -> dict[str, Any]:
     """The accuracy fields of a record; `less_bert` is what the same prompts' differences from bert come to, below 0 for
     a smaller error."""
-    summary = summarize(found, seed)
-    less = None
+    counts, less = [each.num_uncensored for each in found], None
+    of_prompts = [each.tau for each in found if each.tau is not None]
     if bert is not None:
         pairs = list(zip(found, bert, strict=True))
-        counts = [mine.num_uncensored for mine in found]
         taus = [mine.tau - other.tau for mine, other in pairs if mine.tau is not None and other.tau is not None]
         less = {
             "log_error": _as_dict(bootstrap([mine.log_error - other.log_error for mine, other in pairs], counts, seed)),
             "kendall_tau": _as_dict(bootstrap(taus, [1] * len(taus), seed)),
         }
     return {
-        "samples": summary.num_samples,
-        "uncensored": summary.num_uncensored,
-        "log_error": _as_dict(summary.log_error),
-        "token_error": _as_dict(summary.token_error),
-        "kendall_tau": _as_dict(summary.tau) if orders else None,
+        "samples": sum(each.num_samples for each in found),
+        "uncensored": sum(counts),
+        "log_error": _as_dict(bootstrap([each.log_error for each in found], counts, seed)),
+        "token_error": _as_dict(bootstrap([each.token_error for each in found], counts, seed)),
+        "kendall_tau": _as_dict(bootstrap(of_prompts, [1] * len(of_prompts), seed)) if orders else None,
         "less_bert": less,
     }
 
@@ -328,8 +319,7 @@ def _check(options: PredictorOptions) -> None:
             f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written; the nearest is "
             f"write_k={nearest}"
         )
-    check_lr(options.lr)
-    check_can_be_written(Path(options.out))
+    check_writable(Path(options.out), f"out={options.out}")
 
 
 if __name__ == "__main__":

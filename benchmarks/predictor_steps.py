@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from infsample_rl.rollout.length_prediction.accuracy import Interval, bootstrap
+from benchmarks.intervals import Interval, bootstrap
 from infsample_rl.rollout.simulator import Simulation, simulate
 
 

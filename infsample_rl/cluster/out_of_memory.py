@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.config.fields import parse_bytes
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from infsample_rl.config.fields import kv_pages, parse_bytes
 
 OUT_OF_MEMORY = re.compile(
     r"out of memory|(?:can't|cannot) allocate memory|unable to allocate|MemoryError|std::bad_alloc|low on "
@@ -116,7 +115,9 @@ def advice(config: Config, part: str | None, phase: str) -> list[str]:
 
 def _rollout_advice(config: Config) -> list[str]:
     rollout, found = config.rollout, []
-    smallest = smallest_budget_tokens(config.data.max_prompt_tokens, rollout.max_new_tokens, rollout.page_size)
+    smallest = rollout.page_size * kv_pages(
+        1, rollout.max_new_tokens, [config.data.max_prompt_tokens], rollout.page_size
+    )
     if rollout.kv_budget_bytes == "auto":
         found.append(f"rollout.kv_budget_tokens={2 * smallest} or more, in place of rollout.kv_budget_bytes=auto")
     elif rollout.kv_budget_bytes is not None:

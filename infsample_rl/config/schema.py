@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from infsample_rl.config.cluster import ClusterConfig
 from infsample_rl.config.data import DataConfig
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.reward import RewardConfig
 from infsample_rl.config.rollout import RolloutConfig
@@ -65,7 +66,7 @@ class Config:
                 "evaluation"
             )
         longest_prompt, longest_response = self.data.max_prompt_tokens, rollout.max_new_tokens
-        smallest = (-(-longest_prompt // page) + -(-longest_response // page)) * page
+        smallest = kv_pages(1, longest_response, [longest_prompt], page) * page
         if rollout.kv_budget_tokens is not None and rollout.kv_budget_tokens < smallest:
             yield (
                 f"rollout.kv_budget_tokens must be >= {smallest} to hold a prompt of data.max_prompt_tokens = "

@@ -88,12 +88,12 @@ def token_optimum(
     steps are needed.
 
     The best of token_packing, which preempts nobody, and of the engine's own token_budget planner given the true
-    lengths, with preempted KV parked and at three prices of recomputation; its rebuilds count as steps. Of equal steps,
+    lengths, with preempted KV parked and with it computed again; its rebuilds count as steps. Of equal steps,
     the one that computes fewer tokens again, then parks fewer.
     """
     bound = token_bound(lengths, budget_tokens)
     optima = [TokenOptimum(token_packing(lengths, budget_tokens).steps, 0, 0)] if page_size == 1 else []
-    for rebuild_cost, parks in ((None, True), (None, False), (0.05, False), (1.0, False)):
+    for parks in (True, False):
         if optima and min(optima).steps <= bound:
             break
         found = simulate(
@@ -103,7 +103,6 @@ def token_optimum(
             kv_budget_tokens=budget_tokens,
             page_size=page_size,
             max_new_tokens=max_new_tokens,
-            rebuild_cost=rebuild_cost,
             parks=parks,
         )
         optima.append(TokenOptimum(found.running_steps, found.recomputed_tokens, found.parked_tokens))

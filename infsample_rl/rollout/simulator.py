@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
-from infsample_rl.rollout.schedule.kv_pool import KVPool, smallest_budget_tokens
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.config.fields import kv_pages
+from infsample_rl.rollout.schedule.fast_forward import repeat_steps
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule.schedules import BUDGETED
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
@@ -79,7 +78,6 @@ def simulate_prompts(
     group_size: int | Sequence[int] | None = None,
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
-    rebuild_cost: float | None = None,
     parks: bool = False,
     record_rows: bool = False,
 ) -> Simulation:
@@ -89,9 +87,9 @@ def simulate_prompts(
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
     each sample the predicted total length once it has generated that many tokens; token_budget follows it, the others
     take the first where `predicted` is not given. kv_budget_tokens: all KV, prompts included (default: slots x
-    max_new_tokens plus the longest resident prompts); where it is given, fptas and infinite also keep what they predict
-    within it. prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at
-    the group_size-th finish (default, and for all other schedules: all). max_rows, rebuild_cost, parks (KV of preempted
+    max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number or one per prompt;
+    dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all other schedules:
+    all). max_rows, parks (KV of preempted
     samples waits outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the
     cap of a response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown
     schedule, lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no
@@ -109,22 +107,28 @@ def simulate_prompts(
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
     num_slots = min(_useful_slots(num_slots, schedule, groups, sizes), budget // page_size)  # as in the engine
     orders = orders_of(groups, schedule, predicted, repredicted)
-    planned = _prompt_groups(
-        schedule, num_slots, sizes, prompts, orders, page_size, None if kv_budget_tokens is None else budget
-    )
-    step_by_step = rebuild_cost == 0  # see repeat_steps
-    pool = (KVPool if step_by_step else CountedPool)(budget // page_size, page_size)
-    cost = {} if rebuild_cost is None else {"rebuild_cost": rebuild_cost}
+    planned = [
+        PromptGroup(
+            place,
+            [0] * tokens,
+            list(range(samples)),
+            GroupSettings(schedule, num_slots, samples),
+            lambda _: 0,
+            lengths=order,
+        )
+        for place, (samples, tokens, order) in enumerate(zip(sizes, prompts, orders, strict=True))
+    ]
+    pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
         pool,
         num_slots=min(max_rows or max(map(len, groups)) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
         prompts_at_once=prompts_at_once,
         max_new_tokens=cap,
-        policy=TokenBudgetPolicy(page_size, cap, **cost, parks=parks) if by_budget else None,
-        parking=Parking.beside(pool.num_pages) if parks else None,
+        policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
+        parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
     )
-    return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end(step_by_step)
+    return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end()
 
 
 def _useful_slots(slots: int, schedule: str, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
@@ -153,7 +157,7 @@ class _Run:
         for place, samples in enumerate(repredicted or ()):
             self._moments |= {(place, index): sorted(moments, reverse=True) for index, moments in enumerate(samples)}
 
-    def to_end(self, step_by_step: bool) -> Simulation:
+    def to_end(self) -> Simulation:
         """Decode until every sample has ended."""
         planner, result = self.planner, self.result
         while not planner.is_done:
@@ -161,8 +165,7 @@ class _Run:
             rows = planner.next_step().rows
             if self._record_rows:
                 self._record(rows, steps_before)
-            if not step_by_step:
-                repeat_steps(planner, self._steps_to_an_event(rows))
+            repeat_steps(planner, self._steps_to_an_event(rows))
             if self._moments:
                 self._predict_again(rows)
             self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
@@ -216,29 +219,6 @@ class _Run:
                 del self._open[sample]
 
 
-def _prompt_groups(
-    schedule: str,
-    num_slots: int,
-    sizes: Sequence[int],
-    prompts: Sequence[int],
-    order_by: Sequence[list[float] | None],
-    page_size: int,
-    budget: int | None,
-) -> list[PromptGroup]:
-    """What the planner is given of every prompt. `budget`: all tokens that fptas and infinite may fill by
-    prediction."""
-    planned = []
-    for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
-        for_responses = None
-        if budget is not None and schedule in BUDGETED:
-            for_responses = (budget // page_size - -(-tokens // page_size)) * page_size
-        settings = GroupSettings(schedule, num_slots, samples, kv_budget_tokens=for_responses)
-        planned.append(
-            PromptGroup(place, [0] * tokens, list(range(samples)), settings, lambda _: 0, lengths=order_by[place])
-        )
-    return planned
-
-
 def pool_tokens(
     given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int
 ) -> int:
@@ -248,11 +228,11 @@ def pool_tokens(
     Raises ValueError, with the smallest budget that would do, when one prompt and one full response of `cap` tokens do
     not fit.
     """
-    smallest = smallest_budget_tokens(max(prompts), cap, page_size)
+    smallest = kv_pages(1, cap, [max(prompts)], page_size) * page_size
     if given is not None and given < smallest:
         raise ValueError(
             f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got "
             f"{given}"
         )
-    resident = sorted(prompts, reverse=True)[:prompts_at_once]
-    return given or (num_slots * -(-cap // page_size) + sum(-(-tokens // page_size) for tokens in resident)) * page_size
+    longest = sorted(prompts, reverse=True)[:prompts_at_once]
+    return given or kv_pages(num_slots, cap, longest, page_size) * page_size

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
-from infsample_rl.rollout.schedule.fptas import check_predictions
+from infsample_rl.rollout.schedule.schedules import check_predictions
 
 Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout import simulator
-from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
+from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
@@ -27,7 +27,7 @@ def workloads(draw, by_budget):
     prompts = draw(st.lists(st.integers(0, 20), min_size=len(groups), max_size=len(groups)))
     smallest = (-(-max(prompts) // page_size) + -(-cap // page_size)) * page_size
     chance = draw(st.sampled_from(["none", "lengths", "again"]))
-    numbers = st.floats(0.5, 100 if by_budget else cap)  # infinite and fptas refuse what the pool cannot hold
+    numbers = st.floats(0.5, 100)
     predicted = [[draw(numbers) for _ in lengths] for lengths in groups] if chance == "lengths" else None
     moments = st.dictionaries(st.integers(1, cap), numbers, max_size=3)
     repredicted = [[draw(moments) for _ in lengths] for lengths in groups] if chance == "again" else None
@@ -41,7 +41,6 @@ def workloads(draw, by_budget):
         "max_new_tokens": cap,
         "predicted": predicted,
         "repredicted": repredicted,
-        "rebuild_cost": draw(st.sampled_from([None, 0.01, 1.0])),
         "parks": by_budget and draw(st.booleans()),
         "record_rows": True,
     }
@@ -50,7 +49,6 @@ def workloads(draw, by_budget):
 def step_by_step(monkeypatch, groups, schedule, arguments):
     with monkeypatch.context() as patch:
         patch.setattr(simulator, "repeat_steps", lambda planner, most: 0)
-        patch.setattr(simulator, "CountedPool", KVPool)
         return simulate_prompts(groups, schedule, **arguments)
 
 
@@ -70,14 +68,13 @@ def test_strides_change_nothing(schedule, monkeypatch):
 
 def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
     draw, preempted = random.Random(0), 0
-    for page_size, cost, num_groups in ((1, None, 1), (16, None, 2), (1, 1.0, 2), (16, 0.05, 1), (3, 4.0, 3)) * 3:
+    for page_size, num_groups in ((1, 1), (16, 2), (1, 2), (16, 1), (3, 3)) * 3:
         groups = [[min(200, round(draw.lognormvariate(4.5, 0.8)) + 1) for _ in range(24)] for _ in range(num_groups)]
         for parks in (False, True):
             arguments = {
                 "slots": 3,
                 "page_size": page_size,
                 "max_new_tokens": 200,
-                "rebuild_cost": cost,
                 "parks": parks,
                 "record_rows": True,
             }
@@ -91,7 +88,7 @@ def test_pages_are_taken_from_the_back_of_the_line_first():
     settings = GroupSettings("token_budget", 3, 3)
     group = PromptGroup(0, [0], [0, 1, 2], settings, lambda _: 0)
     planner = StepPlanner(
-        [group], CountedPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
+        [group], KVPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
     )
     for tokens, pages in ((5, 4), (7, 2), (6, 3)):
         sample = Sample(group, tokens, tokens, 0, num_tokens=tokens, pages=planner.pool.take(pages))
@@ -104,13 +101,9 @@ def test_pages_are_taken_from_the_back_of_the_line_first():
     assert ([len(sample.pages) for sample in planner.line], planner.pool.num_free) == ([4, 0, 1], 0)
 
 
-def planner_of(lengths, pages, page_size=1, slots=2):
-    group = PromptGroup(0, [0], list(range(lengths)), GroupSettings("arrival", slots, lengths), lambda _: 0)
-    return StepPlanner([group], CountedPool(pages, page_size), num_slots=slots, prompts_at_once=1, max_new_tokens=9)
-
-
 def test_a_stride_is_cut_where_pages_run_out_and_waits_for_a_step_without_changes():
-    planner = planner_of(2, 19)
+    group = PromptGroup(0, [0], [0, 1], GroupSettings("arrival", 2, 2), lambda _: 0)
+    planner = StepPlanner([group], KVPool(19, 1), num_slots=2, prompts_at_once=1, max_new_tokens=9)
     assert repeat_steps(planner, 5) == 0  # nothing runs
     planner.next_step()
     assert repeat_steps(planner, 5) == 0  # rows came
@@ -123,17 +116,3 @@ def test_a_stride_is_cut_where_pages_run_out_and_waits_for_a_step_without_change
     assert repeat_steps(planner, 5) == 1  # 3 of 6 pages are left, a step takes 2
     planner.end_step([rows[0]])
     assert repeat_steps(planner, 5) == 0  # a row has left
-
-
-def test_pages_that_are_only_counted_come_back_with_their_last_owner():
-    pool = CountedPool(10, 4)
-    prompt, rows = pool.take(3), pool.take(5)
-    pool.share(prompt)
-    pool.share(prompt)
-    for free in (2, 2, 5):
-        pool.release(prompt)
-        assert pool.num_free == free
-    with pytest.raises(RuntimeError, match="6 KV pages wanted, 5 of 10"):
-        pool.take(6)
-    pool.release([rows.pop()])
-    assert (pool.num_free, pool.peak_pages) == (6, 8)
