@@ -10,6 +10,7 @@ warmed up.
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -19,16 +20,11 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.process import end_with_terminate, measure, measure_points
-from benchmarks.rival_settings import Measurement, rival_measurements
-from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
-from benchmarks.step_profile import print_profile
-from benchmarks.vllm_process import measure_vllm
+from benchmarks.rival_settings import Measurement, measure_vllm, rival_measurements
 from benchmarks.workload import Workload
-from infsample_rl.commands import measurements
 from infsample_rl.config.command_line import option, run_with_options
-from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES, RolloutConfig
+from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES
 
-ENGINE_FIGURES = ("recomputed_tokens", "parked_tokens", "preemptions", "row_utilisation", "reserved_memory_bytes")
 NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
@@ -38,8 +34,6 @@ class EngineOptions(Workload):
     """Arguments of this command."""
 
     group_size: int = option(32, "G, completions of every prompt", low=1)
-    prompts: int = option(1, "prompts sampled, all different and equally long", low=1)
-    prompts_at_once: int = option(1, "prompts resident at a time in our engine", low=1)
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
     repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
@@ -53,21 +47,11 @@ class EngineOptions(Workload):
     rows: list[int] = option(
         [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
     )
-    profile: int = option(
-        0, "steps of G rows of ours whose operators, kernels, waits and allocations are counted; 0: none", low=0
-    )
+    profile: int = option(0, "steps of G rows of ours whose kernels, waits and allocations are counted; 0: none", low=0)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
     out: str = option("bench_out", "folder of the figure")
 
     def __post_init__(self) -> None:
-        for schedule in self.schedules:  # refuse before anything is started
-            RolloutConfig(
-                group_size=self.group_size,
-                slots=self.slots,
-                schedule=schedule,
-                max_new_tokens=self.max_new_tokens,
-                prompts_at_once=self.prompts_at_once,
-            )
         if len(set(self.rows)) == 1:
             raise ValueError(
                 f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"
@@ -88,10 +72,10 @@ def run(options: EngineOptions) -> int:
         points = [(f"bench.engine: {each.name}", partial(measuring.record, each)) for each in asked]
         found, failed = measure_points(points, as_json=options.json)
     if not options.json:
-        measurements.print_table(found, figures.ENGINE_COLUMNS)
+        figures.print_records(found, figures.ENGINE_COLUMNS)
         for record in found:
             if record["profile"]:
-                print_profile(record["profile"])
+                print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in record["profile"].items()))
         print(f"figure: {figures.draw_engine(found, Path(options.out))}")
     unequal = [record["name"] for record in found if record["tokens_equal"] is False]
     if unequal:
@@ -125,16 +109,12 @@ class EngineBenchmark:
         self.options = options
         self.workload = asdict(options) | {"config_folder": scratch}
         self.facts = self._measure("facts", self.workload, {"config_folder": scratch})
-        self.fastest: dict[str, int] = {}  # of each rival's measurement, which variant
         self.step_seconds: dict[str, float] | None = None  # of our engine
 
     def record(self, measurement: Measurement, earlier: list[dict[str, Any]]) -> dict[str, Any]:
         """The object of one measurement."""
-        if measurement.same_variant_as in self.fastest:
-            index, variants = self.fastest[measurement.same_variant_as], []
-        else:
-            index, variants = self._fastest_variant(measurement)
-        self.fastest[measurement.name], settings = index, measurement.variants[index]
+        index, variants = self._fastest_variant(measurement)
+        settings = measurement.variants[index]
         raw = self._measure(measurement.what, self.workload, settings)
         if measurement.what == "ours":
             self.step_seconds = self.step_seconds or raw.get("step_seconds")
@@ -148,7 +128,7 @@ class EngineBenchmark:
         if what == "vllm":
             return measure_vllm(workload, settings, self.facts)
         spec = {"what": what, "workload": workload, "settings": settings}
-        return measure("engine_point", spec, threads=self.options.threads, timeout_s=self.options.timeout_s)
+        return measure("engine_point.main", spec, threads=self.options.threads, timeout_s=self.options.timeout_s)
 
     def _fastest_variant(self, measurement: Measurement) -> tuple[int, list[dict[str, Any]]]:
         """Which variant to measure, and the seconds of every variant on a short workload (none compared when there is
@@ -156,7 +136,7 @@ class EngineBenchmark:
         if len(measurement.variants) == 1:
             return 0, []
         tokens = min(SHORT_TOKENS, self.options.max_new_tokens)
-        short = self.workload | {"max_new_tokens": tokens, "prompts": 1, "repeats": 1}
+        short = self.workload | {"max_new_tokens": tokens, "repeats": 1}
         if "rows" in measurement.variants[0]:
             short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
         seconds = self._tune(measurement, short)
@@ -187,11 +167,33 @@ def _shown(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("rows_timed", "profile")}
 
 
+def kv_bytes_read(lengths: list[int], running_steps: int, prompt_tokens: int, kv_bytes_per_token: int) -> int:
+    """Least KV bytes a run reads: the prompt once per running step, and for token t of a sample its t - 1 earlier ones.
+
+    A lower bound for every engine, also for those that read the prompt once per row.
+    """
+    return kv_bytes_per_token * (running_steps * prompt_tokens + sum(length * (length - 1) // 2 for length in lengths))
+
+
+def roofline_seconds(running_steps: int, weight_bytes_read: int, kv_bytes: int, bandwidth: float) -> float:
+    """Seconds to read the weights once per running step and `kv_bytes` in all, at `bandwidth` bytes per second."""
+    return (running_steps * weight_bytes_read + kv_bytes) / bandwidth
+
+
+def fit_step_time(seconds: dict[int, float]) -> tuple[float, float]:
+    """c0, c1 of seconds = c0 + c1 x rows, by least squares over {rows: seconds of one step}. Needs two different row
+    counts."""
+    if len(seconds) < 2:
+        raise ValueError(f"rows must have at least two different counts to fit c0 and c1, got {sorted(seconds)}")
+    c1, c0 = statistics.linear_regression(list(seconds), list(seconds.values()))
+    return c0, c1
+
+
 def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """The object of one measurement: the keys that all benchmarks share first. Bytes, seconds; a step has one token for
     every active row."""
     tokens, seconds = sum(raw["lengths"]), raw["seconds"]
-    expected = options.prompts * options.group_size * options.max_new_tokens if options.ignore_eos else None
+    expected = options.group_size * options.max_new_tokens if options.ignore_eos else None
     kv_read = kv_bytes_read(raw["lengths"], raw["running_steps"], options.prompt_tokens, facts["kv_bytes_per_token"])
     ideal = roofline_seconds(raw["running_steps"], facts["weight_bytes_read"], kv_read, facts["bandwidth"])
     timed = {int(rows): each for rows, each in (raw.get("step_seconds") or {}).items()}
@@ -206,8 +208,7 @@ def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dic
         "peak_memory_bytes": raw["peak_memory_bytes"],
         "roofline_fraction": ideal / seconds,
         "kv_pool_bytes": raw["kv_pool_bytes"],
-        "kv_budget_bytes": options.kv_budget_tokens(options.prompts_at_once) * facts["kv_bytes_per_token"],
-        "weight_bytes": facts["weight_bytes"],
+        "kv_budget_bytes": options.kv_budget_tokens() * facts["kv_bytes_per_token"],
         "tokens_expected": expected,
         "tokens_equal": None if expected is None else tokens == expected,
         "c0": c0,
@@ -220,7 +221,8 @@ def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dic
         "device": facts["device"],
         "versions": facts["versions"] | {name: raw[name] for name in ("vllm",) if name in raw},
         "workload": {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_WORKLOAD},
-        "engine": {name: raw[name] for name in ENGINE_FIGURES if name in raw},
+        "recomputed_tokens": raw.get("recomputed_tokens"),
+        "parked_tokens": raw.get("parked_tokens"),
     }
 
 

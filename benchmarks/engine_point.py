@@ -6,25 +6,31 @@ this measurement).
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import models, ours, rivals
+from benchmarks import models, rivals
 from benchmarks.models import Loaded
-from benchmarks.roofline import read_bandwidth
-from benchmarks.step_profile import profile_steps
 from benchmarks.workload import Workload
+from infsample_rl.config import RolloutConfig
 from infsample_rl.model.loading import stop_token_ids
 from infsample_rl.model.peak_memory import PeakMemory
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
-ENGINES = {
-    "ours": ours.measure_ours,
-    "generate": rivals.measure_generate,
-    "generate_batch": rivals.measure_generate_batch,
-}
+# the time of a step is the difference of two runs of so many tokens, which leaves out the prefill
+STEP_TOKENS = (4, 20)
+WARM_UP_STEPS = 5  # before steps are profiled
+# By name, of the CUDA runtime or of operators that read a tensor's value on the host. cudaDeviceSynchronize is this
+# module's and the profiler's, cudaEventSynchronize waits for what the step before drew, while this one runs.
+SYNCS = ("cudaStreamSynchronize", "aten::_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)")
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+STATISTICS = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(workload.threads)
     memory = PeakMemory(models.pick_device(workload))
     model, tokenizer = models.load(workload)
-    prompts = models.make_prompts(workload, tokenizer, options["prompts"])
+    prompts = models.make_prompts(workload, tokenizer, 1)
     stop_ids = sorted(stop_token_ids(model, tokenizer, []))
     given = Loaded(model=model, tokenizer=tokenizer, prompts=prompts, stop_ids=stop_ids, workload=options)
     if what == "facts":
@@ -43,9 +49,9 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         return {"seconds": tune(settings["what"], given, settings["variants"])}
     memory.reset()
     found = ENGINES[what](given, settings)
-    found |= {"peak_memory_bytes": memory.peak_bytes(), "reserved_memory_bytes": memory.reserved_bytes()}
+    found |= {"peak_memory_bytes": memory.peak_bytes()}
     if settings.get("rows_timed"):
-        found["step_seconds"] = {rows: ours.step_seconds(given, rows) for rows in settings["rows_timed"]}
+        found["step_seconds"] = {rows: step_seconds(given, rows) for rows in settings["rows_timed"]}
     if settings.get("profile"):
         found["profile"] = profile_steps(given, settings["profile"])
     return found
@@ -74,3 +80,121 @@ def facts(workload: Workload, model: Any, settings: dict[str, Any]) -> dict[str,
         "kv_bytes_per_token": models.kv_bytes_per_token(model),
         "bandwidth": read_bandwidth(weights, model.device),
     }
+
+
+def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> float:
+    """Bytes per second of a read-only sum over a buffer of `num_bytes`, median of `repeats`, with torch's current
+    threads."""
+    buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    seconds = []
+    for _ in range(repeats + 1):  # the first warms up
+        started = time.perf_counter()
+        buffer.sum().item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    return buffer.numel() * 4 / statistics.median(seconds[1:])
+
+
+def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
+    """The engine's settings for a workload; `settings` win."""
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    given = {name: workload[name] for name in ("group_size", "slots", "max_new_tokens") if name in workload}
+    return RolloutConfig(**(plain | given | settings))
+
+
+def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms
+    up."""
+    workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption")}
+    config = rollout_config(workload, **asked)
+    stop_ids = set() if workload["ignore_eos"] else None
+    engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=stop_ids)
+    runs = []
+    for repeat in range(workload["repeats"] + 1):
+        started = time.perf_counter()
+        groups = engine.generate(given.prompts, seed=workload["seed"] + repeat)
+        seconds = time.perf_counter() - started
+        runs.append((seconds, [len(completion.token_ids) for group in groups for completion in group], engine.stats))
+    seconds, lengths, stats = min(runs[1:], key=lambda run: run[0])
+    found = {"seconds": seconds, "lengths": lengths, "park_seconds": _park_seconds(engine)}
+    return found | {name: getattr(stats, name) for name in STATISTICS}
+
+
+def _park_seconds(engine: SamplingEngine) -> float | None:
+    """Seconds to park a token's KV and bring it back, of a full response, the fastest of five; None where this engine
+    parks nothing."""
+    kv, parking, page_size = engine.runner.kv, engine.pool.parking, engine.config.page_size
+    pages = list(range(min(kv.num_pages, -(-engine.config.max_new_tokens // page_size))))
+    if parking is None or not parking.take(len(pages)):
+        return None
+    sample, seconds = object(), []
+    for _ in range(5):
+        started = time.perf_counter()
+        parking.put(sample, pages)
+        parking.fetch(sample, pages)
+        kv.store[0, 0, 0, 0, 0].item()  # waits for a GPU
+        seconds.append(time.perf_counter() - started)
+    parking.release(len(pages))
+    return min(seconds) / (len(pages) * page_size)
+
+
+def step_seconds(given: Loaded, rows: int) -> float:
+    """Seconds of one decode step of so many rows."""
+    fastest = []
+    for tokens in STEP_TOKENS:
+        config = rollout_config({}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens)
+        engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
+        seconds = []
+        for _ in range(4):  # the first warms up
+            started = time.perf_counter()
+            engine.generate(given.prompts, seed=given.workload["seed"])
+            seconds.append(time.perf_counter() - started)
+        fastest.append(min(seconds[1:]))
+    return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
+
+
+def profile_steps(given: Loaded, steps: int) -> dict[str, Any]:
+    """Figures of one decode step of G rows, means over `steps`: kernels and launches, waits of the host for the device,
+    device allocations; milliseconds are measured without the profiler, over as many steps before."""
+    rows = given.workload["group_size"]
+    tokens = 2 * steps + WARM_UP_STEPS + 2  # no row ends within the steps
+    config = rollout_config({}, group_size=rows, slots=rows, schedule="full_group", max_new_tokens=tokens)
+    engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
+    engine.stream(given.prompts, 0)
+    _timed(engine, WARM_UP_STEPS)
+    found = {"rows": rows, "steps": steps, "milliseconds": round(1000 * _timed(engine, steps) / steps, 3)}
+    is_cuda = given.model.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if is_cuda else [])
+    allocated = _device_allocations(is_cuda)
+    with torch.profiler.profile(activities=activities) as profile:
+        _timed(engine, steps)
+    allocated = _device_allocations(is_cuda) - allocated
+    events = profile.profiler.kineto_results.events()
+    counts = Counter(event.name() for event in events)
+    cuda = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    totals = {
+        "kernels": sum(not event.name().startswith("Mem") for event in cuda),
+        "launches": sum(counts[name] for name in LAUNCHES),
+        "host_syncs": sum(counts[name] for name in SYNCS),
+        "device_allocations": allocated,
+    }
+    return found | {name: round(total / steps, 3) for name, total in totals.items()}
+
+
+def _timed(engine: SamplingEngine, steps: int) -> float:
+    started = time.perf_counter()
+    for _ in range(steps):
+        engine._loop.step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _device_allocations(is_cuda: bool) -> int:
+    return torch.cuda.memory_stats()["allocation.all.allocated"] if is_cuda else 0
+
+
+ENGINES = {
+    "ours": measure_ours,
+    "generate": rivals.measure_generate,
+    "generate_batch": rivals.measure_generate_batch,
+}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.workload import ModelOptions
+from infsample_rl.config.command_line import print_table
 
 ENGINE_COLUMNS = {
     "name": "name",
@@ -30,10 +31,29 @@ MEMORY_COLUMNS = {
     "kv_pool_bytes": "KV pool MB",
     "rest_bytes": "rest MB",
     "saved_share": "saved",
-    "paper_peak_memory_bytes": "paper MB",
     "seconds": "s",
 }
 OURS, RIVAL = "#1f77b4", "#999999"
+
+
+def print_records(records: list[dict[str, Any]], columns: dict[str, str]) -> None:
+    """A plain table on stdout; bytes in MB of 1e6, c0 and c1 in ms, c2 in microseconds, shares in %."""
+    print_table([{name: cell(name, record[name]) for name in columns} for record in records], columns)
+
+
+def cell(name: str, value: Any) -> str | None:
+    """A value of a record as the table shows it."""
+    if value is None:
+        return None
+    if name.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    if name in ("c0", "c1"):
+        return f"{value * 1e3:.2f}"
+    if name == "c2":
+        return f"{value * 1e6:.1f}"
+    if name in ("roofline_fraction", "saved_share"):
+        return f"{value:.1%}"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def memory_facts(options: ModelOptions, device: str) -> str:

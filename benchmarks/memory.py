@@ -12,22 +12,25 @@ torch's max_memory_allocated.
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import figures
+import torch
+
+from benchmarks import figures, models, rivals
+from benchmarks.engine_point import rollout_config
+from benchmarks.models import Loaded
 from benchmarks.process import end_with_terminate, measure, measure_points
-from benchmarks.workload import Workload
-from infsample_rl.commands import measurements
+from benchmarks.workload import ModelOptions, Workload
 from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
+from infsample_rl.model.peak_memory import PeakMemory
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
-# Infinite Sampling, abstract and memory figure: Qwen3-1.7B, G = 32, 1,024 new tokens, all at once and one slot; GB of
-# 1e9 bytes.
-PAPER_SHAPE, PAPER_GROUP = "qwen3_1.7b", 32
-PAPER_FULL_GROUP, PAPER_ONE_SLOT = 21.55e9, 10.64e9
+PAPER_GROUP = 32  # of the paper's memory figure
 
 
 @dataclass(kw_only=True)
@@ -57,14 +60,79 @@ def run(options: MemoryOptions) -> int:
         as_json=options.json,
     )
     if not options.json and found:
-        _print_report(options, found)
+        figures.print_records(found, figures.MEMORY_COLUMNS)
+        print(figures.memory_facts(options, found[0]["device"]))
+        print(f"figure: {figures.draw_memory(found, Path(options.out))}")
     return 1 if failed else 0
 
 
 def measure_point(options: MemoryOptions, settings: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
     """The object of one point, measured in a process of its own."""
-    raw = measure("memory_point", asdict(options) | settings, threads=options.threads, timeout_s=options.timeout_s)
+    raw = measure(
+        "memory.measure_here", asdict(options) | settings, threads=options.threads, timeout_s=options.timeout_s
+    )
     return record_of(options, settings, raw, earlier)
+
+
+def measure_here(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds, tokens, steps and KV bytes of one point; peak memory is counted from the loaded model on, the model
+    included."""
+    options = ModelOptions.of(spec)
+    torch.set_num_threads(options.threads)
+    memory = PeakMemory(models.pick_device(options))
+    model, tokenizer = models.load(options)
+    prompts = models.make_prompts(options, tokenizer, 1)
+    workload = spec | {"ignore_eos": True}
+    given = Loaded(model=model, tokenizer=tokenizer, prompts=prompts, stop_ids=[], workload=workload)
+    memory.reset()
+    started = time.perf_counter()
+    if spec["schedule"] is None:
+        lengths, kv_bytes = rivals.generate_once(given, "dynamic", spec["group_size"])
+        found = {"running_steps": max(lengths), "peak_kv_bytes": kv_bytes, "kv_pool_bytes": kv_bytes}
+    else:
+        lengths, found = _ours(given)
+    seconds = time.perf_counter() - started
+    return (
+        found
+        | models.machine(model.device)
+        | {
+            "seconds": seconds,
+            "lengths": lengths,
+            "peak_memory_bytes": memory.peak_bytes(),
+            "weight_bytes": models.weight_bytes(model),
+        }
+    )
+
+
+def _ours(given: Loaded) -> tuple[list[int], dict[str, int]]:
+    """Lengths and figures of all G samples with early ends, then of as many as there are slots to their full length,
+    in one pool of full size.
+
+    The first call shows that G does not matter, the second reaches the longest context; together far fewer than G x
+    max_new_tokens tokens.
+    """
+    spec = given.workload
+    config = rollout_config(spec, schedule=spec["schedule"])
+    ends = early_stop_ids(len(given.tokenizer), spec["mean_tokens"], spec["seed"])
+    engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=ends)
+    early = engine.generate(given.prompts, seed=spec["seed"])[0]
+    stats = [engine.stats]
+    engine.stop_token_ids = set()
+    rows = config.group_size if config.schedule == "full_group" else min(config.slots, config.group_size)
+    full = engine.generate(given.prompts, seed=spec["seed"] + 1, sample_indices=[list(range(rows))])[0]
+    stats.append(engine.stats)
+    return [len(completion.token_ids) for completion in (*early, *full)], {
+        "running_steps": sum(each.running_steps for each in stats),
+        "peak_kv_bytes": max(each.peak_kv_bytes for each in stats),
+        "kv_pool_bytes": max(each.kv_pool_bytes for each in stats),
+    }
+
+
+def early_stop_ids(vocab_size: int, mean_tokens: int, seed: int) -> set[int]:
+    """A random share of 1 / mean_tokens of the vocabulary: with near-uniform logits samples end after about
+    mean_tokens."""
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))
+    return set(order[: max(1, vocab_size // mean_tokens)].tolist())
 
 
 def points(options: MemoryOptions) -> list[dict[str, Any]]:
@@ -90,9 +158,6 @@ def record_of(
     group, slots, schedule = (settings[name] for name in ("group_size", "slots", "schedule"))
     peak = raw["peak_memory_bytes"]
     rivals = [each for each in earlier if each["name"] == "generate" and each["group_size"] == PAPER_GROUP]
-    paper = None
-    if options.shape == PAPER_SHAPE and group == PAPER_GROUP:
-        paper = PAPER_FULL_GROUP if schedule in (None, "full_group") else PAPER_ONE_SLOT if slots == 1 else None
     tokens = sum(raw.pop("lengths"))
     return {
         "name": "generate" if schedule is None else f"ours/{schedule}",
@@ -103,20 +168,8 @@ def record_of(
         "tokens_per_s": tokens / raw["seconds"],
         "rest_bytes": peak - raw["weight_bytes"] - raw["kv_pool_bytes"],
         "saved_share": 1 - peak / rivals[0]["peak_memory_bytes"] if rivals else None,
-        "paper_peak_memory_bytes": paper,
-        "weights": options.weights,
-        "threads": options.threads,
         "workload": {name: value for name, value in asdict(options).items() if name not in ("json", "out")},
     }
-
-
-def _print_report(options: MemoryOptions, found: list[dict[str, Any]]) -> None:
-    measurements.print_table(found, figures.MEMORY_COLUMNS)
-    print(figures.memory_facts(options, found[0]["device"]))
-    if options.shape == PAPER_SHAPE:
-        paper = f"{PAPER_FULL_GROUP / 1e9} GB all at once, {PAPER_ONE_SLOT / 1e9} GB at g = 1"
-        print(f"the paper, G = {PAPER_GROUP}: {paper}")
-    print(f"figure: {figures.draw_memory(found, Path(options.out))}")
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ def pick_device(workload: ModelOptions) -> torch.device:
     """The device asked for; auto: cuda where there is one. ValueError for a cuda that torch does not see."""
     if workload.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device=cuda: torch {torch.__version__} sees no CUDA device; take device=cpu")
-    return torch.device(
-        "cuda" if workload.device == "cuda" or (workload.device == "auto" and torch.cuda.is_available()) else "cpu"
-    )
+    return torch.device("cuda" if workload.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

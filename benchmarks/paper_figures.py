@@ -1,6 +1,7 @@
 """Figures printed in the paper: tables 1 (ablation) and 2 (scheduler choice), running steps and mean lengths on
 Qwen3-1.7B and Qwen3-8B."""
 
+MODELS = ("Qwen3-1.7B", "Qwen3-8B")
 PAPER_NAMES = {"gsm8k": "GSM8K", "math500": "MATH", "kk": "KK"}  # our data set -> the paper's
 
 # data set: method: ((steps, mean length) of Qwen3-1.7B, the same of Qwen3-8B)

@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import gc
 import itertools
+import json
 import mmap
 import sys
 import tempfile
@@ -27,7 +28,6 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import random_sample
 from benchmarks.process import FREED_AT_ONCE, measure
-from infsample_rl.commands.measurements import print_json
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import run_command
 from infsample_rl.config.loading import load_config
@@ -190,7 +190,8 @@ def run(arguments: list[str]) -> int:
     threads = config_of(part, settings).cluster.threads_per_worker
     environment = FREED_AT_ONCE | {"MKL_DISABLE_FAST_MM": "1"} | ({} if part == "rollout" else FEW_COMPILED_PRODUCTS)
     spec = {"part": part, "settings": settings}
-    print_json(measure("plan_point", spec, threads=threads, timeout_s=TIMEOUT_S, environment=environment))
+    found = measure("plan_point.main", spec, threads=threads, timeout_s=TIMEOUT_S, environment=environment)
+    print(json.dumps(found), flush=True)
     return 0
 
 

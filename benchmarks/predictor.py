@@ -4,12 +4,12 @@ python -m benchmarks.predictor recordings=[FILES] policy=FOLDER encoder=NAME_OR_
 
 A share of each file's prompts is held out; everything is fitted on the others and measured on these. Rows, for each k:
   none    one length for all samples: the training samples' geometric mean
-  bert    an encoder over prompt and first k tokens, one for all k, trained here or given as bert=[FOLDERS]
+  bert    an encoder over prompt and first k tokens, one for all k, trained here
   probe   a regression on the policy's hidden state after k tokens, one for all k, fitted prompt after prompt
   oracle  the true lengths
-Error: mean |log(predicted / length)| and mean |predicted - length| over samples that are longer than k and were not
-cut; Kendall's tau-b over all samples of a prompt that are longer than k, averaged over prompts; steps and time of each
-schedule at equal KV memory; 95 % bootstrap intervals over prompts. The held-out predictions at `write_k` go to
+Error: mean |log(predicted / length)| over samples that are longer than k and were not cut; Kendall's tau-b over all
+samples of a prompt that are longer than k, averaged over prompts; steps of each schedule at equal KV memory; 95 %
+bootstrap intervals over prompts. The held-out predictions at `write_k` go to
 FILE_predicted.jsonl.gz in the output folder.
 """
 
@@ -18,9 +18,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
-import math
 import sys
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,19 +29,19 @@ import torch
 
 from benchmarks.intervals import Interval, bootstrap
 from benchmarks.predictor_models import (
+    Memory,
     Predictions,
     bert_predictions,
+    compare,
     constant_predictions,
     fit_probe,
     hidden_states,
     oracle_predictions,
     probe_predictions,
+    steps_of,
 )
 from benchmarks.predictor_report import draw_predictor, print_tables
-from benchmarks.predictor_steps import Cost, Memory, compare, cost
 from benchmarks.workload import TINY_POLICY
-from infsample_rl.commands import measurements
-from infsample_rl.commands.schedule_workload import ROW_SECONDS, STEP_SECONDS
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
@@ -61,13 +59,10 @@ class PredictorOptions:
     """Arguments of this command."""
 
     recordings: list[str] = option([], "files of recorded completions, with prompt and first_tokens")
-    policy: list[str] = option(
-        [TINY_POLICY], "the model that was recorded, a folder; one for all recordings or one for each"
-    )
+    policy: str = option(TINY_POLICY, "folder of the model that was recorded")
     encoder: str | None = option(
-        None, "pretrained encoder that bert is trained from, a folder or hub name; none: no bert, unless given as bert="
+        None, "pretrained encoder that bert is trained from, a folder or hub name; none: no bert"
     )
-    bert: list[str] = option([], "predictors trained already, one for all recordings or one for each")
     ks: list[int] = option([1, 2, 4, 8, 16, 32], "tokens decoded before the prediction", low=1)
     schedules: list[str] = option(
         ["sjf", "lpt", "infinite", "token_budget"],
@@ -78,14 +73,9 @@ class PredictorOptions:
     max_prompts: int | None = option(None, "first prompts of a file; none: all", low=2)
     seed: int = option(0, "of split, training and intervals", low=0)
     epochs: int = option(4, "of bert", low=1)
-    lr: float = option(1e-4, "of bert", above=0, high=1)
-    batch: int = option(32, "of bert", low=1)
     samples: int | None = option(None, "samples of a prompt in one of bert's epochs; none: all", low=1)
     window: int | None = option(None, "most tokens of bert's input; none: what it can take", low=8)
     slots: int = option(4, "g: the KV memory is slots x the cap + the prompt", low=1)
-    page_size: int = option(16, "tokens of a KV page", low=1)
-    c0: float = option(STEP_SECONDS, "seconds of a step; SmolLM2-135M on 2 cores (docs/engine.md)")
-    c1: float = option(ROW_SECONDS, "seconds of a row in a step, and of a token computed again; as c0")
     write_k: int = option(16, "k of the predictions that are written, one of ks", low=1)
     threads: int | None = option(None, "CPU threads; none: torch's choice", low=1)
     json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
@@ -103,21 +93,20 @@ def run(options: PredictorOptions) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     records = []
-    for index, file in enumerate(options.recordings):
+    for file in options.recordings:
         with contextlib.redirect_stdout(sys.stderr):  # of training, and of what libraries print when they are imported
-            found = measure(Path(file), index, options)
+            found = measure(Path(file), options)
         records += found
         if options.json:
             for record in found:
-                measurements.print_json(record)
+                print(json.dumps(record), flush=True)
     if not options.json:
         print_tables(records)
-        print(f"g = {options.slots}, c0 = {options.c0 * 1e3:.1f} ms, c1 = {options.c1 * 1e3:.2f} ms")
         print(f"figure: {draw_predictor(records, Path(options.out))}")
     return 0
 
 
-def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str, Any]]:
+def measure(file: Path, options: PredictorOptions) -> list[dict[str, Any]]:
     """All records of one file, predictor by predictor and k by k."""
     recordings = read_recordings(file)[: options.max_prompts]
     names = [recording.key for recording in recordings]
@@ -130,45 +119,37 @@ def measure(file: Path, index: int, options: PredictorOptions) -> list[dict[str,
     training = [recording for recording in recordings if recording.key not in keys]
     held = [recording for recording in recordings if recording.key in keys]
     stem = file.name.split(".jsonl")[0]
-    policy = options.policy[min(index, len(options.policy) - 1)]
     predictions = {
         "none": constant_predictions(training, held, options.ks),
-        "bert": _bert(training, held, stem, index, policy, options),
-        "probe": _probe(training, held, stem, policy, options),
+        "bert": _bert(training, held, stem, options),
+        "probe": _probe(training, held, stem, options),
         "oracle": oracle_predictions(held, options.ks),
     }
     known = {name: found for name, found in predictions.items() if found is not None}
     _write_predictions(recordings, held, known, Path(options.out) / f"{stem}_predicted.jsonl.gz", options.write_k)
     facts = {"recording": stem, "dataset": held[0].dataset, "model": held[0].model}
     facts |= {"train_prompts": len(training), "held_out_prompts": len(held)}
-    steps = _schedule_costs(known, held, options)
+    steps = _schedule_steps(known, held, options)
     records = []
     for name, found in known.items():
         for k in options.ks:
-            bert = prompt_accuracies(known["bert"].by_k[k], held) if name == "probe" and "bert" in known else None
-            accuracy = _accuracy(prompt_accuracies(found.by_k[k], held), bert, found.orders, options.seed)
+            accuracy = _accuracy(prompt_accuracies(found.by_k[k], held), found.orders, options.seed)
             rest = {"seconds_per_prediction": found.seconds[k], "schedules": steps[name, k]}
             records.append({"name": name} | facts | {"k": k} | accuracy | rest)
     return records
 
 
-def _bert(
-    training: list[Recording], held: list[Recording], stem: str, index: int, policy: str, options: PredictorOptions
-) -> Predictions | None:
-    if not options.bert and options.encoder is None:
+def _bert(training: list[Recording], held: list[Recording], stem: str, options: PredictorOptions) -> Predictions | None:
+    if options.encoder is None:
         return None
-    tokenizer = load_tokenizer(ModelConfig(path=policy))
+    tokenizer = load_tokenizer(ModelConfig(path=options.policy))
     held_texts = [recording_group(recording, tokenizer, options.ks) for recording in held]
-    if options.bert:
-        given = BertLengthPredictor(options.bert[min(index, len(options.bert) - 1)], setting="bert")
-        given.check_window(options.ks, "bert")
-        return bert_predictions(given, held_texts, options.ks)
     texts = [recording_group(recording, tokenizer, options.ks) for recording in training]
     fitted, choosing = split_groups(texts, INNER_HELD_OUT, options.seed)
     shared = {
         name: value
         for name, value in asdict(options).items()
-        if name in ("encoder", "epochs", "lr", "batch", "samples", "window", "seed")
+        if name in ("encoder", "epochs", "samples", "window", "seed")
     }
     torch.manual_seed(options.seed)
     predictor = BertLengthPredictor(str(options.encoder), setting="encoder")
@@ -178,10 +159,8 @@ def _bert(
     return bert_predictions(predictor, held_texts, options.ks)
 
 
-def _probe(
-    training: list[Recording], held: list[Recording], stem: str, policy: str, options: PredictorOptions
-) -> Predictions:
-    config = ModelConfig(path=policy)
+def _probe(training: list[Recording], held: list[Recording], stem: str, options: PredictorOptions) -> Predictions:
+    config = ModelConfig(path=options.policy)
     tokenizer, everything = load_tokenizer(config), [*training, *held]
     for recording in everything:
         recording_group(recording, tokenizer, options.ks, stem)  # says what a recording lacks
@@ -195,18 +174,13 @@ def _probe(
         if recording.prompt_tokens not in (None, found):
             text = (
                 f"{recording.prompt_id} has {recording.prompt_tokens} prompt tokens in {stem} and {found} with "
-                f"policy={policy}"
+                f"policy={options.policy}"
             )
             raise ValueError(f"{text}: give the model that was recorded, {recording.model}")
-    started = time.perf_counter()
     hidden = [
         (recording, hidden_states(model.eval(), ids[str(recording.prompt)], recording.first_tokens or [], options.ks))
         for recording in everything
     ]
-    print(
-        f"bench.predictor: {stem}: hidden states of {len(everything)} prompts in {time.perf_counter() - started:.0f} s",
-        file=sys.stderr,
-    )
     cap = _cap(everything)
     probe = fit_probe(
         hidden[0][1].shape[-1], hidden[: len(training)], options.ks, max_new_tokens=cap, seed=options.seed
@@ -230,47 +204,34 @@ def prompt_accuracies(predicted: list[np.ndarray], held: list[Recording]) -> lis
     return found
 
 
-def _accuracy(
-    found: list[PromptAccuracy], bert: list[PromptAccuracy] | None, orders: bool, seed: int
-) -> dict[str, Any]:
-    """The accuracy fields of a record; `less_bert` is what the same prompts' differences from bert come to, below 0 for
-    a smaller error."""
-    counts, less = [each.num_uncensored for each in found], None
-    of_prompts = [each.tau for each in found if each.tau is not None]
-    if bert is not None:
-        pairs = list(zip(found, bert, strict=True))
-        taus = [mine.tau - other.tau for mine, other in pairs if mine.tau is not None and other.tau is not None]
-        less = {
-            "log_error": _as_dict(bootstrap([mine.log_error - other.log_error for mine, other in pairs], counts, seed)),
-            "kendall_tau": _as_dict(bootstrap(taus, [1] * len(taus), seed)),
-        }
+def _accuracy(found: list[PromptAccuracy], orders: bool, seed: int) -> dict[str, Any]:
+    """The accuracy fields of a record."""
+    counts = [each.num_uncensored for each in found]
+    taus = [each.tau for each in found if each.tau is not None]
     return {
         "samples": sum(each.num_samples for each in found),
         "uncensored": sum(counts),
         "log_error": _as_dict(bootstrap([each.log_error for each in found], counts, seed)),
-        "token_error": _as_dict(bootstrap([each.token_error for each in found], counts, seed)),
-        "kendall_tau": _as_dict(bootstrap(of_prompts, [1] * len(of_prompts), seed)) if orders else None,
-        "less_bert": less,
+        "kendall_tau": _as_dict(bootstrap(taus, [1] * len(taus), seed)) if orders else None,
     }
 
 
-def _schedule_costs(
+def _schedule_steps(
     known: dict[str, Predictions], held: list[Recording], options: PredictorOptions
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """For each predictor and k what every schedule takes."""
     cap, results = _cap(held), {(name, k): {} for name in known for k in options.ks}
-    shared = {"slots": options.slots, "page_size": options.page_size, "cap": cap, "c0": options.c0, "c1": options.c1}
-    memories = [Memory(prompt_tokens=recording.prompt_tokens or 1, **shared) for recording in held]
+    memories = [Memory(slots=options.slots, cap=cap, prompt_tokens=each.prompt_tokens or 1) for each in held]
 
-    def costs(schedule: str, predicted: list[np.ndarray | None], k: int | None) -> list[Cost]:
+    def steps(schedule: str, predicted: list[np.ndarray | None], k: int | None) -> list[int]:
         parts = zip(held, memories, predicted, strict=True)
-        return [cost(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts]
+        return [steps_of(schedule, recording.lengths, memory, values, k) for recording, memory, values in parts]
 
     for schedule in options.schedules:
-        none = costs(schedule, [None] * len(held), None)
-        oracle = costs(schedule, [np.asarray(recording.lengths, float) for recording in held], None)
+        none = steps(schedule, [None] * len(held), None)
+        oracle = steps(schedule, [np.asarray(recording.lengths, float) for recording in held], None)
         for name, k in results:
-            here = {"none": none, "oracle": oracle}.get(name) or costs(schedule, known[name].by_k[k], k)
+            here = {"none": none, "oracle": oracle}.get(name) or steps(schedule, known[name].by_k[k], k)
             compared = compare(here, oracle, none, options.seed)
             results[name, k][schedule] = {key: _as_dict(value) for key, value in compared.items()}
     return results
@@ -279,15 +240,15 @@ def _schedule_costs(
 def _write_predictions(
     recordings: list[Recording], held: list[Recording], known: dict[str, Predictions], path: Path, k: int
 ) -> None:
-    """All recordings, the held-out ones with what bert and probe said at k; a sample that ended within k has its
+    """All recordings, the held-out ones with what bert and probe said at k; a sample that ended within it has its
     length."""
-    named = {name: found.by_k[k] for name, found in known.items() if name in ("bert", "probe") and k in found.by_k}
+    named = {name: known[name].by_k[k] for name in ("bert", "probe") if name in known}
     places = {recording.key: place for place, recording in enumerate(held)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(path, "wt") as file:
         for recording in recordings:
             fields = {name: value for name, value in asdict(recording).items() if value is not None}
-            if recording.key in places and named:
+            if recording.key in places:
                 values = {name: by_prompt[places[recording.key]] for name, by_prompt in named.items()}
                 fields["predictions"] = {
                     name: [round(float(item), 1) for item in np.where(np.isnan(row), recording.lengths, row)]
@@ -303,22 +264,8 @@ def _as_dict(interval: Interval | None) -> dict[str, float] | None:
 def _check(options: PredictorOptions) -> None:
     if not options.recordings:
         raise ValueError("recordings= is missing; give files written by scripts/record_completions.py")
-    for name in ("policy", "bert"):
-        given = len(options.__dict__[name])
-        if given not in (0, 1, len(options.recordings)) or (given == 0 and name == "policy"):
-            raise ValueError(
-                f"{name} must be one folder or one for each of the {len(options.recordings)} recordings, got {given}"
-            )
-    if not options.ks or not all(0 <= seconds < math.inf for seconds in (options.c0, options.c1)):
-        raise ValueError(
-            f"ks must name at least one k and c0, c1 be >= 0 and finite, got {options.ks}, {options.c0}, {options.c1}"
-        )
     if options.write_k not in options.ks:
-        nearest = min(options.ks, key=lambda k: abs(k - options.write_k))
-        raise ValueError(
-            f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written; the nearest is "
-            f"write_k={nearest}"
-        )
+        raise ValueError(f"write_k={options.write_k} is not one of ks={options.ks}, so nothing would be written")
     check_writable(Path(options.out), f"out={options.out}")
 
 

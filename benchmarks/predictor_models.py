@@ -1,4 +1,5 @@
-"""Predicted lengths of recorded samples by every predictor, for each k: what `bench.predictor` compares."""
+"""Predicted lengths of recorded samples by every predictor, for each k, and what schedules take under them: what
+`bench.predictor` compares."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.intervals import Interval, bootstrap
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import pack_row
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.fit import TextGroup
 from infsample_rl.rollout.length_prediction.probe import LengthProbe
 from infsample_rl.rollout.length_prediction.recordings import Recording
+from infsample_rl.rollout.simulator import simulate
 
 
 @dataclass(kw_only=True)
@@ -135,3 +138,51 @@ def hidden_states(
             if k <= end - start:
                 found[index, place] = states[start + k - 1]
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What every schedule is given: KV for `slots` responses of `cap` tokens and the prompt."""
+
+    slots: int
+    cap: int
+    prompt_tokens: int
+    page_size: int = 16  # tokens
+
+
+def steps_of(schedule: str, lengths: list[int], memory: Memory, predicted: np.ndarray | None, k: int | None) -> int:
+    """Steps of one prompt's samples.
+
+    predicted: [G] total tokens, NaN for samples that ended within k; None: no predictions, all lengths equal. k None:
+    predictions known from the start (`oracle`). Otherwise, as in the engine, `token_budget` learns a sample's when it
+    has k tokens, and the fixed-slot schedules decode k tokens of all samples first, wait for the last, predict, and go
+    on in that order; the prefixes' KV is taken to stay.
+    """
+    if predicted is None:
+        equal = None if schedule == "token_budget" else [1.0] * len(lengths)
+        return _run(lengths, schedule, memory, predicted=equal)
+    if k is None:
+        return _run(lengths, schedule, memory, predicted=[float(value) for value in predicted])
+    if schedule == "token_budget":
+        moments = [{} if np.isnan(value) else {k: float(value)} for value in predicted]
+        return _run(lengths, schedule, memory, repredicted=moments)
+    steps = _run([min(length, k) for length in lengths], "arrival", memory)
+    left = [(length - k, float(value)) for length, value in zip(lengths, predicted, strict=True) if not np.isnan(value)]
+    if left:
+        steps += _run([length for length, _ in left], schedule, memory, predicted=[value for _, value in left])
+    return steps
+
+
+def compare(steps: list[int], oracle: list[int], none: list[int], seed: int) -> dict[str, Interval | None]:
+    """Mean steps of a prompt, and steps over those with true lengths and over those without predictions, with
+    intervals."""
+    return {
+        "steps": bootstrap(steps, [1] * len(steps), seed),
+        "steps_over_oracle": bootstrap(steps, oracle, seed),
+        "steps_over_none": bootstrap(steps, none, seed),
+    }
+
+
+def _run(lengths: list[int], schedule: str, memory: Memory, **predictions: object) -> int:
+    options = {"slots": memory.slots, "page_size": memory.page_size, "prompt_tokens": memory.prompt_tokens}
+    return simulate(lengths, schedule, max_new_tokens=memory.cap, **options, **predictions).running_steps

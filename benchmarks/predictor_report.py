@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import new_figure, save
-from infsample_rl.commands import measurements
+from infsample_rl.config.command_line import print_table
 
 COLUMNS = {
     "recording": "recording",
     "name": "name",
     "k": "k",
     "log_error": "|log ratio|",
-    "token_error": "tokens off",
     "kendall_tau": "Kendall tau",
     "seconds_per_prediction": "us each",
-    "error_less_bert": "error less bert's",
-    "tau_less_bert": "tau less bert's",
 }
 COLOURS = {"none": "#999999", "bert": "#d95f02", "probe": "#1f77b4"}
 LABELS = {
@@ -32,27 +29,20 @@ def print_tables(records: list[dict[str, Any]]) -> None:
     rows = []
     for record in (record for record in records if record["name"] != "oracle"):  # it has no error
         each = record["seconds_per_prediction"]
-        texts = {
-            name: _text(record[name], 1 if name == "token_error" else 3)
-            for name in ("log_error", "token_error", "kendall_tau")
-        }
-        less = record["less_bert"] or {"log_error": None, "kendall_tau": None}
-        texts |= {"error_less_bert": _text(less["log_error"], 3), "tau_less_bert": _text(less["kendall_tau"], 3)}
+        texts = {name: _text(record[name], 3) for name in ("log_error", "kendall_tau")}
         rows.append(record | texts | {"seconds_per_prediction": None if each is None else f"{each * 1e6:.1f}"})
-    measurements.print_table(rows, COLUMNS)
-    print("\nrunning steps and seconds of a prompt")
+    print_table(rows, COLUMNS)
+    print("\nrunning steps of a prompt")
     rows = [
         {"recording": record["recording"], "name": record["name"], "k": record["k"], "schedule": schedule}
-        | {"steps": _text(found["steps"], 0), "seconds": _text(found["seconds"], 2)}
+        | {"steps": _text(found["steps"], 0)}
         | {"oracle": _text(found["steps_over_oracle"], 3), "none": _text(found["steps_over_none"], 3)}
         for record in records
         for schedule, found in record["schedules"].items()
         if record["name"] in ("bert", "probe") or record["k"] == records[0]["k"]
     ]
-    names = ("recording", "name", "k", "schedule", "steps", "seconds")
-    measurements.print_table(
-        rows, {name: name for name in names} | {"oracle": "over true lengths", "none": "over none"}
-    )
+    names = ("recording", "name", "k", "schedule", "steps")
+    print_table(rows, {name: name for name in names} | {"oracle": "over true lengths", "none": "over none"})
 
 
 def _text(interval: dict[str, float] | None, digits: int) -> str | None:

@@ -1,7 +1,7 @@
 """One process per measurement, in a process group of its own that is ended with it. Standard library only.
 
-Started as `-m benchmarks.process NAME SPEC RESULT` this module is that process: it calls main(SPEC) of benchmarks.NAME
-and writes what that returns to the file RESULT, both as JSON.
+Started as `-m benchmarks.process MODULE.FUNCTION SPEC RESULT` this module is that process: it calls FUNCTION(SPEC) of
+benchmarks.MODULE and writes what that returns to the file RESULT, both as JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.commands.measurements import print_json
-
 ROOT = Path(__file__).resolve().parents[1]
 # glibc by itself keeps freed tensors of up to 32 MB, in pieces that grow with the number of rows: memory nobody uses
 # would be counted.
@@ -32,16 +30,11 @@ Point = tuple[str, Callable[[list[Record]], Record]]  # what is said of it, and 
 def measure(
     name: str, spec: dict[str, Any], *, threads: int, timeout_s: float, environment: dict[str, str] | None = None
 ) -> Any:
-    """What main(spec) of benchmarks.NAME returns in a process of its own, from any working directory. Errors as
-    run_script()."""
-    command = command_of("process", name)
-    return run_script(command, spec, threads=threads, timeout_s=timeout_s, environment=environment or {})
-
-
-def command_of(name: str, *arguments: str) -> list[str]:
-    """The command that runs benchmarks.NAME with this interpreter, from any working directory."""
+    """What the function benchmarks.NAME, as memory.measure_here, makes of `spec` in a process of its own, from any
+    working directory. Errors as run_script()."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return ["env", f"PYTHONPATH={path}", sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    command = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "benchmarks.process", name]
+    return run_script(command, spec, threads=threads, timeout_s=timeout_s, environment=environment or {})
 
 
 def run_script(
@@ -88,7 +81,7 @@ def measure_points(points: Iterable[Point], *, as_json: bool) -> tuple[list[Reco
             failed = True
             continue
         if as_json:
-            print_json(found[-1])
+            print(json.dumps(found[-1]), flush=True)
     return found, failed
 
 
@@ -113,4 +106,6 @@ def _end_group(process: subprocess.Popen) -> None:
 
 if __name__ == "__main__":
     name, spec, result = sys.argv[1:]
-    Path(result).write_text(json.dumps(importlib.import_module(f"benchmarks.{name}").main(json.loads(spec))))
+    module, _, function = name.partition(".")
+    found = getattr(importlib.import_module(f"benchmarks.{module}"), function)(json.loads(spec))
+    Path(result).write_text(json.dumps(found))

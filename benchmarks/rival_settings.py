@@ -1,14 +1,18 @@
-"""How each rival runs: at its best, and within the KV budget of our slots. Ints and names only."""
+"""How each rival runs: at its best, and within the KV budget of our slots; and vLLM's process. Ints and names only."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.process import run_script
 
 if TYPE_CHECKING:
     from benchmarks.engine import EngineOptions
 
+VLLM_SCRIPT = Path(__file__).with_name("vllm_rival.py")
 VLLM_BLOCK = 32  # tokens; on CPU a multiple of 32 is needed
 # tokens of a block of generate_batch: small ones waste least of a small pool, and gather no slower than its default of
 # 256
@@ -21,7 +25,6 @@ class Measurement:
 
     name: str
     variants: list[dict[str, Any]]
-    same_variant_as: str | None = None  # take what was fastest in this measurement, instead of trying all again
 
     @property
     def what(self) -> str:
@@ -50,7 +53,7 @@ def micro_batch_rows(budget_tokens: int, tokens_per_row: int, group_size: int) -
 
 def _generate(options: EngineOptions) -> list[Measurement]:
     row_tokens = options.prompt_tokens + options.max_new_tokens
-    equal = micro_batch_rows(options.kv_budget_tokens(options.prompts_at_once), row_tokens, options.group_size)
+    equal = micro_batch_rows(options.kv_budget_tokens(), row_tokens, options.group_size)
     caches = ("dynamic", "static")
     return [
         Measurement("generate", [{"rows": options.group_size, "cache": cache} for cache in caches]),
@@ -62,7 +65,7 @@ def _generate_batch(options: EngineOptions, facts: dict[str, Any]) -> list[Measu
     """Compiling and CUDA graphs are tried on a GPU; on a CPU compiling makes it slower, since lengths change at every
     step."""
     row_tokens = options.prompt_tokens + options.max_new_tokens
-    ample = options.group_size * options.prompts * (row_tokens + PAGE) + 2 * PAGE
+    ample = options.group_size * (row_tokens + PAGE) + 2 * PAGE
     plain = {
         "page_size": PAGE,
         "scheduler": "fifo",
@@ -75,7 +78,7 @@ def _generate_batch(options: EngineOptions, facts: dict[str, Any]) -> list[Measu
     variants = [plain, plain | {"scheduler": "prefill_first"}, plain | {"copies": True}]
     if facts["device"] != "cpu":
         variants += [plain | {"compile_level": 1}, plain | {"cuda_graph": True}]
-    budget = options.kv_budget_tokens(options.prompts_at_once)
+    budget = options.kv_budget_tokens()
     return [
         Measurement("generate_batch", [variant | {"kv_tokens": ample} for variant in variants]),
         Measurement("generate_batch/equal_kv", [variant | {"kv_tokens": budget} for variant in variants]),
@@ -86,18 +89,45 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     def blocks(tokens: int) -> int:
         return math.ceil(tokens / VLLM_BLOCK)
 
-    ample = (
-        options.prompts * (blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1))
-        + 1
-    )
-    budget = options.kv_budget_tokens(options.prompts_at_once) // VLLM_BLOCK
+    ample = blocks(options.prompt_tokens) + options.group_size * (blocks(options.max_new_tokens) + 1) + 1
+    budget = options.kv_budget_tokens() // VLLM_BLOCK
     # Seen on CPU: compiled with free threads (nobind) is fastest; compiling with bound ones (auto) took over nine
     # minutes; in eager mode either binding can win.
     tried = [(True, "auto"), (False, "nobind")] if facts["device"] == "cpu" else [(False, None), (True, None)]
     variants = [{"enforce_eager": eager, "omp_bind": binding} for eager, binding in tried]
     return [
         Measurement("vllm", [variant | {"num_blocks": ample} for variant in variants]),
-        Measurement(
-            "vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants], same_variant_as="vllm"
-        ),
+        Measurement("vllm/equal_kv", [variant | {"num_blocks": budget} for variant in variants]),
     ]
+
+
+def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """One measurement of vLLM, in the form of those of `engine_point.py`. Its pool holds one whole sample at least."""
+    sample = workload["prompt_tokens"] + workload["max_new_tokens"]
+    blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK) + 1)  # it keeps one block for itself
+    spec = {
+        name: workload[name]
+        for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos", "repeats")
+    }
+    spec |= {
+        "model": workload["model"] if workload["shape"] is None else workload["config_folder"],
+        "random_weights": workload["shape"] is not None,
+        "prompts": facts["prompts"],
+        "stop_ids": facts["stop_ids"],
+        "block_size": VLLM_BLOCK,
+        "num_blocks": blocks,
+        "max_num_seqs": workload["group_size"],
+        "enforce_eager": settings["enforce_eager"],
+    }
+    # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or
+    # newer).
+    environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if settings["omp_bind"] is not None:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = settings["omp_bind"]
+    command = [workload["vllm_python"], str(VLLM_SCRIPT)]
+    found = run_script(
+        command, spec, threads=workload["threads"], timeout_s=workload["timeout_s"], environment=environment
+    )
+    pool = blocks * VLLM_BLOCK * facts["kv_bytes_per_token"]
+    return found | {"peak_kv_bytes": pool, "kv_pool_bytes": pool}

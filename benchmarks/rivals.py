@@ -40,24 +40,23 @@ def generation_config(given: Loaded, rows: int) -> GenerationConfig:
 
 
 def measure_generate(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
-    """Groups in micro-batches of settings["rows"], prompt after prompt; warmed up with one micro-batch."""
+    """The group in micro-batches of settings["rows"]; warmed up with one micro-batch."""
     group_size, rows = given.workload["group_size"], settings["rows"]
     batches = [min(rows, group_size - start) for start in range(0, group_size, rows)]
     for count in sorted(set(batches)):
-        generate_once(given, given.prompts[0], settings["cache"], count)
+        generate_once(given, settings["cache"], count)
     runs = []
     for _ in range(given.workload["repeats"]):
         started, lengths, steps, kv_bytes = time.perf_counter(), [], 0, 0
-        for prompt in given.prompts:
-            for count in batches:
-                found, taken = generate_once(given, prompt, settings["cache"], count)
-                lengths, steps, kv_bytes = lengths + found, steps + max(found), max(kv_bytes, taken)
+        for count in batches:
+            found, taken = generate_once(given, settings["cache"], count)
+            lengths, steps, kv_bytes = lengths + found, steps + max(found), max(kv_bytes, taken)
         runs.append((time.perf_counter() - started, lengths, steps, kv_bytes))
     return _figures(*min(runs, key=lambda run: run[0]))
 
 
 def measure_generate_batch(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
-    """All groups in one call of continuous batching, in a pool of settings["kv_tokens"] tokens or of one sample; warmed
+    """The group in one call of continuous batching, in a pool of settings["kv_tokens"] tokens or of one sample; warmed
     up with a full run."""
     model, workload, page = given.model, given.workload, settings["page_size"]
     # to hold one sample, and its copy of a shared block
@@ -66,7 +65,7 @@ def measure_generate_batch(given: Loaded, settings: dict[str, Any]) -> dict[str,
     batching = ContinuousBatchingConfig(
         page_size=page,
         num_blocks=blocks,
-        max_batch_tokens=workload["prompt_tokens"] + workload["group_size"] * len(given.prompts),
+        max_batch_tokens=workload["prompt_tokens"] + workload["group_size"],
         scheduler_type=settings["scheduler"],
         default_compile_level=settings["compile_level"],
         use_cuda_graph=settings["cuda_graph"],
@@ -74,7 +73,7 @@ def measure_generate_batch(given: Loaded, settings: dict[str, Any]) -> dict[str,
     )
     copies = workload["group_size"] if settings["copies"] else 1
     config = generation_config(given, workload["group_size"] // copies)
-    inputs = [prompt for prompt in given.prompts for _ in range(copies)]
+    inputs = given.prompts * copies
     forwards: list[None] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: forwards.append(None))
     runs = []
@@ -97,9 +96,9 @@ def _figures(seconds: float, lengths: list[int], steps: int, kv_bytes: int) -> d
     return {"seconds": seconds, "lengths": lengths, "running_steps": steps} | pool
 
 
-def generate_once(given: Loaded, prompt: list[int], cache: str, rows: int) -> tuple[list[int], int]:
+def generate_once(given: Loaded, cache: str, rows: int) -> tuple[list[int], int]:
     """Lengths of `rows` completions of one prompt, and the bytes of the KV cache at the end."""
-    model, config = given.model, generation_config(given, rows)
+    model, config, prompt = given.model, generation_config(given, rows), given.prompts[0]
     config.cache_implementation = None if cache == "dynamic" else cache
     config.return_dict_in_generate = True
     ids = torch.tensor([prompt], device=model.device)

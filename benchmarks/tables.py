@@ -1,6 +1,6 @@
 """The paper's tables on recorded lengths: its rows, ours below them, and its printed numbers beside the same data sets.
 
-python -m benchmarks.tables [recordings=[FILE,...]] [group_size=32] [slots=4] [out=FILE.md] [json=true]
+python -m benchmarks.tables [recordings=[FILE,...]] [group_size=32] [slots=4] [out=FILE.md]
 
 Running steps are means over prompts, one prompt at a time unless a row says otherwise, at the KV memory of `slots` full
 responses, prompts and pages left out; the bound of the memory is sum l(l+1)/2 / budget, which counts the newest token
@@ -12,8 +12,6 @@ again when it has started them all.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 from collections.abc import Sequence
@@ -22,12 +20,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.paper_figures import ABLATION, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
+from benchmarks.paper_figures import ABLATION, MODELS, PAPER_NAMES, SCHEDULER_CHOICE, least_kept_mean
 from infsample_rl.commands.schedule_workload import LENGTHS, MOST_SIGMA, names_of, noisy
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
-from infsample_rl.rollout.optimum import slot_bound, slot_optimum, token_bound
-from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts
+from infsample_rl.rollout.simulator import Simulation, simulate, simulate_prompts, slot_bound, token_bound
+
+TOGETHER = 8  # prompts that share the memory in a row of their own
+PREDICTOR = "probe"  # whose predictions are read
 
 
 @dataclass(kw_only=True)
@@ -37,22 +37,9 @@ class TableOptions:
     recordings: list[str] = option([], "files of recorded lengths; none: all of tests/data/lengths")
     group_size: int = option(32, "G; a prompt with fewer samples is taken whole", low=1)
     slots: int = option(4, "g: the KV memory is slots x the cap", low=1)
-    together: int = option(8, "prompts that share the memory in the last row", low=1)
-    predictor: str = option(
-        "probe", "whose predictions are read, where a recording has some", choices=("bert", "probe")
-    )
-    sigma: float = option(0.5, "lognormal error of the predictions where there are none", low=0)
+    sigma: float = option(0.5, "lognormal error of the predictions where there are none", low=0, high=MOST_SIGMA)
     seed: int = option(0, "seed of that error", low=0)
     out: str | None = option(None, "Markdown file to write; none: stdout")
-    json: bool = option(False, "one JSON object per row on stdout, and nothing else there")
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sigma <= MOST_SIGMA:
-            raise ValueError(f"sigma must be >= 0 and <= {MOST_SIGMA}, got {self.sigma}")
-        if self.json and self.out is not None:
-            raise ValueError(
-                f"json=true writes to stdout and out={self.out} is for the Markdown tables: give one of them"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +59,11 @@ def write_tables(options: TableOptions) -> int:
     """As main()."""
     files = list(dict.fromkeys(Path(name) for name in options.recordings)) or sorted(LENGTHS.glob("*.jsonl*"))
     if options.out is not None:
-        _check_out(Path(options.out))
+        check_writable(Path(options.out).parent, f"out={options.out}")
     rows = [row for file, name in zip(files, names_of(files), strict=True) for row in rows_of(file, options, name)]
     if not rows:
         raise ValueError(f"there are no recorded lengths in {LENGTHS}: give recordings=[FILE,...]")
-    if options.json:
-        for row in rows:
-            print(json.dumps(row))
-        return 0
-    text = markdown(rows, options) + "\n" + _dynamic_slot(files, options)
+    text = markdown(rows) + "\n" + _dynamic_slot(files, options)
     if options.out is None:
         print(text)
     else:
@@ -89,21 +72,15 @@ def write_tables(options: TableOptions) -> int:
     return 0
 
 
-def _check_out(path: Path) -> None:
-    check_writable(path.parent, f"out={path}")
-    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
-        raise ValueError(f"out={path}: cannot be written to; give a file")
-
-
-def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[dict[str, Any]]:
-    """Every method on the groups of one file, which is called `name` (None: by its base name)."""
+def rows_of(file: Path, options: TableOptions, name: str) -> list[dict[str, Any]]:
+    """Every method on the groups of one file, which is called `name`."""
     recordings = read_recordings(file)
     cap = max(max(recording.max_new_tokens or 0, *recording.lengths) for recording in recordings)
     groups, source = groups_of(recordings, options, cap)
     settings = {"slots": options.slots, "max_new_tokens": cap}
     mean_true = fmean(length for group in groups for length in group.lengths)
     common = {
-        "file": name or names_of([file])[0],
+        "file": name,
         "dataset": recordings[0].dataset,
         "model": recordings[0].model,
         "prompts": len(groups),
@@ -123,16 +100,12 @@ def rows_of(file: Path, options: TableOptions, name: str | None = None) -> list[
         steps = fmean(each.running_steps for each in found)
         rows.append(common | {"method": method, "steps": steps, "mean_length": kept})
     together = simulate_prompts(
-        [group.lengths for group in groups], "token_budget", prompts_at_once=options.together, parks=True, **settings
+        [group.lengths for group in groups], "token_budget", prompts_at_once=TOGETHER, parks=True, **settings
     )
     bounds = [slot_bound(group.lengths, options.slots) for group in groups]
-    optimum = [slot_optimum(group.lengths, options.slots) for group in groups]
-    proven = sum(each.proven for each in optimum)
-    of_proven = "" if proven == len(optimum) else f" ({proven} of {len(optimum)} proven)"
     tokens = [token_bound(group.lengths, options.slots * cap) for group in groups]
     extra = {
-        f"token_budget, {options.together} prompts together": together.running_steps / len(groups),
-        f"optimum of the slots{of_proven}": fmean(each.steps for each in optimum),
+        f"token_budget, {TOGETHER} prompts together": together.running_steps / len(groups),
         "bound of the slots": fmean(bounds),
         "bound of the memory": fmean(tokens),
     }
@@ -167,15 +140,13 @@ def run(group: Group, schedule: str, knows: bool | None, settings: dict[str, int
 
 def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) -> tuple[list[Group], str]:
     """The groups that count, and where their predictions come from; an error keeps them within 1 and `cap` tokens."""
-    predicted = [
-        recording for recording in recordings if recording.predictions and options.predictor in recording.predictions
-    ]
+    predicted = [recording for recording in recordings if recording.predictions and PREDICTOR in recording.predictions]
     if predicted:
         groups = [
-            Group(each.lengths[: options.group_size], each.predictions[options.predictor][: options.group_size])
+            Group(each.lengths[: options.group_size], each.predictions[PREDICTOR][: options.group_size])
             for each in predicted
         ]
-        return groups, f"{options.predictor}, held-out prompts"
+        return groups, f"{PREDICTOR}, held-out prompts"
     noise = random.Random(options.seed)
     groups = []
     for recording in recordings:
@@ -184,28 +155,23 @@ def groups_of(recordings: Sequence[Recording], options: TableOptions, cap: int) 
     return groups, f"true lengths with a lognormal error, sigma {options.sigma}"
 
 
-def markdown(rows: list[dict[str, Any]], options: TableOptions) -> str:
+def markdown(rows: list[dict[str, Any]]) -> str:
     """The paper's two tables for every file."""
     parts = [
         "# The paper's tables on recorded lengths\n",
-        f"Written by `make tables`. {__doc__.split('[json=true]')[-1].strip()}\n",
+        f"Written by `make tables`. {__doc__.split('[out=FILE.md]')[-1].strip()}\n",
     ]
     for file in dict.fromkeys(row["file"] for row in rows):
         here = {row["method"]: row for row in rows if row["file"] == file}
         first = here["naive"]
-        parts.append(f"## {file}")
-        parts.append(
-            f"{first['model']} on {first['dataset']}: {first['prompts']} prompts, G = {first['group_size']}, g = "
-            f"{first['slots']}, "
-            f"at most {first['cap']} tokens, mean length {first['true_mean']:.0f}. Predictions: "
-            f"{first['predictions']}.\n"
-        )
         paper = PAPER_NAMES.get(first["dataset"])
         parts += [
+            f"## {file}",
+            f"{first['model']} on {first['dataset']}: {first['prompts']} prompts, G = {first['group_size']}, g = "
+            f"{first['slots']}, at most {first['cap']} tokens, mean length {first['true_mean']:.0f}. Predictions: "
+            f"{first['predictions']}.\n",
             "Table 1, ablation: running steps (x naive), mean length of the samples kept (x true).\n",
             _ablation(here, paper),
-        ]
-        parts += [
             "Table 2, scheduler choice: running steps (x fixed_slot); ours below the paper's rows.\n",
             _scheduler_choice(here, paper),
         ]
@@ -217,18 +183,9 @@ def _dynamic_slot(files: Sequence[Path], options: TableOptions) -> str:
     lengths."""
     lines = []
     for name, methods in ABLATION.items():
-        for (_, printed), (_, true), model in zip(
-            methods["dynamic_slot"], methods["naive"], ("Qwen3-1.7B", "Qwen3-8B"), strict=True
-        ):
-            least = least_kept_mean(true)
-            lines.append(
-                [
-                    f"{name}, {model}",
-                    str(true),
-                    f"{printed} (x{printed / true:.2f})",
-                    f"{least:.0f} (x{least / true:.2f})",
-                ]
-            )
+        for (_, printed), (_, true), model in zip(methods["dynamic_slot"], methods["naive"], MODELS, strict=True):
+            shares = [f"{mean:.0f} (x{mean / true:.2f})" for mean in (printed, least_kept_mean(true))]
+            lines.append([f"{name}, {model}", str(true), *shares])
     bound = _table(["the paper", "mean length", "dynamic_slot, printed", "least that 4 slots allow"], lines, None)
     counts = (4, 8, 16, 32, 64, 128, 256)
     lines = []
@@ -275,7 +232,7 @@ def _scheduler_choice(rows: dict[str, dict[str, Any]], paper: str | None) -> str
 
 def _table(head: list[str], lines: list[list[str]], paper: str | None) -> str:
     if paper is not None:
-        head = head + [f"the paper, {paper}, {model}" for model in ("Qwen3-1.7B", "Qwen3-8B")]
+        head = head + [f"the paper, {paper}, {model}" for model in MODELS]
     body = ["| " + " | ".join(cells) + " |" for cells in lines]
     return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *body]) + "\n"
 

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.models import machine
+from benchmarks import models
+from benchmarks.workload import ModelOptions
 from infsample_rl.cluster.colocated import ColocatedWorker
 from infsample_rl.config import (
     ClusterConfig,
@@ -26,9 +27,10 @@ from infsample_rl.config import (
     RolloutConfig,
     RunConfig,
 )
+from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.learner.row_plan import RowPlanner, assemble
-from infsample_rl.model.peak_memory import PeakMemory, status_bytes
+from infsample_rl.model.peak_memory import PeakMemory
 from infsample_rl.types import Completion, LossTotals, RolloutWork, SampleSpec
 
 Spec = dict[str, Any]
@@ -40,7 +42,7 @@ class Phases:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds = dict.fromkeys(("generate", "reward", "learn", "optimizer"), 0.0)
-        self.started, self.cpu_started = self.now(), time.process_time()
+        self.started = self.now()
 
     def timed(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call and add its seconds to the phase."""
@@ -56,10 +58,9 @@ class Phases:
         return time.perf_counter()
 
     def record(self) -> dict[str, Any]:
-        """Seconds of the whole step and of its phases, and those of all threads on CPU cores."""
+        """Seconds of the whole step and of its phases."""
         seconds = self.now() - self.started
-        phases = self.seconds | {"other": seconds - sum(self.seconds.values())}
-        return {"seconds": seconds, "cpu_seconds": time.process_time() - self.cpu_started, "phases": phases}
+        return {"seconds": seconds, "phases": self.seconds | {"other": seconds - sum(self.seconds.values())}}
 
 
 class OneProcess:
@@ -169,11 +170,9 @@ def main(spec: Spec) -> dict[str, Any]:
     for number in range(spec["steps"]):
         steps.append(run.step(number))
         print(f"step {number + 1} of {spec['steps']}: {steps[-1]['seconds']:.1f} s", flush=True)
-    return machine(device) | {
+    return models.machine(device) | {
         "steps": steps,
         "peak_memory_bytes": memory.peak_bytes(),
-        "peak_process_bytes": status_bytes("VmHWM") if device.type == "cpu" else None,
-        "reserved_memory_bytes": memory.reserved_bytes(),
     }
 
 
@@ -207,3 +206,33 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
         ),
         cluster=ClusterConfig(colocate=True, cpus_per_worker=spec["threads"], rollout_gpus=gpus, learner_gpus=gpus),
     )
+
+
+def find_facts(spec: dict[str, Any]) -> dict[str, Any]:
+    """Prompts as ids, parameters and device. Prompts are random ones of one length, or with `data` its problems."""
+    workload = ModelOptions.of(spec)
+    model, tokenizer = models.load(workload)
+    context = model.config.get_text_config().max_position_embeddings
+    if spec["data"] is None:
+        prompts = models.make_prompts(workload, tokenizer, spec["count"])
+    else:
+        prompts = problem_prompts(spec, tokenizer, context)
+    return models.machine(model.device) | {
+        "prompts": prompts,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "on_cuda": model.device.type == "cuda",
+    }
+
+
+def problem_prompts(spec: dict[str, Any], tokenizer: Any, context: int) -> list[list[int]]:
+    """spec["count"] prompts in a run's seeded order."""
+    config = Config(
+        run=RunConfig(seed=spec["seed"]),
+        model=ModelConfig(path=spec["model"]),
+        data=DataConfig(**spec["data"], prompts_per_step=1),
+        rollout=RolloutConfig(max_new_tokens=spec["max_new_tokens"]),
+        objective=ObjectiveConfig(kl="none", kl_coef=0.0),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="reasoning_gym")]),
+    )
+    stream = build_train_prompts(config, tokenizer, context)
+    return [stream.next_batch()[0].token_ids.tolist() for _ in range(spec["count"])]

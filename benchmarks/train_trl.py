@@ -32,13 +32,13 @@ class Steps(TrainerCallback):
         self.phases: dict[str, float] = {}
         self.rewards: list[float] = []
         self.lengths: list[int] = []
-        self.started = self.cpu_started = 0.0
+        self.started = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the phases of the step before."""
         self.phases = dict.fromkeys(("micro_batches", "prepare", "generate", "reward"), 0.0)
         self.rewards, self.lengths = [], []
-        self.started, self.cpu_started = now(), time.process_time()
+        self.started = now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the step. What is outside the micro-batches is clipping and the optimizer."""
@@ -47,9 +47,8 @@ class Steps(TrainerCallback):
         phases["learn"] = spent["micro_batches"] - spent["prepare"]
         phases["optimizer"] = seconds - spent["micro_batches"]
         phases["other"] = seconds - sum(phases.values())
-        cpu_seconds = time.process_time() - self.cpu_started
-        step = {"seconds": seconds, "cpu_seconds": cpu_seconds, "phases": phases}
-        self.steps.append(step | {"rewards": self.rewards, "lengths": self.lengths})
+        step = {"seconds": seconds, "phases": phases, "rewards": self.rewards, "lengths": self.lengths}
+        self.steps.append(step)
 
 
 class TimedTrainer(GRPOTrainer):
@@ -109,7 +108,6 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "steps": clock.steps,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else status_bytes("VmHWM") - imported,
-        "peak_process_bytes": None if on_cuda else status_bytes("VmHWM"),
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "versions": {
             "trl": trl.__version__,

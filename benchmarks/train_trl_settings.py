@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from benchmarks.train_workload import Run, Spec, TrainingOptions, measure_run, run_spec, shown
+from benchmarks.train_workload import Run, Spec, TrainOptions, measure_run, run_spec, shown
 
 TUNE_SAMPLES = 32  # most of a step on which settings are tried
 CPU_ROWS, CUDA_ROWS = (2, 8, 32), (8, 32, 128)  # sequences of a micro-batch
@@ -21,7 +21,7 @@ def tune_prompts(group_size: int, prompts: int) -> int:
 
 
 def try_settings(
-    options: TrainingOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]], *, ignore_eos: bool
+    options: TrainOptions, facts: dict[str, Any], group_size: int, prompts: list[list[int]], *, ignore_eos: bool
 ) -> list[Tried]:
     """Seconds of the second of two steps over `prompts`, and peak memory, of every variant."""
     group_size = min(group_size, TUNE_SAMPLES)
@@ -76,13 +76,13 @@ def batching(spec: Spec) -> dict[str, int]:
     return {"num_blocks": samples * blocks + 8, "page_size": PAGE, "max_batch_tokens": 512}
 
 
-def best_settings(tried: list[Tried], figure: str, spec: Spec) -> dict[str, Any]:
-    """The settings with the least `figure` (seconds or peak_memory_bytes) of those tried, for the step of `spec`."""
+def fastest_settings(tried: list[Tried], spec: Spec) -> dict[str, Any]:
+    """The fastest of the settings tried, for the step of `spec`."""
     samples = spec["group_size"] * spec["prompts_per_step"]
     working = [
         variant for variant in tried if variant["seconds"] is not None and samples % variant["settings"]["rows"] == 0
     ]
     if not working:
         raise RuntimeError(f"trl: none of the micro-batches tried divides a step of {samples} samples")
-    settings = min(working, key=lambda variant: variant[figure])["settings"]
+    settings = min(working, key=lambda variant: variant["seconds"])["settings"]
     return settings | ({"batching": batching(spec)} if settings["generation"] == "generate_batch" else {})

@@ -23,19 +23,29 @@ Spec = dict[str, Any]
 class Run:
     """One measurement: which side, with which settings, over how many steps."""
 
-    name: str  # ours, ours/lean, trl, trl/lean
+    name: str  # ours or trl
     settings: dict[str, Any]  # that only this side reads
     spec: Spec
     variants: list[dict[str, Any]]  # of TRL, as tried
 
 
 @dataclass(kw_only=True)
-class TrainingOptions(ModelOptions):
-    """What both sides are given. Sampling is plain: no top-k, no top-p, no penalty."""
+class TrainOptions(ModelOptions):
+    """Arguments of bench.train. Sampling is plain: no top-k, no top-p, no penalty."""
 
+    group_size: list[int] = option(
+        [32], "G, completions of every prompt; a list: all of them, one after another", low=2
+    )
+    prompts: int = option(1, "prompts of a step", low=1)
+    lengths: str = option(
+        "fixed",
+        "fixed: every response has max_new_tokens; natural: they end where they end",
+        choices=("fixed", "natural"),
+    )
+    repeats: int = option(3, "timed steps after the one that warms up; the median counts", low=1)
     max_new_tokens: int = option(96, "longest response", low=1)
-    temperature: float = option(1.0, "temperature of sampling and of the trained policy")
-    lr: float = option(1e-5, "AdamW learning rate, constant")
+    temperature: float = option(1.0, "temperature of sampling and of the trained policy", above=0)
+    lr: float = option(1e-5, "AdamW learning rate, constant", above=0)
     slots: int = option(32, "KV memory of our engine, in full responses", low=1)
     max_tokens_per_micro_batch: int = option(2048, "tokens of one pass of our learner", low=16)
     logprob_chunk_tokens: int = option(128, "tokens whose logits exist at a time in our learner", low=1)
@@ -52,8 +62,12 @@ class TrainingOptions(ModelOptions):
             raise ValueError(
                 f"shape={self.shape}: training needs a model that both sides can load; give model=FOLDER instead"
             )
-        if self.temperature <= 0 or self.lr <= 0:
-            raise ValueError(f"temperature={self.temperature} and lr={self.lr} must be > 0")
+        longest = self.prompt_tokens + self.max_new_tokens
+        if self.max_tokens_per_micro_batch < longest:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} must hold a prompt and a response: the "
+                f"nearest that works is {longest}"
+            )
         if "trl" in self.rivals:
             self.trl_interpreter()
 
@@ -84,7 +98,7 @@ ARITHMETIC = {  # configs/data/arithmetic.yaml
 
 
 def run_spec(
-    options: TrainingOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool
+    options: TrainOptions, *, group_size: int, prompts_per_step: int, prompts: list[list[int]], ignore_eos: bool
 ) -> Spec:
     """A run of len(prompts) / prompts_per_step steps, as both sides get it. `ignore_eos`: every response has
     max_new_tokens."""
@@ -99,7 +113,7 @@ def run_spec(
     }
 
 
-def our_settings(options: TrainingOptions) -> dict[str, Any]:
+def our_settings(options: TrainOptions) -> dict[str, Any]:
     """What only our side reads."""
     names = (
         "slots",
@@ -111,11 +125,11 @@ def our_settings(options: TrainingOptions) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def measure_run(options: TrainingOptions, run: Run) -> dict[str, Any]:
+def measure_run(options: TrainOptions, run: Run) -> dict[str, Any]:
     """Run one side in a process of its own; RuntimeError when that fails."""
     spec, limits = run.spec | run.settings, {"threads": options.threads, "timeout_s": options.timeout_s}
-    if run.name.startswith("ours"):
-        return measure("train_ours", spec, **limits, environment=preload())
+    if run.name == "ours":
+        return measure("train_ours.main", spec, **limits, environment=preload())
     # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or
     # newer).
     environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -139,7 +153,7 @@ def shown(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
 
 
-def find_facts(options: TrainingOptions, **question: Any) -> dict[str, Any]:
+def find_facts(options: TrainOptions, **question: Any) -> dict[str, Any]:
     """Prompts, parameters and device, by a process of its own."""
     limits = {"threads": options.threads, "timeout_s": options.timeout_s}
-    return measure("train_facts", vars(options) | question, **limits)
+    return measure("train_ours.find_facts", vars(options) | question, **limits)

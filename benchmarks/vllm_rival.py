@@ -23,21 +23,13 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     imported = _status_bytes(os.getpid(), "VmRSS")
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine = _new_engine(spec)
-    runs = [
-        _run(engine, spec, spec["prompts"], spec["group_size"], spec["max_new_tokens"], str(repeat))
-        for repeat in range(spec["repeats"] + 1)
-    ]
+    runs = [_run(engine, spec, str(repeat)) for repeat in range(spec["repeats"] + 1)]
     seconds, lengths, steps = min(runs[1:], key=lambda run: run[0])
     if torch.cuda.is_available():
         peak = device_free - torch.cuda.mem_get_info()[0]
     else:  # each process of the engine, less the imports, which are about the same in all
         peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
-    found = {
-        "seconds": seconds,
-        "lengths": lengths,
-        "running_steps": steps,
-        "peak_memory_bytes": peak,
-    }
+    found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak}
     return found | {"vllm": vllm.__version__, "torch": torch.__version__}
 
 
@@ -59,24 +51,22 @@ def _new_engine(spec: dict[str, Any]) -> Any:
     ).llm_engine
 
 
-def _run(
-    engine: Any, spec: dict[str, Any], prompts: list[list[int]], group_size: int, new_tokens: int, name: str
-) -> tuple[float, list[int], int]:
+def _run(engine: Any, spec: dict[str, Any], name: str) -> tuple[float, list[int], int]:
     """Seconds, completion lengths and engine steps. No seed per request: it ends the CPU engine on larger batches."""
     params = vllm.SamplingParams(
-        n=group_size,
+        n=spec["group_size"],
         temperature=1.0,
         top_k=-1,
         top_p=1.0,
         min_p=0.0,
-        max_tokens=new_tokens,
+        max_tokens=spec["max_new_tokens"],
         ignore_eos=spec["ignore_eos"],
         stop_token_ids=None if spec["ignore_eos"] else spec["stop_ids"],
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     started, lengths, steps = time.perf_counter(), [], 0
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(spec["prompts"]):
         engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         steps += 1

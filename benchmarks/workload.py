@@ -32,21 +32,16 @@ class ModelOptions:
         """From a mapping that has all of its fields, and others."""
         return cls(**{field.name: spec[field.name] for field in dataclasses.fields(cls)})
 
-    @property
-    def weights(self) -> str:
-        """What a record says of them."""
-        return "as given" if self.shape is None else f"random, shape {self.shape}"
-
 
 @dataclass(kw_only=True)
 class Workload(ModelOptions):
     """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no
     top-p."""
 
-    slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the resident prompts, in tokens", low=1)
+    slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the prompt, in tokens", low=1)
     max_new_tokens: int = option(128, "longest response", low=1)
     timeout_s: float = option(1800.0, "seconds one measurement may take", low=1)
 
-    def kv_budget_tokens(self, resident_prompts: int = 1) -> int:
-        """Tokens of KV that every engine gets: slots x max_new_tokens + resident prompts x prompt_tokens."""
-        return self.slots * self.max_new_tokens + resident_prompts * self.prompt_tokens
+    def kv_budget_tokens(self) -> int:
+        """Tokens of KV that every engine gets: slots x max_new_tokens + prompt_tokens."""
+        return self.slots * self.max_new_tokens + self.prompt_tokens

@@ -202,7 +202,6 @@ PURE = [
     *(
         "rollout.schedule",
         "rollout.simulator",
-        "rollout.optimum",
         "learner.row_plan",
         "learner.advantage",
         "controller.groups",

@@ -1,6 +1,6 @@
 """Kill parts of a run at random, by SIGKILL from outside, and compare it with the same run undisturbed.
 
-python -m infsample_rl.chaos steps=8 kills=10 seed=0 [json=true] [out=DIR] [SETTING=VALUE ...]
+python -m infsample_rl.chaos steps=8 kills=10 seed=0 [SETTING=VALUE ...]
 
 The run is the embedded default with short steps, run.deterministic=true and a reference worker; further settings are
 those of infsample_rl.main. Every kill waits a random time, then hits a process in a phase drawn at random, all of them
@@ -11,7 +11,6 @@ Where the run is further than the kills it hits at once, in whatever phase, so t
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import secrets
@@ -21,13 +20,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from infsample_rl.commands.measurements import print_table
-from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.observe.phases import phase_of
 from infsample_rl.observe.records import read_records
 
@@ -59,7 +57,6 @@ SETTINGS = """
 class Kill(NamedTuple):
     """One SIGKILL."""
 
-    number: int
     role: str
     phase: str
     step: int  # steps finished when it hit
@@ -72,8 +69,6 @@ class ChaosOptions:
     steps: int = option(8, "steps of the run", low=1)
     kills: int = option(10, "processes killed", low=1)
     seed: int = option(0, "of what is killed when", low=0)
-    json: bool = option(False, "print one JSON object")
-    out: str | None = option(None, "folder of both runs; none: a new one under /tmp")
 
 
 class Target:
@@ -83,7 +78,6 @@ class Target:
     def __init__(self, command: list[str], run_dir: Path) -> None:
         self._command, self._run_dir = command, run_dir
         self._mark = secrets.token_hex(8)
-        self._roles: dict[int, tuple[str, ...]] = {}  # what is known of a process; () for none of ours
         self.starts = 0
         self.start()
 
@@ -99,13 +93,9 @@ class Target:
     def processes(self) -> list[tuple[int, tuple[str, ...]]]:
         """(pid, roles) of every worker that lives, and the driver."""
         found: list[tuple[int, tuple[str, ...]]] = [(self.driver.pid, ("driver",))]
-        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        for pid in pids:
-            if not self._roles.get(pid):
-                self._roles[pid] = self._roles_of(pid)
-            if self._roles[pid]:
-                found.append((pid, self._roles[pid]))
-        self._roles = {pid: role for pid, role in self._roles.items() if pid in set(pids)}
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            if roles := self._roles_of(pid):
+                found.append((pid, roles))
         return found
 
     def _roles_of(self, pid: int) -> tuple[str, ...]:
@@ -128,10 +118,9 @@ class Target:
         self._log.close()
 
 
-def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
+def disturb(target: Target, options: ChaosOptions) -> list[Kill]:
     """Kill until there were enough, then let the run end. RuntimeError if it ends before, or fails."""
-    dice, kills = random.Random(options.seed), list[Kill]()
-    drawn = _draw(dice)
+    dice, kills, phases = random.Random(options.seed), list[Kill](), list[tuple[str, str]]()
 
     def is_late() -> bool:
         """Whether a larger share of the steps has passed than of the kills; all kills are due in the last step."""
@@ -141,11 +130,12 @@ def disturb(target: Target, options: ChaosOptions, say: Any) -> list[Kill]:
         pause = time.monotonic() + dice.uniform(0, QUIET_S)
         while time.monotonic() < pause and _runs(target) and not is_late():
             time.sleep(0.05)
-        hit = _hit(target, next(drawn), is_late, dice)
+        phases = phases or dice.sample(PHASES, len(PHASES))  # each is aimed at once before one comes again
+        hit = _hit(target, phases.pop(), is_late, dice)
         if hit is None:
             continue
-        kills.append(Kill(len(kills) + 1, *hit, target.steps_done()))
-        say(kills[-1])
+        kills.append(Kill(*hit, target.steps_done()))
+        print(f"kill {len(kills)}: {hit[0]} in {hit[1]}, step {kills[-1].step + 1}", flush=True)
         if kills[-1].role == "driver":
             target.driver.wait()
             target.start()
@@ -159,12 +149,6 @@ def _runs(target: Target) -> bool:
     if code not in (None, 0, -signal.SIGKILL):
         raise RuntimeError(f"the disturbed run failed with exit code {code}: see {target._log.name}")
     return code is None
-
-
-def _draw(dice: random.Random) -> Iterator[tuple[str, str]]:
-    """PHASES in a random order, and again in another: a phase is hit about as often as any other."""
-    while True:
-        yield from dice.sample(PHASES, len(PHASES))
 
 
 def _hit(
@@ -220,15 +204,10 @@ def differences(undisturbed: Path, disturbed: Path) -> list[str]:
 
 def _run(arguments: list[str]) -> int:
     options, settings = parse_with_settings(arguments, ChaosOptions)
-
-    def say(kill: Kill) -> None:
-        text = f"kill {kill.number}: {kill.role} in {kill.phase}, step {kill.step + 1}"
-        print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
-
-    folder = Path(options.out or tempfile.mkdtemp(prefix="chaos_")).absolute()
+    folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
     for run in runs:
-        run.parent.mkdir(parents=True, exist_ok=False)
+        run.parent.mkdir()
     train = [sys.executable, "-m", "infsample_rl.main", *SETTINGS, f"run.steps={options.steps}", *settings]
     commands = [[*train, f"run.dir={run}"] for run in runs]
     started = time.monotonic()
@@ -239,16 +218,12 @@ def _run(arguments: list[str]) -> int:
     seconds = [time.monotonic() - started]
     target = Target(commands[1], runs[1])
     try:
-        kills = disturb(target, options, say)
+        kills = disturb(target, options)
     finally:
         target.end()
     seconds.append(time.monotonic() - started - seconds[0])
     found = differences(*runs)
     hits = Counter(f"{kill.role}/{kill.phase}" for kill in kills)
-    if options.json:
-        report = {"kills": [kill._asdict() for kill in kills], "hits": hits, "driver_starts": target.starts}
-        print(json.dumps(report | {"seconds": seconds, "differences": found}))
-        return 1 if found else 0
     print_table(
         [{"name": name, "kills": count} for name, count in sorted(hits.items())], {"name": "", "kills": "kills"}
     )

@@ -1,11 +1,11 @@
 """Talk to a checkpoint: python -m infsample_rl chat CHECKPOINT [temperature=0.7] [max_new_tokens=512] [system=TEXT]
-[seed=0] [section.key=value ...]
+[section.key=value ...]
 
 CHECKPOINT is RUN/checkpoints/step_N, whose run's chat template settings are taken, or any Hugging Face folder or hub
 name. The answer is shown token by token, as the training engine decodes it; temperature=0 is greedy. Lines may also
 come through a pipe.
 
-/reset forgets what was said, /temperature 0.3 changes it, Ctrl-C ends an answer, Ctrl-D the talk.
+/reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the talk. The same talk gets the same answers, by run.seed.
 Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 
@@ -22,14 +22,14 @@ from infsample_rl.commands.merge import load_policy_folder
 from infsample_rl.commands.run_settings import load_run_config, model_and_run, quoted
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
-from infsample_rl.config.fields import LEAST_TEMPERATURE, check_temperature
+from infsample_rl.config.fields import check_temperature
 from infsample_rl.data.chat import render
 from infsample_rl.data.fields import Problem
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
-HELP = "/reset forgets what was said, /temperature T changes it, Ctrl-C ends an answer, Ctrl-D the talk"
+HELP = "/reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the talk"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a character decodes to until all of its bytes are there
 
 
@@ -40,14 +40,13 @@ class ChatOptions:
     temperature: float = option(0.7, "0: greedy", low=0)
     max_new_tokens: int = option(512, "longest answer in tokens", low=1)
     system: str | None = option(None, "system message; none: the run's data.system_prompt")
-    seed: int = option(0, "of the sampling noise; the same talk gets the same answers", low=0)
 
 
 class Chat:
     """One talk: what was said, and the engine that answers."""
 
     def __init__(self, config: Config, options: ChatOptions, device: str) -> None:
-        self.config, self.seed, self.temperature = config, options.seed, options.temperature
+        self.config, self.temperature = config, options.temperature
         self.tokenizer = load_tokenizer(config.model)
         self.engine = SamplingEngine(
             load_policy_folder(config.model, device),
@@ -58,22 +57,20 @@ class Chat:
         self.messages: list[dict[str, str]] = []
         self.turn = 0
 
-    def reset(self) -> None:
-        """Forget what was said."""
-        self.messages, self.turn = [], 0
-
     def answer(self, text: str) -> Iterator[str]:
         """The answer to `text` in pieces, as they are decoded. ValueError when the talk outgrows the model's context;
         it then stays as it was."""
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render(Problem(row=1, origin="the talk", messages=asked, columns={}), self.tokenizer, self.config.data)
-        options: dict[str, Any] = {
-            "step": self.turn,
-            "evaluation": True,
-            "temperature": self.temperature,
-            "pause_every": 1,
-        }
-        stream = self.engine.stream([prompt.token_ids.tolist()], self.seed, sample_indices=[[0]], **options)
+        stream = self.engine.stream(
+            [prompt.token_ids.tolist()],
+            self.config.run.seed,
+            sample_indices=[[0]],
+            step=self.turn,
+            evaluation=True,
+            temperature=self.temperature,
+            pause_every=1,
+        )
         shown, said = "", ""
         try:
             for ended in stream:
@@ -90,20 +87,10 @@ class Chat:
 
     def obey(self, line: str) -> str:
         """Carry out a line that begins with a slash; what to say."""
-        command, _, value = line.partition(" ")
-        if command == "/reset":
-            self.reset()
-            return "forgotten"
-        if command == "/temperature":
-            try:
-                wanted = float(value)
-            except ValueError:
-                wanted = -1.0
-            if not (wanted == 0 or LEAST_TEMPERATURE <= wanted <= 10):
-                return f"temperature must be 0 (greedy) or between {LEAST_TEMPERATURE} and 10, got {value!r}"
-            self.temperature = wanted
-            return f"temperature {wanted:g}"
-        return HELP
+        if line != "/reset":
+            return HELP
+        self.messages, self.turn = [], 0
+        return "forgotten"
 
 
 def chat_config(checkpoint: str, options: ChatOptions, overrides: list[str]) -> Config:
@@ -151,9 +138,7 @@ def talk(chat: Chat, lines: TextIO, out: TextIO) -> None:
 
 def _run(arguments: list[str]) -> int:
     if not arguments or "=" in arguments[0]:
-        raise ValueError(
-            "give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N [temperature=0.7]"
-        )
+        raise ValueError("give a checkpoint first: python -m infsample_rl chat RUN/checkpoints/step_N")
     options, overrides = parse_with_settings(arguments[1:], ChatOptions)
     chat = Chat(chat_config(arguments[0], options, overrides), options, "cuda" if torch.cuda.is_available() else "cpu")
     if sys.stdin.isatty():

@@ -9,6 +9,11 @@ section.key  any setting: data.source=FILE.jsonl, data.eval_source, run.eval_pro
 rollout.kv_budget_bytes=auto,
              reward=math. data.source alone is what is evaluated; without it the run's held-out problems are
 
+pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1): 1 - C(n - c, k) / C(n, k) of a
+problem with c of n samples right, and its mean over problems. Intervals are 95 %, over problems, since samples of one
+are not independent: where every problem's figure is 0 or 1 (one sample a problem, or k = n) Wilson's, which also holds
+when all are equal; else the bootstrap's percentiles, problems drawn with replacement, 10,000 times.
+
 The engine and the reward functions of training, without Ray. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 """
 
@@ -20,26 +25,29 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from infsample_rl.commands.measurements import print_table
 from infsample_rl.commands.merge import load_policy_folder
-from infsample_rl.commands.pass_at_k import Estimate, mean_over_problems, pass_at_k
 from infsample_rl.commands.run_settings import load_run_config, model_and_run
 from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
-from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.model.loading import context_of, load_tokenizer
 from infsample_rl.model.response_text import response_text
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, Prompt, RewardResult
+
+RESAMPLES = 10_000
+DRAWN_AT_ONCE = 500
+Z = 1.959963984540054  # 97.5 % of the normal distribution
 
 
 @dataclass(kw_only=True)
@@ -48,7 +56,7 @@ class EvaluateOptions:
 
     samples: int = option(8, "completions of every problem", low=1)
     k: list[int] = option([], "pass@k for these", low=1)
-    threshold: float = option(0.5, "reward from which a sample passes")
+    threshold: float = option(0.5, "reward from which a sample passes", low=-1e6, high=1e6)
     json: bool = option(False, "print one JSON object")
     out: str | None = option(None, "JSONL file of every completion")
 
@@ -66,13 +74,8 @@ class Sampled:
 def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[str]]:
     """CHECKPOINT, the options here, and settings for Hydra. ValueError in one line."""
     if not arguments or "=" in arguments[0]:
-        raise ValueError(
-            "give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8] [name=value "
-            "...]"
-        )
+        raise ValueError("give a checkpoint first: python -m infsample_rl.evaluate RUN/checkpoints/step_N [samples=8]")
     options, settings = parse_with_settings(arguments[1:], EvaluateOptions)
-    if not math.isfinite(options.threshold):
-        raise ValueError(f"threshold must be a finite reward, got {options.threshold}")
     options.k = options.k or sorted({1, options.samples})
     for k in options.k:
         pass_at_k(options.samples, 0, k)  # refuses a k above samples
@@ -80,7 +83,8 @@ def split_arguments(arguments: list[str]) -> tuple[str, EvaluateOptions, list[st
 
 
 def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list[str]) -> Config:
-    """The run's settings, made fit for sampling alone. ValueError in one line."""
+    """The run's settings, made fit for sampling alone, with as many problems as were asked for, 0 for all, or as the
+    run's evaluations took. ValueError in one line."""
     ours, run_dir = model_and_run(checkpoint)
     names = {override.partition("=")[0].lstrip("+") for override in overrides}
     if run_dir is None and not names & {"data", "data.source", "data.eval_source"}:
@@ -88,14 +92,9 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
             f"CHECKPOINT={checkpoint} lies in no run folder: nothing says what to evaluate it on; give "
             "data.source=FILE and a reward, as reward=math"
         )
-    if "run.eval_samples" in names:
-        raise ValueError("run.eval_samples is of the evaluations during a run; give samples= here")
+    for name in names & {"run.eval_samples", "rollout.group_size"}:
+        raise ValueError(f"{name} is of a run; give samples= here")
     config = load_run_config(run_dir, [*ours, f"rollout.group_size={options.samples}", *overrides])
-    wanted = config.rollout.group_size
-    if wanted != options.samples:
-        raise ValueError(
-            f"rollout.group_size must be samples = {options.samples} here, got {wanted}; give samples={wanted} instead"
-        )
     has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
@@ -104,27 +103,19 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
             f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source "
             "to evaluate on"
         )
-    config.run = dataclasses.replace(
-        config.run, eval_prompts=_num_problems(config, names, run_dir is None or has_own_data)
-    )
+    given = config.run.eval_prompts
+    if config.data.held_out.startswith("reasoning_gym:"):  # there are as many as one asks for
+        given = given or RunConfig().eval_prompts
+    elif given == 0 or (run_dir is None or has_own_data) and "run.eval_prompts" not in names:
+        given = ALL_PROBLEMS  # of data that the run was not evaluated on
+    config.run = dataclasses.replace(config.run, eval_prompts=given)
     return config
 
 
-def _num_problems(config: Config, names: set[str], is_own: bool) -> int:
-    """What was asked for; else all problems of data that the run was not evaluated on, and else as many as the run's
-    evaluations took. `is_own`: whether the data is not the run's."""
-    given = config.run.eval_prompts
-    if "run.eval_prompts" in names:
-        if given == 0:
-            raise ValueError("run.eval_prompts must be >= 1 to evaluate, got 0; leave it out for all problems")
-        return given
-    if (config.data.held_out or "").startswith("reasoning_gym:"):  # there are as many as one asks for
-        return given or RunConfig().eval_prompts
-    return ALL_PROBLEMS if is_own or given == 0 else given
-
-
-def sample_all(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> Iterator[tuple[int, list[Completion]]]:
-    """(place in `prompts`, micro-group) as samples end."""
+def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list[Sampled]:
+    """Sample every problem and score its samples while others decode."""
+    config.cluster = dataclasses.replace(config.cluster, reward_gpus=1.0 if lm.device.type == "cuda" else 0.0)
+    found = [Sampled(prompt=prompt) for prompt in prompts]
     engine = SamplingEngine(
         lm,
         load_tokenizer(config.model),
@@ -133,24 +124,16 @@ def sample_all(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> It
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         lm_head_fp32=config.model.lm_head_fp32,
     )
-    ids = [prompt.token_ids.tolist() for prompt in prompts]
-    for micro_group in engine.stream(ids, config.run.seed, evaluation=True, temperature=config.run.eval_temperature):
-        yield micro_group[0].prompt_index, micro_group
-
-
-def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list[Sampled]:
-    """Sample every problem and score its samples while others decode."""
-    config.cluster = dataclasses.replace(config.cluster, reward_gpus=1.0 if lm.device.type == "cuda" else 0.0)
-    found = [Sampled(prompt=prompt) for prompt in prompts]
+    ids, temperature = [prompt.token_ids.tolist() for prompt in prompts], config.run.eval_temperature
     worker = RewardWorker(config)
     try:
         with ThreadPoolExecutor(1) as scorer:
             scored = [
-                (place, completions, scorer.submit(worker.score, prompts[place], completions))
-                for place, completions in sample_all(config, lm, prompts)
+                (group, scorer.submit(worker.score, prompts[group[0].prompt_index], group))
+                for group in engine.stream(ids, config.run.seed, evaluation=True, temperature=temperature)
             ]
-            for place, completions, future in scored:
-                _enter(found[place], completions, future.result())
+            for group, future in scored:
+                _enter(found[group[0].prompt_index], group, future.result())
     finally:
         worker.close()
     return found
@@ -163,6 +146,46 @@ def _enter(sampled: Sampled, completions: list[Completion], result: RewardResult
         sampled.components[index] = {name: values[position] for name, values in result.components.items()}
     for failure in result.failures:
         print(f"reward failed: {failure}", file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems with its 95 % interval. Example: Estimate(0.5, 0.31, 0.69, "wilson")"""
+
+    value: float
+    low: float
+    high: float
+    interval: str  # "wilson" or "bootstrap"
+
+
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """The chance that k of a problem's samples, drawn without replacement, hold a right one. ValueError unless 1 <= k
+    <= num_samples."""
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be between 1 and samples = {num_samples}, got {k}")
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def mean_over_problems(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """The mean of one value a problem and its interval. ValueError without any."""
+    if len(values) == 0:
+        raise ValueError("an evaluation needs at least one problem, got none")
+    figures = np.asarray(values, np.float64)
+    if set(np.unique(figures)) <= {0.0, 1.0}:
+        return _wilson(int(figures.sum()), len(figures))
+    generator, means = np.random.default_rng(seed), []
+    for _ in range(0, RESAMPLES, DRAWN_AT_ONCE):  # all at once would take 160 kB a problem
+        means.append(figures[generator.integers(0, len(figures), (DRAWN_AT_ONCE, len(figures)))].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    return Estimate(float(figures.mean()), float(low), float(high), "bootstrap")
+
+
+def _wilson(right: int, count: int) -> Estimate:
+    """Wilson's score interval of a share."""
+    share, square = right / count, Z * Z / count
+    centre = (share + square / 2) / (1 + square)
+    half = Z / (1 + square) * math.sqrt(share * (1 - share) / count + square / (4 * count))
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 
 def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> dict[str, Estimate | float | int]:
@@ -193,12 +216,8 @@ def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
             for index in sorted(sampled.completions):
                 completion = sampled.completions[index]
                 text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
-                record = {
-                    "row": sampled.prompt.row,
-                    "sample_index": index,
-                    "prompt": sampled.prompt.text,
-                    "response": text,
-                }
+                record = {"row": sampled.prompt.row, "sample_index": index}
+                record |= {"prompt": sampled.prompt.text, "response": text}
                 record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
                 record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -226,10 +245,8 @@ def _check_out(path: Path, config: Config) -> None:
     read = [Path(source).expanduser().resolve() for source in (config.data.source, config.data.eval_source) if source]
     if path.resolve() in read:
         raise ValueError(f"out={path} is the data that is evaluated on; give another file")
-    if not path.parent.is_dir():
-        raise ValueError(f"out={path}: there is no folder {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"out={path} is {'a folder' if path.is_dir() else 'not writable'}; give a file")
+        raise ValueError(f"out={path} cannot be written; give a file in a folder that is there")
 
 
 def _run(arguments: list[str]) -> int:

@@ -11,7 +11,6 @@ Exit codes: 0 done; 1 it failed; 2 an input is wrong.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,8 @@ from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
-VARIANTS = (
-    "use_dora",
-    "use_rslora",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layer_replication",
-)
+VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+VARIANTS += ("layer_replication",)
 OWN_BASES = ("pissa", "olora", "corda", "loftq")
 
 
@@ -46,16 +38,6 @@ class MergeOptions:
     """What is neither folder."""
 
     trust_remote_code: bool = option(False, "run code that comes with the base model")
-
-
-def merge_checkpoint(checkpoint: Path, out: Path, *, trust_remote_code: bool = False) -> None:
-    """Write the base model of a peft folder with its adapters merged, in the adapters' dtype. ValueError for what
-    cannot be merged."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"OUT={out} must be a new or an empty folder")
-    lm = load_merged(checkpoint, trust_remote_code=trust_remote_code)
-    lm.save_pretrained(out)
-    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust_remote_code)).save_pretrained(out)
 
 
 def load_policy_folder(model: ModelConfig, device: str) -> PreTrainedModel:
@@ -106,16 +88,14 @@ def _read_adapters(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Te
 
 @torch.no_grad()
 def _merge(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], scale: float) -> None:
+    named = lm.named_parameters(remove_duplicate=False)
+    matrices = {name: parameter for name, parameter in named if parameter.dim() == 2}
     for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
         layer = name.removesuffix(".lora_A.weight")
-        weight = _weight_of(lm, layer.removeprefix(PEFT_PREFIX))
+        weight = matrices.get(f"{layer.removeprefix(PEFT_PREFIX)}.weight")
         a, b = tensors.pop(name), tensors.pop(f"{layer}.lora_B.weight", None)
-        if weight is None:
-            raise _CannotMerge(f"adapts {layer}, but the base model has no such layer")
-        if b is None:
-            raise _CannotMerge(f"adapts {layer}, but the adapter has no lora_B for it")
-        if (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
-            raise _CannotMerge(f"adapts {layer}, but the adapter does not fit it")
+        if weight is None or b is None or (len(b), a.shape[-1]) != tuple(weight.shape) or len(a) != b.shape[-1]:
+            raise _CannotMerge(f"adapts {layer}, but base model and adapter do not fit each other there")
         if not (a.isfinite().all() and b.isfinite().all()):
             raise _CannotMerge(f"is damaged: the adapter of {layer} is not finite")
         if weight is lm.get_input_embeddings().weight:
@@ -126,26 +106,16 @@ def _merge(lm: PreTrainedModel, tensors: dict[str, torch.Tensor], scale: float) 
         raise _CannotMerge(f"holds {left}, which is no adapter of a linear layer: merge it with peft itself")
 
 
-def _weight_of(lm: PreTrainedModel, layer: str) -> torch.Tensor | None:
-    """The matrix of a layer; None where the model has no such layer, or it has no matrix."""
-    try:
-        weight = getattr(lm.get_submodule(layer), "weight", None)
-    except AttributeError:
-        return None
-    return weight if weight is not None and weight.dim() == 2 else None
-
-
 def _run(arguments: list[str]) -> int:
     if len(arguments) < 2 or "=" in arguments[0]:
         raise ValueError("give a checkpoint and a new folder: python -m infsample_rl merge CHECKPOINT OUT")
-    checkpoint, out = arguments[:2]
-    options = parse(arguments[2:], MergeOptions)
-    if not out:
-        raise ValueError("OUT is empty: give a new or an empty folder")
-    merge_checkpoint(
-        checkpoint_folder(checkpoint) or Path(checkpoint), Path(out), trust_remote_code=options.trust_remote_code
-    )
-    print(json.dumps({"merged": out}))
+    checkpoint, out = checkpoint_folder(arguments[0]) or Path(arguments[0]), Path(arguments[1])
+    trust = parse(arguments[2:], MergeOptions).trust_remote_code
+    if not arguments[1] or out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"OUT={arguments[1]} must be a new or an empty folder")
+    load_merged(checkpoint, trust_remote_code=trust).save_pretrained(out)
+    load_tokenizer(ModelConfig(path=str(checkpoint), trust_remote_code=trust)).save_pretrained(out)
+    print(f"merged: {out}")
     return 0
 
 

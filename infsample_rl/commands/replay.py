@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from infsample_rl.commands.measurements import print_table
 from infsample_rl.commands.run_settings import is_run_folder, load_run_config
 from infsample_rl.config import Config
-from infsample_rl.config.command_line import option, parse_with_settings, run_command
+from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.groups import Group, loss_totals, mini_batches, trainable_specs
 from infsample_rl.controller.recording import RecordedStep, read_recording

@@ -10,9 +10,7 @@ rollout.predictor_path. Equal seeds give equal folders on one machine.
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ import torch
 from infsample_rl.config.command_line import check_writable, run_with_options
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.fit import TrainOptions, fit, read_groups, split_groups
-
-REPORT = "length_predictor.json"  # in the folder, beside what from_pretrained reads
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,7 +33,7 @@ def run(options: TrainOptions) -> int:
 
 
 def train(options: TrainOptions) -> dict[str, Any]:
-    """Train, save and report. ValueError for what cannot work."""
+    """Train and save; how many prompts there were, and what every epoch came to. ValueError for what cannot work."""
     for name in ("recordings", "encoder", "out"):
         if not options.__dict__[name]:
             raise ValueError(f"{name}= is missing; recordings=[FILES] encoder=NAME_OR_FOLDER out=FOLDER are needed")
@@ -59,11 +55,9 @@ def train(options: TrainOptions) -> dict[str, Any]:
     best = min(epochs, key=lambda epoch: epoch["held_out_loss"])["epoch"]
     predictor.model.save_pretrained(out)
     predictor.tokenizer.save_pretrained(out)
-    report = {"options": asdict(options), "train_prompts": len(training), "held_out_prompts": len(held)}
-    report |= {"best_epoch": best, "epochs": epochs}
-    (out / REPORT).write_text(json.dumps(report, indent=1) + "\n")
     print(f"epoch {best} kept in {out}; use it with rollout.predictor=bert rollout.predictor_path={out}", flush=True)
-    return report
+    sizes = {"train_prompts": len(training), "held_out_prompts": len(held)}
+    return sizes | {"best_epoch": best, "epochs": epochs}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line. Standard
-library only."""
+"""What the commands share: `key=value` arguments read into a dataclass, help, exit codes, errors in one line, tables.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -118,6 +118,16 @@ def check_writable(folder: Path, name: str) -> None:
         raise ValueError(f"{name}: the folder {folder} cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{name}: the folder {folder} cannot be written to")
+
+
+def print_table(records: list[dict[str, Any]], columns: dict[str, str]) -> None:
+    """A plain table on stdout: `columns` are keys of the records, with their headings; '-' where there is no value."""
+    rows = [list(columns.values())]
+    rows += [["-" if record[name] is None else str(record[name]) for name in columns] for record in records]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 def _convert(text: str, kind: Any) -> Any:

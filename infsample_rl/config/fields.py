@@ -70,11 +70,11 @@ def out_of_bounds(value: Any, bound: Mapping[str, Any]) -> tuple[str, str]:
         if bound["choices"] and item not in bound["choices"]:
             return f"must be one of {', '.join(bound['choices'])}", _did_you_mean(str(item).lower(), bound["choices"])
         low, high, above = bound["low"], bound["high"], bound["above"]
-        if low is not None and item < low:
+        if low is not None and not item >= low:  # nan too
             return f"must be >= {low}", f"; the nearest that works is {low}"
-        if high is not None and item > high:
+        if high is not None and not item <= high:
             return f"must be <= {high}", f"; the nearest that works is {high}"
-        if above is not None and item <= above:
+        if above is not None and not item > above:
             return f"must be > {above}", ""
     return "", ""
 

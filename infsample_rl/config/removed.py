@@ -19,7 +19,7 @@ _CPUS = Removed(None, "set cluster.cpus_per_worker, of every worker")
 REMOVED = {
     "learner.moments_folder": Removed(None, "take learner.offload_optimizer=true or learner.optimizer=adamw_8bit"),
     "learner.warmup_ratio": Removed(0.0, "set learner.warmup_steps, the share times the run's updates"),
-    "objective.shuffle_advantages": Removed(False, "python -m benchmarks.control is that run"),
+    "objective.shuffle_advantages": Removed(False, "tests/runs/test_learning.py makes that run"),
     "data.size": Removed(1000, "set data.generator_kwargs.size"),
     "data.generator_seed": Removed(0, "set data.generator_kwargs.seed"),
     "rollout.predict_every": Removed(32, "the probe predicts every 32 running steps"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from infsample_rl.config.fields import kv_pages
+from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
+from infsample_rl.rollout.schedule.schedules import check_predictions
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.rollout.simulator_arguments import Repredicted, check, group_sizes, orders_of, prompt_tokens_of
-from infsample_rl.types import MaybeNone
+
+Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
 
 
 class Stay(NamedTuple):
@@ -43,6 +46,19 @@ class Simulation:
     recomputed_tokens: int = 0
     parked_tokens: int = 0
     stays: list[Stay] = field(default_factory=list)  # where record_rows was asked for: who decoded when, in which row
+
+
+def slot_bound(lengths: Sequence[int], slots: int) -> float:
+    """max(max l, sum l / slots): no schedule of `slots` rows takes fewer steps."""
+    return max(max(lengths), sum(lengths) / slots)
+
+
+def token_bound(lengths: Sequence[int], budget_tokens: float) -> float:
+    """max(max l, sum l(l+1)/2 / budget): the least steps in which ramps of 1 to l tokens fit under the budget.
+
+    A pool that takes a token's KV one step later can beat the second term by at most sum l / budget steps.
+    """
+    return max(max(lengths), sum(length * (length + 1) for length in lengths) / 2 / budget_tokens)
 
 
 def simulate(
@@ -85,39 +101,36 @@ def simulate_prompts(
 
     prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
-    each sample the predicted total length once it has generated that many tokens; token_budget follows it, the others
-    take the first where `predicted` is not given. kv_budget_tokens: all KV, prompts included (default: slots x
-    max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number or one per prompt;
-    dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all other schedules:
-    all). max_rows, parks (KV of preempted
-    samples waits outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the
-    cap of a response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown
-    schedule, lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no
-    single sample fits in, and arguments the schedule does not read.
+    each sample the predicted total length once it has generated that many tokens, which token_budget follows.
+    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number
+    or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
+    other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, as in the engine, else it is
+    computed again): token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows:
+    fill `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions
+    that are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
     """
+    by_budget = schedule == "token_budget"
+    given = {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}
+    unread = [name for name, value in given.items() if value and not by_budget]
+    if unread:
+        raise ValueError(f"{unread[0]} is not read by schedule {schedule}: leave it out")
     counts: dict[str, int | None] = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
     counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
-    cap = check(groups, schedule, counts)
+    cap = _check_counts(groups, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]
-    sizes, prompts = group_sizes(groups, schedule, group_size), prompt_tokens_of(prompt_tokens, len(groups))
-    by_budget = schedule == "token_budget"
-    if parks and not by_budget:
-        raise ValueError(f"parks=True is not read by schedule {schedule}, which preempts nobody: leave it out")
+    sizes, prompts = _group_sizes(groups, schedule, group_size), _each("prompt_tokens", prompt_tokens, len(groups))
     num_slots = max(map(len, groups)) if schedule == "full_group" else slots
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
-    num_slots = min(_useful_slots(num_slots, schedule, groups, sizes), budget // page_size)  # as in the engine
-    orders = orders_of(groups, schedule, predicted, repredicted)
-    planned = [
-        PromptGroup(
-            place,
-            [0] * tokens,
-            list(range(samples)),
-            GroupSettings(schedule, num_slots, samples),
-            lambda _: 0,
-            lengths=order,
+    # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
+    useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
+    num_slots = min(num_slots, useful, budget // page_size)
+    orders = _orders(groups, schedule, predicted, repredicted)
+    planned = []
+    for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
+        rules = GroupSettings(schedule, num_slots, samples)
+        planned.append(
+            PromptGroup(place, [0] * tokens, list(range(samples)), rules, lambda _: 0, lengths=orders[place])
         )
-        for place, (samples, tokens, order) in enumerate(zip(sizes, prompts, orders, strict=True))
-    ]
     pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
@@ -128,13 +141,7 @@ def simulate_prompts(
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
         parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
     )
-    return _Run(planner, planned, groups, repredicted if by_budget else None, record_rows).to_end()
-
-
-def _useful_slots(slots: int, schedule: str, groups: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
-    """More rows than samples change nothing, nor do more of dynamic_slot than let it decode every length as often as it
-    keeps samples."""
-    return min(slots, sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1))
+    return _Run(planner, groups, repredicted or (), record_rows).to_end()
 
 
 class _Run:
@@ -143,18 +150,17 @@ class _Run:
     def __init__(
         self,
         planner: StepPlanner,
-        groups: Sequence[PromptGroup],
         lengths: Sequence[Sequence[int]],
-        repredicted: Sequence[Repredicted] | MaybeNone,
+        repredicted: Sequence[Repredicted],
         record_rows: bool,
     ) -> None:
-        self.planner, self.groups, self.lengths, self.repredicted = planner, groups, lengths, repredicted
+        self.planner, self.lengths, self.repredicted = planner, lengths, repredicted
         self.result = Simulation()
         self._record_rows = record_rows
         self._open: dict[Sample, tuple[int, int]] = {}  # samples in a row: since which step, in which one
         # of prompt and sample: tokens at which it is predicted again, the next one last
         self._moments: dict[tuple[int, int], list[int]] = {}
-        for place, samples in enumerate(repredicted or ()):
+        for place, samples in enumerate(repredicted):
             self._moments |= {(place, index): sorted(moments, reverse=True) for index, moments in enumerate(samples)}
 
     def to_end(self) -> Simulation:
@@ -223,16 +229,68 @@ def pool_tokens(
     given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int
 ) -> int:
     """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in
-    the engine.
-
-    Raises ValueError, with the smallest budget that would do, when one prompt and one full response of `cap` tokens do
-    not fit.
-    """
+    the engine. ValueError, with the smallest budget that would do, when one prompt and one full response of `cap`
+    tokens do not fit."""
     smallest = kv_pages(1, cap, [max(prompts)], page_size) * page_size
     if given is not None and given < smallest:
-        raise ValueError(
-            f"kv_budget_tokens must be >= {smallest} to hold one prompt and one full response of {cap} tokens, got "
-            f"{given}"
-        )
+        raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and a full response, got {given}")
     longest = sorted(prompts, reverse=True)[:prompts_at_once]
     return given or kv_pages(num_slots, cap, longest, page_size) * page_size
+
+
+def _check_counts(groups: Sequence[Sequence[int]], counts: Mapping[str, int | None]) -> int:
+    """The cap of a response, when lengths and counts are positive whole numbers."""
+    lengths = [length for group in groups for length in group]
+    if not lengths or min(map(len, groups)) == 0:
+        raise ValueError("lengths must be positive and at least one of every prompt, got none")
+    for length in lengths:
+        if not (isinstance(length, Integral) and 1 <= length <= MOST_TOKENS):
+            raise ValueError(f"lengths must be positive whole numbers of at most {MOST_TOKENS} tokens, got {length}")
+    for name, value in counts.items():
+        if value is not None and not (isinstance(value, Integral) and value >= 1):
+            raise ValueError(f"{name} must be >= 1 and whole, got {value}")
+    cap = counts["max_new_tokens"] or int(max(lengths))
+    if cap < max(lengths):
+        raise ValueError(f"max_new_tokens must be >= the longest of lengths = {max(lengths)}, got {cap}")
+    return cap
+
+
+def _each(name: str, given: int | Sequence[int], num_prompts: int) -> list[int]:
+    found = list(given) if isinstance(given, Iterable) else [given] * num_prompts
+    if len(found) != num_prompts or not all(isinstance(each, Integral) and 0 <= each <= MOST_TOKENS for each in found):
+        wanted = f"must be >= 0 and whole, one number or one for each of the {num_prompts} prompts"
+        raise ValueError(f"{name} {wanted}, got {given}")
+    return found
+
+
+def _group_sizes(groups: Sequence[Sequence[int]], schedule: str, given: int | Sequence[int] | None) -> list[int]:
+    """Samples wanted of each prompt. Only dynamic_slot may be asked for fewer than the given lengths."""
+    counts = [len(lengths) for lengths in groups]
+    sizes = counts if given is None else _each("group_size", given, len(groups))
+    for size, count in zip(sizes, counts, strict=True):
+        if not 1 <= size <= count:
+            raise ValueError(f"group_size must be >= 1 and <= the {count} given lengths, got {size}")
+        if size != count and schedule != "dynamic_slot":
+            raise ValueError(f"group_size={size} is not read by schedule {schedule}: give {size} of {count} lengths")
+    return sizes
+
+
+def _orders(
+    groups: Sequence[Sequence[int]],
+    schedule: str,
+    predicted: Sequence[Sequence[float]] | None,
+    repredicted: Sequence[Repredicted] | None,
+) -> Sequence[list[float] | None]:
+    """What each prompt's schedule orders by, None: nothing. ValueError for predictions that are no lengths."""
+    for name, given in (("predicted", predicted), ("repredicted", repredicted)):
+        if given is not None and list(map(len, given)) != list(map(len, groups)):
+            raise ValueError(f"{name} must have one length for each sample of {list(map(len, groups))[:8]}")
+    for moments in (moments for samples in repredicted or () for moments in samples):
+        check_predictions(list(moments.values()), "repredicted")
+        if min(moments, default=1) < 1:
+            raise ValueError(f"repredicted must be made at 1 token or later, got {min(moments)}")
+    for each in predicted or ():
+        check_predictions(each, "predicted")
+    if predicted is None and schedule == "token_budget":
+        return [None] * len(groups)
+    return [[float(length) for length in each] for each in predicted or groups]

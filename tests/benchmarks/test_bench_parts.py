@@ -7,27 +7,16 @@ import sys
 import pytest
 import torch
 
-from benchmarks import models, process
-from benchmarks.engine import EngineOptions
+from benchmarks import figures, models, process
+from benchmarks.engine import EngineOptions, fit_step_time, kv_bytes_read, roofline_seconds
 from benchmarks.memory import MemoryOptions, points, record_of
-from benchmarks.memory_point import early_stop_ids
 from benchmarks.rival_settings import micro_batch_rows, rival_measurements
-from benchmarks.roofline import fit_step_time, kv_bytes_read, roofline_seconds
 from benchmarks.workload import Workload
-from infsample_rl.commands import measurements
 
 
-def test_kv_budget_counts_slots_and_the_resident_prompt():
-    assert Workload(slots=4, max_new_tokens=128, prompt_tokens=100).kv_budget_tokens() == 612
-    assert Workload(slots=4, max_new_tokens=128, prompt_tokens=100).kv_budget_tokens(2) == 712
-
-
-def test_kv_bytes_read_by_hand():
+def test_kv_bytes_read_and_their_time_by_hand():
     # 3 steps x 10 prompt tokens; lengths 3 and 2 read 0 + 1 + 2 and 0 + 1 earlier response tokens; 4 bytes each
     assert kv_bytes_read([3, 2], running_steps=3, prompt_tokens=10, kv_bytes_per_token=4) == 4 * (30 + 3 + 1)
-
-
-def test_roofline_is_bytes_over_bandwidth():
     assert roofline_seconds(running_steps=10, weight_bytes_read=100, kv_bytes=500, bandwidth=1000.0) == 1.5
 
 
@@ -96,12 +85,6 @@ def test_prompts_differ_and_have_the_length_asked_for(tiny_qwen3):
     assert tokenizer.decode(prompts[0]).endswith("<|im_start|>assistant\n")
 
 
-def test_early_stop_ids_are_a_share_of_the_vocabulary():
-    assert len(early_stop_ids(1000, 8, seed=0)) == 125
-    assert early_stop_ids(1000, 8, seed=0) < set(range(1000))
-    assert len(early_stop_ids(3, 8, seed=0)) == 1
-
-
 def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
     options = MemoryOptions(groups=[8, 32, 64], slot_counts=[1], shape="qwen3_1.7b")
     asked = points(options)
@@ -113,7 +96,6 @@ def test_generate_with_32_rows_comes_first_and_saved_share_is_of_it():
     raw = {"seconds": 2.0, "weight_bytes": 30, "kv_pool_bytes": 10}
     rival = record_of(options, asked[0], raw | {"lengths": [3, 4], "peak_memory_bytes": 100}, [])
     ours = record_of(options, asked[5], raw | {"lengths": [3, 4], "peak_memory_bytes": 45}, [rival])
-    assert (rival["paper_peak_memory_bytes"], ours["paper_peak_memory_bytes"]) == (21.55e9, 10.64e9)
     assert (ours["saved_share"], ours["rest_bytes"], ours["tokens_per_s"]) == (pytest.approx(0.55), 5, 3.5)
 
 
@@ -139,7 +121,5 @@ def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path)
 
 
 def test_a_table_says_what_was_not_measured():
-    assert measurements.cell("c0", None) == "-"
-    assert measurements.cell("peak_kv_bytes", 2_500_000) == "2.5"
-    assert measurements.cell("c1", 0.00123) == "1.23"
-    assert measurements.cell("roofline_fraction", 0.614) == "61.4%"
+    values = {"c0": None, "peak_kv_bytes": 2_500_000, "c1": 0.00123, "roofline_fraction": 0.614, "rows": 3}
+    assert [figures.cell(name, value) for name, value in values.items()] == [None, "2.5", "1.23", "61.4%", "3"]

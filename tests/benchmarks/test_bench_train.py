@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import train, train_ours, train_report
-from benchmarks.train_trl_settings import batching, best_settings, tune_prompts, variants
+from benchmarks import train, train_ours
+from benchmarks.train_trl_settings import batching, fastest_settings, tune_prompts, variants
 from benchmarks.train_workload import Run, our_settings, run_spec
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.types import LossTotals, TrainingSample
@@ -49,48 +49,38 @@ def test_short_passes_and_recomputed_activations_train_the_same_policy(tiny_qwen
 
 def test_trl_is_tried_with_micro_batches_continuous_batching_and_checkpointing(tiny_qwen3):
     spec = spec_of(tiny_qwen3)  # 8 samples a step
-    tried = variants(spec, on_cuda=False)
-    assert [(each["rows"], each["generation"], each["gradient_checkpointing"]) for each in tried] == [
-        *[(2, "generate", False), (8, "generate", False)],
-        *[(2, "generate_batch", False), (2, "generate", True)],
-    ]
-    assert [each["weights"] for each in variants(spec | {"dtype": "bfloat16"}, on_cuda=True)] == [
-        "float32",
-        "bfloat16",
-        "float32",
-        "float32",
-    ]
-    assert batching(spec) == {"num_blocks": 8 * 1 + 8, "page_size": 16, "max_batch_tokens": 512}
-    assert [each["rows"] for each in variants(spec, on_cuda=True)] == [8, 8, 8]
+    assert all(8 % each["rows"] == 0 for on_cuda in (True, False) for each in variants(spec, on_cuda=on_cuda))
+    assert {each["generation"] for each in variants(spec, on_cuda=False)} == {"generate", "generate_batch"}
+    in_16_bits = variants(spec | {"dtype": "bfloat16"}, on_cuda=True)
+    assert {each["weights"] for each in in_16_bits} == {"float32", "bfloat16"}
+    assert batching(spec)["num_blocks"] >= 8  # a block for every sample of 16 tokens
     assert [tune_prompts(8, 8), tune_prompts(8, 1), tune_prompts(128, 4)] == [4, 1, 1]  # steps of 32, 8 and 32 samples
 
 
-def test_the_fastest_and_the_leanest_of_those_that_ran_are_taken(tiny_qwen3):
+def test_the_fastest_of_those_that_ran_is_taken(tiny_qwen3):
     spec = spec_of(tiny_qwen3)
     two, eight, paged, lean = variants(spec, on_cuda=False)
-    seconds, peaks = (2.0, None, 3.0, 4.0), (30, None, 40, 20)
     tried = [
-        {"settings": settings, "seconds": each, "peak_memory_bytes": peak}
-        for settings, each, peak in zip((two, eight, paged, lean), seconds, peaks, strict=True)
+        {"settings": settings, "seconds": each}
+        for settings, each in zip((two, eight, paged, lean), (2.0, None, 3.0, 4.0), strict=True)
     ]
-    assert best_settings(tried, "seconds", spec) == two
-    assert best_settings(tried, "peak_memory_bytes", spec) == lean
+    assert fastest_settings(tried, spec) == two
     larger = spec | {"group_size": 8}
     # the pool holds the step measured
-    assert best_settings(tried[2:3], "seconds", larger)["batching"]["num_blocks"] == 16 + 8
+    assert fastest_settings(tried[2:3], larger)["batching"]["num_blocks"] == 16 + 8
     with pytest.raises(RuntimeError, match="none of the micro-batches tried divides a step of 8 samples"):
-        best_settings(tried[1:2], "seconds", spec)
+        fastest_settings(tried[1:2], spec)
 
 
-def test_a_record_has_medians_of_the_timed_steps_and_the_share_of_the_peak(tiny_qwen3):
+def test_a_record_has_medians_of_the_timed_steps(tiny_qwen3):
     options = train.TrainOptions(
         model=str(tiny_qwen3), dtype="bfloat16", threads=1, max_new_tokens=8, prompt_tokens=3, prompts=2, rivals=[]
     )
-    lengths = {"lengths": [8] * 4, "rewards": [1.0] * 4, "cpu_seconds": 3.0}
+    lengths = {"lengths": [8] * 4, "rewards": [1.0] * 4}
     steps = [
         {"seconds": each, "phases": {"generate": each / 2, "learn": 0.5}} | lengths for each in (9.0, 2.0, 1.0, 4.0)
     ]
-    raw = {"steps": steps, "peak_memory_bytes": 7, "peak_process_bytes": None, "versions": {"trl": "1.16.0"}}
+    raw = {"steps": steps, "peak_memory_bytes": 7, "versions": {"trl": "1.16.0"}}
     facts = {"parameters": 10**9, "device": "NVIDIA H200"}
     run = Run("trl", {"rows": 2}, spec_of(tiny_qwen3), [])
     record = train.record_of(options, facts, run, raw)
@@ -100,10 +90,9 @@ def test_a_record_has_medians_of_the_timed_steps_and_the_share_of_the_peak(tiny_
     assert not train.record_of(options, facts, run, raw | {"steps": [*steps, steps[0] | {"lengths": [8, 8, 8, 7]}]})[
         "lengths_as_asked"
     ]
-    assert record["learner_share_of_peak"] == pytest.approx(6e9 * 64 / 0.5 / 989e12)
 
 
-SMALL = ["threads=1", "repeats=1", "lean=false", "slots=4", "device=cpu", "rivals=[]", "json=true"]
+SMALL = ["threads=1", "repeats=1", "slots=4", "device=cpu", "rivals=[]", "json=true"]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +115,7 @@ def test_the_command_prints_one_json_object_per_measurement(records):
         assert record["seconds_per_step"] == pytest.approx(sum(record["phases"].values()))
         assert record["learner_tokens"] == 16 + record["tokens"]
         # weights, gradients and two moments in float32 are there at least
-        assert record["peak_process_bytes"] > record["peak_memory_bytes"] > 4 * 4 * record["parameters"]
+        assert record["peak_memory_bytes"] > 4 * 4 * record["parameters"]
 
 
 @pytest.mark.slow
@@ -139,7 +128,7 @@ def test_natural_lengths_are_those_of_problems_whose_responses_end_where_they_en
 @pytest.mark.slow
 def test_without_json_there_are_a_table_settings_and_a_figure(records, tmp_path, capsys):
     both = records + [record | {"name": "trl"} for record in records]
-    train_report.print_training(both)
+    train.print_training(both)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["name", "G", "s"] and [line.split()[0] for line in lines[1:5]] == [
         "ours",
@@ -148,7 +137,7 @@ def test_without_json_there_are_a_table_settings_and_a_figure(records, tmp_path,
         "trl",
     ]
     assert "max_tokens_per_micro_batch=2048" in lines[5]
-    assert train_report.draw_training(both, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
+    assert train.draw_training(both, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

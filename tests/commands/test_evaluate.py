@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import combinations
 
 import numpy as np
 import pytest
 
 from infsample_rl.commands import chat, evaluate
 from infsample_rl.commands.chat import Chat, ChatOptions, chat_config, talk
+from infsample_rl.commands.evaluate import mean_over_problems, pass_at_k
 from infsample_rl.types import Completion, Prompt
 
 REWARD = (
@@ -64,14 +66,13 @@ def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsy
     for wrong, message in (
         (["samples=0"], "must be >= 1"),
         (["samples=2", "k=[4]"], "k must be between 1 and samples = 2, got 4"),
-        (["run.eval_samples=2"], "give samples= here"),
+        (["run.eval_samples=2"], "run.eval_samples is of a run; give samples= here"),
+        (["rollout.group_size=2"], "rollout.group_size is of a run; give samples= here"),
         (["smaples=2"], "did you mean samples=...?"),
-        (["out=/no/such/folder/x.jsonl"], "there is no folder /no/such/folder"),
-        ([f"out={tmp_path}"], "is a folder; give a file"),
+        (["out=/no/such/folder/x.jsonl"], "cannot be written; give a file in a folder that is there"),
+        ([f"out={tmp_path}"], "cannot be written; give a file"),
         ([f"out={tmp_path / 'problems.jsonl'}"], "is the data that is evaluated on; give another file"),
-        (["threshold=nan"], "threshold must be a finite reward, got nan"),
-        (["samples=4", "rollout.group_size=2"], "rollout.group_size must be samples = 4 here, got 2; give samples=2"),
-        (["run.eval_prompts=0"], "run.eval_prompts must be >= 1 to evaluate, got 0"),
+        (["threshold=nan"], "threshold=nan: must be >= -1000000.0"),
         (["data.sauce=x"], "did you mean data.source?"),
     ):
         assert evaluate.main([*arguments, *wrong]) == 2
@@ -129,15 +130,10 @@ def test_a_talk_streams_remembers_and_forgets(tiny_qwen3):
     assert len(pieces) > 1  # not all at once
     list(one.answer("and now?"))
     assert len(one.messages) == 4
-    one.reset()
+    assert (one.obey("/reset"), one.obey("/help")) == ("forgotten", chat.HELP)
     assert "".join(one.answer("hello")) == first  # greedy, nothing of before is left
-    assert one.obey("/temperature 0.3") == "temperature 0.3" and one.temperature == 0.3
-    for wrong in ("hot", "0.0005", "nan"):
-        said = f"temperature must be 0 (greedy) or between 0.001 and 10, got {wrong!r}"
-        assert one.obey(f"/temperature {wrong}") == said
     with pytest.raises(ValueError, match=r"temperature must be 0 .* or >= 0.001, got nan"):
         chat_config(str(tiny_qwen3), ChatOptions(temperature=float("nan")), [])
-    assert one.obey("/help") == chat.HELP
 
 
 def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_qwen3):
@@ -150,3 +146,27 @@ def test_lines_come_through_a_pipe_and_a_talk_that_grows_too_long_says_so(tiny_q
     assert "forgotten" in lines
     assert any(line.startswith("error: prompt 0 of") and "/reset forgets" in line for line in lines)
     assert len(one.messages) == 2  # what did not fit is not in the talk
+
+
+@pytest.mark.parametrize(("num_samples", "num_right"), [(5, 0), (5, 1), (6, 3), (4, 4), (1, 1)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_sample(num_samples, num_right):
+    samples = [index < num_right for index in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        draws = [any(draw) for draw in combinations(samples, k)]
+        assert pass_at_k(num_samples, num_right, k) == pytest.approx(sum(draws) / len(draws), abs=1e-12)
+
+
+def test_one_sample_a_problem_has_wilsons_interval():
+    estimate = mean_over_problems([1.0] * 8 + [0.0] * 2)
+    assert (estimate.value, estimate.interval) == (0.8, "wilson")
+    assert (round(estimate.low, 4), round(estimate.high, 4)) == (0.4902, 0.9433)  # Wilson's 8 of 10
+    assert mean_over_problems([0.0] * 10).high == pytest.approx(0.2775, abs=1e-4)  # none of 10 still leaves room
+
+
+def test_the_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+    generator, covered = np.random.default_rng(0), 0
+    for trial in range(50):
+        estimate = mean_over_problems(generator.uniform(0, 1, 60).round(2), seed=trial)
+        covered += estimate.low <= 0.5 <= estimate.high
+        assert estimate.interval == "bootstrap"
+    assert 0.86 <= covered / 50 <= 1.0

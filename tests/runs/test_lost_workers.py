@@ -365,17 +365,8 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
 
 
 def test_ten_kills_at_random_change_nothing(tmp_path):
-    arguments = [
-        sys.executable,
-        "-m",
-        "infsample_rl.chaos",
-        "steps=12",
-        "kills=10",
-        "seed=3",
-        "json=true",
-        f"out={tmp_path / 'chaos'}",
-    ]
-    done = subprocess.run(arguments, capture_output=True, text=True)
+    arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", "kills=10", "seed=3"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
-    assert len(report["kills"]) == 10 and report["differences"] == []
+    assert "10 kills, " in done.stdout and "the same weights, rewards and samples, bit for bit" in done.stdout

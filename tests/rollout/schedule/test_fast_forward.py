@@ -30,7 +30,8 @@ def workloads(draw, by_budget):
     numbers = st.floats(0.5, 100)
     predicted = [[draw(numbers) for _ in lengths] for lengths in groups] if chance == "lengths" else None
     moments = st.dictionaries(st.integers(1, cap), numbers, max_size=3)
-    repredicted = [[draw(moments) for _ in lengths] for lengths in groups] if chance == "again" else None
+    again = by_budget and chance == "again"
+    repredicted = [[draw(moments) for _ in lengths] for lengths in groups] if again else None
     return groups, {
         "slots": draw(st.integers(1, 5)),
         "prompts_at_once": draw(st.integers(1, 3)),
