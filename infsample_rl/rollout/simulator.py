@@ -102,12 +102,13 @@ def simulate_prompts(
     prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
     each sample the predicted total length once it has generated that many tokens, which token_budget follows.
-    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number
-    or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
-    other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, as in the engine, else it is
-    computed again): token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows:
-    fill `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions
-    that are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
+    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts).
+    prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at the
+    group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of preempted samples waits
+    outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the cap of a
+    response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown schedule,
+    lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no single
+    sample fits in, and arguments the schedule does not read.
     """
     by_budget = schedule == "token_budget"
     given = {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}
