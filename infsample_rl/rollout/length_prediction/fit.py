@@ -64,10 +64,7 @@ class TextGroup:
 
 def read_groups(source: str, tokenizer: str | None, ks: list[int]) -> list[TextGroup]:
     """The prompts of a file of recordings. `tokenizer`: the policy's, a folder; None: the folder that each recording
-    names as its model.
-
-    ValueError in one line for a file that cannot be read or lacks what is needed.
-    """
+    names as its model. ValueError in one line for a file that cannot be read or lacks what is needed."""
     recordings = read_recordings(source)
     loaded = {name: _load_tokenizer(tokenizer or name) for name in {recording.model for recording in recordings}}
     return [recording_group(recording, loaded[recording.model], ks, source) for recording in recordings]
@@ -105,10 +102,8 @@ def recording_group(
 
 
 def held_out_keys(keys: Iterable[str], share: float, seed: int) -> set[str]:
-    """Prompts to hold out: about `share` of them, at least one, never all. Equal prompts and seeds, equal choice.
-
-    ValueError for fewer than two prompts.
-    """
+    """Prompts to hold out: about `share` of them, at least one, never all; equal prompts and seeds, equal choice.
+    ValueError for fewer than two prompts."""
     names = sorted(set(keys))
     if len(names) < 2:
         raise ValueError(f"the recordings hold {len(names)} prompt; two are needed, one of them held out")

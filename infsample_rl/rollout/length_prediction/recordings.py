@@ -66,9 +66,7 @@ def read_recordings(path: str | Path) -> list[Recording]:
     path = path if run_dir is None else run_dir / OF_A_RUN
     found = [_recording(fields, place) for place, fields in read_lines(path, grows=run_dir is not None)]
     if not found:
-        raise ValueError(
-            f"{path} is empty; it needs a line for every prompt with dataset, model, prompt_id and lengths"
-        )
+        raise ValueError(f"{path} is empty; it needs a line for every prompt")
     return found
 
 

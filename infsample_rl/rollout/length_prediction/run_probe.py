@@ -9,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,16 @@ class RunProbe:
     steps with them than without, and not before the first replay."""
 
     def __init__(self, hidden_size: int, *, max_new_tokens: int) -> None:
-        self._sizes = (hidden_size, max_new_tokens)
-        self._begin()
+        self._new_probe = partial(LengthProbe, hidden_size, max_new_tokens=max_new_tokens)
+        self.reset(None)
 
-    def _begin(self) -> None:
-        hidden_size, max_new_tokens = self._sizes
-        self._probe = LengthProbe(hidden_size, max_new_tokens=max_new_tokens)
+    def reset(self, folder: Path | None) -> None:
+        """Go back to what a checkpoint of this run has, None: to the start."""
+        self._probe = self._new_probe()
         self._replays: deque[tuple[int, int]] = deque(maxlen=RECENT)  # steps with and without predictions
         self.steps_saved: int | None = None  # by predictions, in the last replay; None: there was none
+        if folder is not None:
+            self.load(folder)
 
     def enter(self, reports: Sequence[ProbeReport]) -> str | None:
         """Merge the workers' reports of one step, in their order, and fit anew.
@@ -74,12 +77,6 @@ class RunProbe:
         """Write the probe into a checkpoint."""
         arrays: dict[str, Any] = self._probe.state()
         np.savez(folder / FILE, replays=np.array(self._replays, np.int64).reshape(-1, 2), **arrays)
-
-    def reset(self, folder: Path | None) -> None:
-        """Go back to what a checkpoint of this run has, None: to the start."""
-        self._begin()
-        if folder is not None:
-            self.load(folder)
 
     def load(self, folder: Path) -> str | None:
         """Go on from a checkpoint; a sentence when there is nothing of use in it, and the probe starts anew."""

@@ -2,8 +2,7 @@
 learn.
 
 Every PREDICT_EVERY running steps, all rows are predicted at once, from the hidden states that the step has just
-computed. One small product for all rows costs less than one for each row at moments of its own, and no sample waits
-longer for a new prediction. Letters: R rows, E hidden size, F features.
+computed. Letters: R rows, E hidden size, F features.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.types import Forecast, MaybeNone, ProbeReport, PublishedProbe
 
-# of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
 PREDICT_EVERY = 32  # running steps from one prediction for all rows to the next
-REPLAYED_GROUPS = 2
+REPLAYED_GROUPS = 2  # of a stream, its last ones: a replay takes 1 % of the time of decoding on the tiniest policy
 OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
 HALF_RANGE = 60000.0  # features are kept as float16
 
@@ -43,10 +41,8 @@ class Moment(NamedTuple):
 class _Seen:
     """What was seen of a sample that decodes."""
 
-    features: list[np.ndarray] = field(default_factory=list)  # [F] float16 each
-    num_tokens: list[int] = field(default_factory=list)  # that the features are of
-    # total length, by the tokens the sample had when that was known
-    predicted: dict[int, float] = field(default_factory=dict)
+    states: list[tuple[np.ndarray, int]] = field(default_factory=list)  # features [F] float16, after so many tokens
+    predicted: dict[int, float] = field(default_factory=dict)  # total length, by the tokens it had when that was known
 
 
 class ProbeWatch:
@@ -124,8 +120,7 @@ class ProbeWatch:
             if sample.finish_reason:  # when this step was launched ahead
                 continue
             seen = self._seen.setdefault(sample, _Seen())
-            seen.features.append(halves[row].copy())  # a view would keep the rows of all others
-            seen.num_tokens.append(count)
+            seen.states.append((halves[row].copy(), count))  # a view would keep the rows of all others
             if left is not None:
                 seen.predicted[count + 1] = count + left[row]
                 sample.forecast = sample.forecast or Forecast(count + 1, count + left[row])
@@ -141,9 +136,7 @@ class ProbeWatch:
         if group in self._groups:
             self._groups[group].samples.append(ReplayedSample(sample.sample_index, length, seen.predicted))
         ended = self._ended[(group.prompt_index + self._turn) % 2]
-        ended += [
-            (features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)
-        ]
+        ended += [(features, length - count, cut) for features, count in seen.states]
         if len(ended) >= OBSERVED_ROWS:
             self._observe()
         self.seconds_spent += time.perf_counter() - started
@@ -162,8 +155,7 @@ class ProbeWatch:
     def _observe(self) -> None:
         for fold, ended in self._ended.items():
             if ended:
-                features, left, cut = zip(*ended, strict=True)
-                self.probe.observe(
-                    torch.from_numpy(np.stack(features)).float(), torch.tensor(left), torch.tensor(cut), fold
-                )
+                states, left, cut = zip(*ended, strict=True)
+                features = torch.from_numpy(np.stack(states)).float()
+                self.probe.observe(features, torch.tensor(left), torch.tensor(cut), fold)
                 ended.clear()
