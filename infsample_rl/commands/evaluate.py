@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -216,7 +217,7 @@ def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
             for index in sorted(sampled.completions):
                 completion = sampled.completions[index]
                 text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
-                record = {"row": sampled.prompt.row, "sample_index": index}
+                record: dict[str, Any] = {"row": sampled.prompt.row, "sample_index": index}
                 record |= {"prompt": sampled.prompt.text, "response": text}
                 record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
                 record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
@@ -256,8 +257,7 @@ def _run(arguments: list[str]) -> int:
         _check_out(Path(options.out).absolute(), config)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
-    prompts = [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(prompts)]
-    found = evaluate(config, lm, prompts)
+    found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=i) for i, prompt in enumerate(prompts)])
     if options.out is not None:
         write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)

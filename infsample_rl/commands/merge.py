@@ -28,8 +28,8 @@ from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
-VARIANTS = ("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
-VARIANTS += ("layer_replication",)
+VARIANTS = ["use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save"]
+VARIANTS += ["layer_replication"]
 OWN_BASES = ("pissa", "olora", "corda", "loftq")
 
 
