@@ -135,7 +135,7 @@ def fit(
     model, ks, order = predictor.model, options.prefix_tokens, np.random.default_rng(options.seed)
     predictor.max_tokens = min(predictor.max_tokens, options.window or predictor.max_tokens)
     predictor.tokenizer.model_max_length = predictor.max_tokens  # saved, so that later as much is read
-    predictor.check_window(ks, f"encoder={options.encoder}, window={predictor.max_tokens}")
+    predictor.check_window(ks, f"window={options.window}, encoder={options.encoder}")
     held_examples = draw(held, ks, order)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     examples = list(itertools.chain(*draw(training, ks, order, options.samples)))

@@ -252,4 +252,4 @@ def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_ta
     prompts = [[5, 9, 7], [7, 4, 4]]
     for step in range(3):
         engine.generate(prompts, seed=3, step=step)
-    assert engine.lengths.watch.probe.hidden_size == 32 and engine.lengths.watch.probe.fitted is not None
+    assert engine.lengths.watch.probe.num_features == 2 * 32 + 2 and engine.lengths.watch.probe.fitted is not None
