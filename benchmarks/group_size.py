@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.intervals import bootstrap
 from infsample_rl.commands.schedule_workload import names_of
 from infsample_rl.config.command_line import option, print_table, run_with_options
 from infsample_rl.learner.advantage import group_advantages
-from infsample_rl.rollout.length_prediction.accuracy import bootstrap
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 
 KINDS = ("std", "mean_only")

@@ -32,8 +32,7 @@ from infsample_rl.config.command_line import option, run_with_options
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
-from infsample_rl.model.logprobs import checkpoint_every
-from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
 from infsample_rl.model.packing import TrainingRow, pack_prompt, pack_samples
 from infsample_rl.model.peak_memory import PeakMemory
 from infsample_rl.types import LossTotals, TrainingSample

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.intervals import Interval, bootstrap
 from benchmarks.predictor_models import (
     Memory,
     Predictions,
@@ -45,16 +46,10 @@ from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.loading import load_model, load_tokenizer
-from infsample_rl.rollout.length_prediction.accuracy import (
-    Interval,
-    PromptAccuracy,
-    prompt_accuracy,
-    summarize,
-)
-from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, load_encoder
-from infsample_rl.rollout.length_prediction.fit import TrainOptions, fit
+from infsample_rl.rollout.length_prediction.accuracy import PromptAccuracy, prompt_accuracy
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.fit import TrainOptions, fit, held_out_keys, recording_group, split_groups
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
-from infsample_rl.rollout.length_prediction.training_data import held_out_keys, recording_group, split_groups
 
 INNER_HELD_OUT = 0.15  # share of the training prompts that choose bert's best epoch
 
@@ -74,7 +69,7 @@ class PredictorOptions:
         "what runs on the predictions",
         choices=(*PREDICTED_SCHEDULES, "token_budget"),
     )
-    held_out: float = option(0.4, "share of the prompts held out")
+    held_out: float = option(0.4, "share of the prompts held out", above=0, high=0.9)
     max_prompts: int | None = option(None, "first prompts of a file; none: all", low=2)
     seed: int = option(0, "of split, training and intervals", low=0)
     epochs: int = option(4, "of bert", low=1)
@@ -157,12 +152,11 @@ def _bert(training: list[Recording], held: list[Recording], stem: str, options: 
         if name in ("encoder", "epochs", "samples", "window", "seed")
     }
     torch.manual_seed(options.seed)
-    model, encoder_tokenizer = load_encoder(str(options.encoder), "encoder")
-    fit(model, encoder_tokenizer, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
-    folder = Path(options.out) / f"bert_{stem}"
-    model.save_pretrained(folder)
-    encoder_tokenizer.save_pretrained(folder)
-    return bert_predictions(BertLengthPredictor(str(folder), setting="bert"), held_texts, options.ks)
+    predictor = BertLengthPredictor(str(options.encoder), setting="encoder")
+    fit(predictor, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
+    predictor.model.save_pretrained(Path(options.out) / f"bert_{stem}")
+    predictor.tokenizer.save_pretrained(Path(options.out) / f"bert_{stem}")
+    return bert_predictions(predictor, held_texts, options.ks)
 
 
 def _probe(training: list[Recording], held: list[Recording], stem: str, options: PredictorOptions) -> Predictions:
@@ -212,12 +206,13 @@ def prompt_accuracies(predicted: list[np.ndarray], held: list[Recording]) -> lis
 
 def _accuracy(found: list[PromptAccuracy], orders: bool, seed: int) -> dict[str, Any]:
     """The accuracy fields of a record."""
-    summary = summarize(found, seed)
+    counts = [each.num_uncensored for each in found]
+    taus = [each.tau for each in found if each.tau is not None]
     return {
-        "samples": summary.num_samples,
-        "uncensored": summary.num_uncensored,
-        "log_error": _as_dict(summary.log_error),
-        "kendall_tau": _as_dict(summary.tau) if orders else None,
+        "samples": sum(each.num_samples for each in found),
+        "uncensored": sum(counts),
+        "log_error": _as_dict(bootstrap([each.log_error for each in found], counts, seed)),
+        "kendall_tau": _as_dict(bootstrap(taus, [1] * len(taus), seed)) if orders else None,
     }
 
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.intervals import Interval, bootstrap
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import pack_row
-from infsample_rl.rollout.length_prediction.accuracy import Interval, bootstrap
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.fit import TextGroup
 from infsample_rl.rollout.length_prediction.probe import LengthProbe
 from infsample_rl.rollout.length_prediction.recordings import Recording
-from infsample_rl.rollout.length_prediction.training_data import TextGroup
 from infsample_rl.rollout.simulator import simulate
 
 

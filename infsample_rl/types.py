@@ -278,8 +278,6 @@ class ProbeFit:
 
     weights: np.ndarray  # [F] float64, of the features as they are
     deviation: float  # of log(tokens left) around the prediction, out of fold
-    explained: float  # share of the variance of log(tokens left), out of fold; <= 0: no better than the mean
-    penalty: float
 
 
 @dataclass(frozen=True, kw_only=True)

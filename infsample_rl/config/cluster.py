@@ -85,9 +85,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
-        check_pairs(
-            [("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU")], cluster=self
-        )
+        check_pairs([("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU")], cluster=self)
         if self.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", self.address):
             raise ValueError(
                 f"cluster.address must be auto or host:port, got {self.address!r}: Ray Client (ray://) cannot stream; "

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
@@ -124,3 +124,10 @@ def parse_bytes(text: str, expected: str = "rollout.kv_budget_bytes must be auto
     if found is None or found[2].upper() not in units or float(found[1]) <= 0:
         raise ValueError(f"{expected} as 24GB or 512MiB, got {text!r}")
     return int(float(found[1]) * units[found[2].upper()])
+
+
+def kv_pages(rows: int, max_new_tokens: int, prompts: Sequence[int], page_size: int) -> int:
+    """KV pages that hold `rows` full responses and prompts of these numbers of tokens: kv_pages(1, 30, [20], 16) -> 4.
+
+    With one row and one prompt it is the smallest pool that there may be."""
+    return rows * -(-max_new_tokens // page_size) + sum(-(-tokens // page_size) for tokens in prompts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from infsample_rl.config.cluster import ClusterConfig
 from infsample_rl.config.data import DataConfig
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
 from infsample_rl.config.reward import RewardConfig
@@ -105,7 +106,7 @@ class Config:
     def _check_budget(self) -> None:
         budget = self.rollout.kv_budget_tokens
         prompt, response, page = self.data.max_prompt_tokens, self.rollout.max_new_tokens, self.rollout.page_size
-        smallest = (-(-prompt // page) + -(-response // page)) * page
+        smallest = page * kv_pages(1, response, [prompt], page)
         if budget is not None and budget < smallest:
             raise ValueError(
                 f"rollout.kv_budget_tokens must be >= {smallest} to hold a prompt of data.max_prompt_tokens = {prompt} "

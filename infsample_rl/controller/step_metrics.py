@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from infsample_rl.controller.groups import SampleRecord, StepGroups
-from infsample_rl.rollout.length_prediction.accuracy import prompt_accuracy
+from infsample_rl.rollout.length_prediction.accuracy import mean_accuracy, prompt_accuracy
 from infsample_rl.types import StreamEnd
 
 FORECAST_PROMPTS = 16  # of a step, of which the length predictor's errors are computed
@@ -141,13 +141,7 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    ended = sum(prompt.num_uncensored for prompt in prompts)
-    taus = [prompt.tau for prompt in prompts if prompt.tau is not None]
-    return {
-        "predictor/log_error": sum(prompt.log_error for prompt in prompts) / ended if ended else None,
-        "predictor/token_error": sum(prompt.token_error for prompt in prompts) / ended if ended else None,
-        "predictor/tau": statistics.fmean(taus) if taus else None,
-    }
+    return {f"predictor/{name}": value for name, value in mean_accuracy(prompts).items()}
 
 
 def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:

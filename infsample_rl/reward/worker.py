@@ -87,7 +87,6 @@ class RewardWorker:
         """Grows with every function call and micro-group that ends, and with every process that dies."""
         return self._scored + (self._pool.num_calls + self._pool.num_deaths if self._pool else 0)
 
-
     @phase("reward")
     def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
         """Rewards of completions of one prompt, in their order."""

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
-from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
-from infsample_rl.rollout.schedule.fptas import check_predictions
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.fast_forward import repeat_steps
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule.schedules import BUDGETED
+from infsample_rl.rollout.schedule.schedules import check_predictions
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 
@@ -103,13 +102,13 @@ def simulate_prompts(
     prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
     each sample the predicted total length once it has generated that many tokens, which token_budget follows.
-    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts);
-    where it is given, fptas and infinite also keep what they predict within it. prompt_tokens, group_size: one number
-    or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
-    other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, as in the engine, else it is
-    computed again): token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows:
-    fill `.stays`. Raises ValueError for an unknown schedule, lengths that are no positive whole numbers, predictions
-    that are not finite and positive, a budget that no single sample fits in, and arguments the schedule does not read.
+    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts).
+    prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at the
+    group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of preempted samples waits
+    outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the cap of a
+    response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown schedule,
+    lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no single
+    sample fits in, and arguments the schedule does not read.
     """
     by_budget = schedule == "token_budget"
     given = {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}
@@ -129,13 +128,11 @@ def simulate_prompts(
     orders = _orders(groups, schedule, predicted, repredicted)
     planned = []
     for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
-        for_responses = (budget // page_size - -(-tokens // page_size)) * page_size
-        limit = for_responses if kv_budget_tokens is not None and schedule in BUDGETED else None
-        rules = GroupSettings(schedule, num_slots, samples, kv_budget_tokens=limit)
+        rules = GroupSettings(schedule, num_slots, samples)
         planned.append(
             PromptGroup(place, [0] * tokens, list(range(samples)), rules, lambda _: 0, lengths=orders[place])
         )
-    pool = CountedPool(budget // page_size, page_size)
+    pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
         pool,
@@ -143,7 +140,7 @@ def simulate_prompts(
         prompts_at_once=prompts_at_once,
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
-        parking=Parking.beside(pool.num_pages) if parks else None,
+        parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
     )
     return _Run(planner, groups, repredicted or (), record_rows).to_end()
 
@@ -235,11 +232,11 @@ def pool_tokens(
     """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in
     the engine. ValueError, with the smallest budget that would do, when one prompt and one full response of `cap`
     tokens do not fit."""
-    smallest = smallest_budget_tokens(max(prompts), cap, page_size)
+    smallest = kv_pages(1, cap, [max(prompts)], page_size) * page_size
     if given is not None and given < smallest:
         raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and a full response, got {given}")
-    resident = sorted(prompts, reverse=True)[:prompts_at_once]
-    return given or (num_slots * -(-cap // page_size) + sum(-(-tokens // page_size) for tokens in resident)) * page_size
+    longest = sorted(prompts, reverse=True)[:prompts_at_once]
+    return given or kv_pages(num_slots, cap, longest, page_size) * page_size
 
 
 def _check_counts(groups: Sequence[Sequence[int]], counts: Mapping[str, int | None]) -> int:

@@ -21,11 +21,10 @@ CODE = """
 import json, sys, time
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.loading import load_model, load_model_config, load_tokenizer
-from infsample_rl.rollout.length_prediction.bert import load_encoder
-from infsample_rl.rollout.length_prediction import training_data
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 missing = ModelConfig(path="nowhere/nothing")
 calls = [lambda: load_tokenizer(missing), lambda: load_model_config(missing), lambda: load_model(missing)]
-calls += [lambda: load_encoder("nowhere/nothing", "encoder"), lambda: training_data.load_tokenizer("nowhere/nothing", "x")]
+calls += [lambda: BertLengthPredictor("nowhere/nothing", setting="encoder")]
 for call in calls:
     started = time.time()
     try:

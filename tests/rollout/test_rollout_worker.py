@@ -104,12 +104,12 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
     assert worker.learn().statistics.counts.tolist() == [0, 0], "nothing is reported twice"
     collect(worker.stream(WORK, step=1))
     assert not worker.engine.lengths.watch.is_used, "it waits for the run to say what is used"
-    fit = ProbeFit(np.zeros(130), deviation=1.0, explained=0.0, penalty=1.0)
+    fit = ProbeFit(np.zeros(130), deviation=1.0)
     named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
     worker.load_weights(*pack_buckets(named, version=1), PublishedProbe(fit=fit, is_used=True))
-    before = worker.engine.lengths.watch.num_predicted
+    before = worker.engine.lengths.watch.seconds_spent
     collect(worker.stream(WORK, step=1))
-    assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.num_predicted > before
+    assert worker.engine.lengths.watch.is_used and worker.engine.lengths.watch.seconds_spent > before
 
 
 def test_headers_carry_stays_of_the_prompts_asked_for_and_of_no_evaluation(config):

@@ -22,7 +22,7 @@ from torch import Tensor
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, Parking
 
 SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
 
@@ -124,7 +124,7 @@ ParkedKV = ParkedInMemory | ParkedInFile
 
 
 def _most_pages(kv: PagedKV, free: int) -> int:
-    return min(Parking.beside(kv.num_pages).most_pages, int(SHARE_OF_FREE * free) // kv.page_bytes)
+    return min(MOST_POOLS * kv.num_pages, int(SHARE_OF_FREE * free) // kv.page_bytes)
 
 
 def check_parking(config: RolloutConfig, device: torch.device) -> None:

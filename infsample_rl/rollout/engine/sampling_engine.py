@@ -148,7 +148,7 @@ class SamplingEngine:
         watch = self.lengths.watch if config.probes else None  # evaluations are not watched
         if watch is not None:
             pages, parks = self.runner.kv.num_pages, planner.parking is not None
-            watch.begin(groups, ReplaySettings.of(config, pages, parks=parks), step=step)
+            watch.begin(groups, ReplaySettings(config, pages, parks), step=step)
         self._loop = self._new_loop(planner, config, sampler, longest, watch)
         self.stats = self._loop.stats
         return self._run(self._loop, pause_every, is_halted)

@@ -19,16 +19,14 @@ import torch
 
 from infsample_rl.types import ProbeFit, ProbeStatistics
 
-# most of A h and of relu(B h): sums of 512^2 float64 are 2 MB a fold, and are solved in a tenth of a second
-HALF_DIMENSIONS = 256
+HALF_DIMENSIONS = 256  # most of A h and of relu(B h): sums of 512^2 float64 are 2 MB a fold, solved in 0.1 s
 FOLDS = 2  # the penalty is chosen by what a fit on either fold says of the other
 FEWEST_ROWS = 16  # in each fold, for a fit
-# 10 to 10^6, in observations; at 10^6 little but the mean is left
-PENALTIES = tuple(10.0 ** (half / 2) for half in range(2, 13))
-# Of one published version of the weights to the next: about the last ten steps count. Fewer hold too few samples for
-# 512 dimensions, and over many more a policy's lengths and states have moved.
-DECAY = 0.9
+PENALTIES = tuple(10.0 ** (half / 2) for half in range(2, 13))  # in observations; at 10^6 little but the mean is left
+DECAY = 0.9  # from one version of the weights to the next; fewer than ten steps hold too few samples for 512 dimensions
 _LOWEST_DEVIATION = 1e-3  # of log lengths; keeps the imputation defined when a fit has no residual
+
+Moments = tuple[torch.Tensor, torch.Tensor, float]  # sums of z z^T [F - 1, F - 1], z y [F - 1] and y^2
 
 
 class LengthProbe:
@@ -36,24 +34,20 @@ class LengthProbe:
 
     def __init__(self, hidden_size: int, *, max_new_tokens: int, seed: int = 0) -> None:
         """`max_new_tokens`: the cap of a response. `seed`: of the random matrices; equal seeds, equal features."""
-        if hidden_size < 1 or max_new_tokens < 1:
-            raise ValueError(f"hidden_size and max_new_tokens must be >= 1, got {hidden_size} and {max_new_tokens}")
-        self.hidden_size, self.max_new_tokens, self.seed = hidden_size, max_new_tokens, seed
+        self.max_new_tokens = max_new_tokens
         half = min(hidden_size, HALF_DIMENSIONS)
         self.num_features = 2 * half + 2
         self.statistics = ProbeStatistics.zeros(self.num_features)
         self.fitted: ProbeFit | None = None
-        noise = torch.randn(hidden_size, 2 * half, generator=torch.Generator().manual_seed(seed)) / math.sqrt(
-            hidden_size
-        )
+        noise = torch.randn(hidden_size, 2 * half, generator=torch.Generator().manual_seed(seed))
+        noise /= math.sqrt(hidden_size)
         if half == hidden_size:
             noise[:, :half] = torch.eye(half)
         self._matrices, self._half = noise, half  # A and B side by side [E, 2 D]
 
     @torch.no_grad()
     def features(self, hidden: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """hidden [n, E] after num_tokens [n] of the response (>= 1) -> [n, F] float32 on the same device, without a
-        host sync."""
+        """hidden [n, E] after num_tokens [n] of the response (>= 1) -> [n, F] float32 on the same device."""
         self._matrices = self._matrices.to(hidden.device)  # moved once
         features = torch.ones(len(hidden), self.num_features, device=hidden.device)
         torch.mm(hidden.float(), self._matrices, out=features[:, :-2])
@@ -76,23 +70,19 @@ class LengthProbe:
         logs = torch.where(logs.isfinite(), logs, (room / 3).log())
         return torch.minimum(logs.clamp(0, math.log(self.max_new_tokens) + 1).exp(), room).clamp(min=1)
 
-    def observe(
-        self, features: torch.Tensor, remaining: torch.Tensor, censored: torch.Tensor, fold: int | None = None
-    ) -> None:
+    def observe(self, features: torch.Tensor, remaining: torch.Tensor, censored: torch.Tensor, fold: int) -> None:
         """Add responses that have ended: features [n, F], tokens that came after them [n] (>= 1), and censored [n]: cut
         at the cap.
 
         A cut response would have had more than `remaining` tokens; it enters with the mean and the variance of its log
         length given that, under the current fit (the E step of a censored regression, Buckley and James 1979; a fit is
         the M step, so the next fits converge as observations come in). Before the first fit it enters with what was
-        seen. `fold`: 0 or 1, equal for all responses to a prompt, so that the penalty is chosen for prompts not seen;
-        None: the one with fewer observations. Rows that are not finite are left out.
+        seen. `fold`: 0 or 1, equal for all responses to a prompt, so that the penalty is chosen for prompts not seen.
+        Rows that are not finite are left out.
         """
-        usable = features.isfinite().all(dim=1) & (remaining >= 1) & remaining.isfinite()
+        usable = features.isfinite().all(dim=1)
         x = features[usable].double().cpu()
-        targets, spread = self._targets(x, remaining[usable].double().cpu().log(), censored[usable].cpu().bool())
-        if fold is None:
-            fold = int(self.statistics.counts.argmin())
+        targets, spread = self._targets(x, remaining[usable].double().cpu().log(), censored[usable].cpu())
         sums = self.statistics
         sums.xx[fold] += (x.T @ x).numpy()
         sums.xy[fold] += (x.T @ targets).numpy()
@@ -103,18 +93,32 @@ class LengthProbe:
         taken, self.statistics = self.statistics, ProbeStatistics.zeros(self.num_features)
         return taken
 
-    def fit(self) -> bool:
-        """Fit to the statistics; False, and all as before, while there are too few in a fold."""
-        fitted = _fit(self.statistics)
-        self.fitted = fitted or self.fitted
-        return fitted is not None
+    def fit(self) -> None:
+        """Ridge regression on standardised features, the penalty chosen by two-fold cross-validation; all from the
+        sums. All stays as before while there are too few rows in a fold."""
+        sums = self.statistics
+        if sums.counts.min() < FEWEST_ROWS:
+            return
+        whole, count = sums.xx.sum(0), sums.counts.sum()
+        mean, mean_y = whole[-1, :-1] / count, sums.xy[:, -1].sum() / count
+        variance = np.diagonal(whole)[:-1] / count - mean**2
+        varies = variance > 1e-8 * (mean**2 + 1e-8)
+        scale = np.where(varies, 1 / np.sqrt(np.where(varies, variance, 1.0)), 0.0)
+        folds = [_standardised(sums, fold, mean, mean_y, scale) for fold in range(FOLDS)]
+        errors: Any = sum(_errors(folds[fold], folds[1 - fold]) for fold in range(FOLDS))
+        best = int(errors.argmin())
+        products, targets, _ = (sum(parts) for parts in zip(*folds, strict=True))
+        products.diagonal().add_(PENALTIES[best])
+        solution = torch.cholesky_solve(targets[:, None], torch.linalg.cholesky(products))[:, 0].numpy()
+        weights = solution * scale
+        deviation = math.sqrt(max(float(errors[best]) / count, _LOWEST_DEVIATION**2))
+        self.fitted = ProbeFit(weights=np.append(weights, mean_y - mean @ weights), deviation=deviation)
 
     def state(self) -> dict[str, np.ndarray]:
         """Statistics and fit as arrays, for numpy's savez."""
         state = {"xx": self.statistics.xx, "xy": self.statistics.xy, "yy": self.statistics.yy}
         if self.fitted is not None:
-            fit = self.fitted
-            state |= {"weights": fit.weights, "scalars": np.array([fit.deviation, fit.explained, fit.penalty])}
+            state |= {"weights": self.fitted.weights, "scalars": np.array([self.fitted.deviation])}
         return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -129,8 +133,7 @@ class LengthProbe:
         statistics = ProbeStatistics(*(np.array(state[name], np.float64) for name in ("xx", "xy", "yy")))
         fitted = None
         if "weights" in state:
-            deviation, explained, penalty = state["scalars"].tolist()
-            fitted = ProbeFit(np.array(state["weights"], np.float64), deviation, explained, penalty)
+            fitted = ProbeFit(np.array(state["weights"], np.float64), float(state["scalars"][0]))
         self.statistics, self.fitted = statistics, fitted
 
     def _targets(
@@ -149,36 +152,8 @@ class LengthProbe:
         return torch.where(censored, imputed, seen), torch.where(censored, spread, 0.0)
 
 
-def _fit(sums: ProbeStatistics) -> ProbeFit | None:
-    """Ridge regression on standardised features, the penalty chosen by two-fold cross-validation; all from the sums."""
-    if sums.counts.min() < FEWEST_ROWS:
-        return None
-    whole, count = sums.xx.sum(0), sums.counts.sum()
-    mean, mean_y = whole[-1, :-1] / count, sums.xy[:, -1].sum() / count
-    variance = np.diagonal(whole)[:-1] / count - mean**2
-    varies = variance > 1e-8 * (mean**2 + 1e-8)
-    scale = np.where(varies, 1 / np.sqrt(np.where(varies, variance, 1.0)), 0.0)
-    folds = [_standardised(sums, fold, mean, mean_y, scale) for fold in range(FOLDS)]
-    errors: Any = sum(_errors(*folds[fold], *folds[1 - fold]) for fold in range(FOLDS))
-    best = int(errors.argmin())
-    products, targets, squares = (sum(parts) for parts in zip(*folds, strict=True))
-    products.diagonal().add_(PENALTIES[best])
-    solution = torch.cholesky_solve(targets[:, None], torch.linalg.cholesky(products))[:, 0].numpy()
-    weights = solution * scale
-    left = float(errors[best]) / count
-    return ProbeFit(
-        weights=np.append(weights, mean_y - mean @ weights),
-        deviation=max(math.sqrt(max(left, 0.0)), _LOWEST_DEVIATION),
-        explained=1 - left / max(float(squares) / count, 1e-12),
-        penalty=PENALTIES[best],
-    )
-
-
-def _standardised(
-    sums: ProbeStatistics, fold: int, mean: np.ndarray, mean_y: float, scale: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """One fold's sums of z z^T, z (y - mean_y) and (y - mean_y)^2, where z = (x - mean) scale and the constant is left
-    out."""
+def _standardised(sums: ProbeStatistics, fold: int, mean: np.ndarray, mean_y: float, scale: np.ndarray) -> Moments:
+    """One fold's sums of z z^T, z (y - mean_y) and (y - mean_y)^2, where z = (x - mean) scale without the constant."""
     xx, xy, count = sums.xx[fold], sums.xy[fold], sums.counts[fold]
     sum_x, sum_y = xx[-1, :-1], xy[-1]
     products = xx[:-1, :-1] - np.outer(mean, sum_x) - np.outer(sum_x, mean) + count * np.outer(mean, mean)
@@ -187,15 +162,9 @@ def _standardised(
     return torch.from_numpy(products * np.outer(scale, scale)), torch.from_numpy(targets * scale), float(squares)
 
 
-def _errors(
-    products: torch.Tensor,
-    targets: torch.Tensor,
-    _: float,
-    other_products: torch.Tensor,
-    other_targets: torch.Tensor,
-    other_squares: float,
-) -> torch.Tensor:
+def _errors(fold: Moments, other: Moments) -> torch.Tensor:
     """Squared errors on the other fold of this fold's fits, one for each of PENALTIES [P]."""
+    (products, targets, _), (other_products, other_targets, other_squares) = fold, other
     values, vectors = torch.linalg.eigh(products)
     inverse = 1 / (values.clamp(min=0) + torch.tensor(PENALTIES, dtype=torch.float64)[:, None])
     fits = (inverse * (vectors.T @ targets)) @ vectors.T  # [P, F - 1]

@@ -8,15 +8,13 @@ A line is one prompt with all its samples, in sample order:
 
 The first four fields are needed, the others are None where a file lacks them; fields beyond these are passed over. A
 line may also have "predictions": {"probe": [140.2, 480.0]}, total tokens that a predictor of that name gave;
-`bench.predictor` writes them.
+`benchmarks.predictor` writes them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,17 +24,11 @@ from typing import Any
 SUFFIXES = (".jsonl", ".jsonl.gz")
 OF_A_RUN = "lengths.jsonl"  # in its folder
 MOST_TOKENS = 2**31  # of a response or a prompt
-AT_MOST = f"at most {MOST_TOKENS} tokens"
-NAMED = ("dataset", "model", "prompt_id")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """One prompt and what is known of its samples; lists have an entry for every sample.
-
-    Example: Recording(dataset="gsm8k", model="SmolLM2-135M-Instruct", prompt_id="gsm8k/train/0", lengths=[134, 512],
-    truncated=[False, True])
-    """
+    """One prompt and what is known of its samples; lists have an entry for every sample."""
 
     dataset: str
     model: str
@@ -74,23 +66,16 @@ def read_recordings(path: str | Path) -> list[Recording]:
     path = path if run_dir is None else run_dir / OF_A_RUN
     found = [_recording(fields, place) for place, fields in read_lines(path, grows=run_dir is not None)]
     if not found:
-        raise ValueError(
-            f"{path} is empty; it needs a line for every prompt with dataset, model, prompt_id and lengths"
-        )
+        raise ValueError(f"{path} is empty; it needs a line for every prompt")
     return found
 
 
 def read_lines(path: str | Path, *, grows: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE, line N", object) of every line that is not blank. ValueError for a missing file and for a line that is no
-    object.
-
-    `grows`: only lines that have been written to their end.
-    """
+    """("FILE, line N", object) of every line that is not blank; `grows`: only of lines that have been written to their
+    end. ValueError for a missing file and for a line that is no object."""
     path = Path(path)
-    if not path.is_file():
+    if not (path.is_file() and path.name.endswith(SUFFIXES)):
         raise ValueError(f"{path}: there is no such file; give one that ends in {' or '.join(SUFFIXES)}")
-    if not path.name.endswith(SUFFIXES):
-        raise ValueError(f"{path} must end in {' or '.join(SUFFIXES)}")
     try:
         raw = path.read_bytes()
         raw = raw[: raw.rfind(b"\n") + 1] if grows else raw
@@ -99,102 +84,52 @@ def read_lines(path: str | Path, *, grows: bool = False) -> Iterator[tuple[str, 
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     # not splitlines: it would also cut at U+2028 and its like
     for number, line in enumerate(text.split("\n"), start=1):
+        place = f"{path}, line {number}"
         if line.strip():
-            yield f"{path}, line {number}", _object(line, f"{path}, line {number}")
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                hint = "half a line is left where a recording was stopped"
+                raise ValueError(f"{place} is not valid JSON ({error}); {hint}") from None
+            if not isinstance(fields, dict):
+                raise ValueError(f"{place}: a line must be an object")
+            yield place, fields
 
 
-def check_field(ok: bool, place: str, name: str, what: str, value: Any) -> None:
-    """ValueError with file, line, field, what it must be and what it is, unless `ok`."""
-    if not ok:
-        raise ValueError(f"{place}: {name} must be {what}, got {_short(value)}")
+Kinds = tuple[tuple[type, ...], str]  # types that fit, and in words
+TEXT: Kinds = ((str,), "a text")
+COUNT: Kinds = ((int,), f"a whole number from 1 to {MOST_TOKENS}")
+OF_A_PROMPT: dict[str, Kinds] = dict.fromkeys(("dataset", "model", "prompt_id", "prompt"), TEXT)
+OF_A_PROMPT |= dict.fromkeys(("prompt_tokens", "max_new_tokens"), COUNT) | {"predictions": ((dict,), "an object")}
+OF_EVERY_SAMPLE: dict[str, Kinds] = {
+    "lengths": COUNT,
+    "truncated": ((bool,), "true or false"),
+    "scores": ((int, float, type(None)), "a number or null"),
+    "first_tokens": ((list,), "a list of token ids"),
+}
+PREDICTION: Kinds = ((int, float), "a number of tokens")
 
 
-def is_count(value: Any) -> bool:
-    """Whether `value` is a whole number >= 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _object(line: str, place: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{place} is not valid JSON ({error}); half a line is left where a recording was stopped"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{place} is not valid JSON of a recording: it is nested too deeply") from None
-    check_field(isinstance(fields, dict), place, "a line", "an object", fields)
-    return fields
-
-
-def _recording(fields: dict[str, Any], place: str) -> Recording:
-    for name in (*NAMED, "lengths"):
-        if name not in fields:
+def _recording(line: dict[str, Any], place: str) -> Recording:
+    for name in ("dataset", "model", "prompt_id", "lengths"):
+        if line.get(name) is None:
             raise ValueError(f"{place} has no field {name}; dataset, model, prompt_id and lengths are needed")
-    if is_count(fields["prompt_id"]) or fields["prompt_id"] == 0:  # a row of the source
-        fields["prompt_id"] = str(fields["prompt_id"])
-    for name in NAMED:
-        check_field(isinstance(fields[name], str), place, name, "a text", fields[name])
-    lengths = fields["lengths"]
-    check_field(isinstance(lengths, list) and lengths != [], place, "lengths", "a list of at least one", lengths)
-    for length in lengths:
-        check_field(is_count(length), place, "lengths", "whole numbers >= 1", length)
-        check_field(length <= MOST_TOKENS, place, "lengths", AT_MOST, length)
-    for name, kind in (("prompt", str), ("prompt_tokens", int), ("max_new_tokens", int)):
-        value = fields.get(name)
-        fits = value is None or (is_count(value) if kind is int else isinstance(value, str))
-        check_field(fits, place, name, "a whole number >= 1" if kind is int else "a text", value)
-        check_field(value is None or kind is str or value <= MOST_TOKENS, place, name, AT_MOST, value)
-    for name, is_right, what in LISTS:
-        value = fields.get(name)
-        if value is not None:
-            check_field(
-                isinstance(value, list) and len(value) == len(lengths),
-                place,
-                name,
-                f"a list of {len(lengths)} like lengths",
-                value,
-            )
-            for item in value:
-                check_field(is_right(item), place, name, what, item)
-    _check_predictions(fields.get("predictions"), len(lengths), place)
-    known = {field.name for field in dataclasses.fields(Recording)}
-    return Recording(**{name: value for name, value in fields.items() if name in known})
+    if type(line["prompt_id"]) is int:  # a row of the source
+        line["prompt_id"] = str(line["prompt_id"])
+    known = {name: line[name] for name in (*OF_A_PROMPT, *OF_EVERY_SAMPLE) if line.get(name) is not None}
+    for name in OF_A_PROMPT.keys() & known.keys():
+        _check(known[name], *OF_A_PROMPT[name], f"{place}: {name}")
+    lists = {name: (known[name], OF_EVERY_SAMPLE[name]) for name in OF_EVERY_SAMPLE if name in known}
+    lists |= {f"predictions.{name}": (each, PREDICTION) for name, each in known.get("predictions", {}).items()}
+    for name, (values, (kinds, what)) in lists.items():
+        if not isinstance(values, list) or len(values) != len(line["lengths"]) or not values:
+            raise ValueError(f"{place}: {name} must be a list with an entry for every sample, got {repr(values)[:60]}")
+        for value in values:
+            _check(value, kinds, what, f"{place}: {name}")
+    return Recording(**known)
 
 
-def _check_predictions(value: Any, count: int, place: str) -> None:
-    if value is None:
-        return
-    check_field(isinstance(value, dict), place, "predictions", "an object of lists", value)
-    for name, lengths in value.items():
-        fits = isinstance(lengths, list) and len(lengths) == count
-        check_field(fits, place, f"predictions.{name}", f"a list of {count} like lengths", lengths)
-        for length in lengths:
-            number = isinstance(length, (int, float)) and not isinstance(length, bool) and 0 < length < math.inf
-            check_field(number, place, f"predictions.{name}", "finite numbers above 0", length)
-            check_field(length <= MOST_TOKENS, place, f"predictions.{name}", AT_MOST, length)
-
-
-def _is_score(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
-    )
-
-
-LISTS = (
-    ("truncated", lambda value: isinstance(value, bool), "true or false"),
-    ("scores", _is_score, "numbers or null"),
-    ("first_tokens", _are_ids, "lists of token ids"),
-)
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        return "something nested too deeply"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def _check(value: Any, kinds: tuple[type, ...], what: str, name: str) -> None:
+    """ValueError unless `value` is of one of these types, and a count within its bounds."""
+    if type(value) not in kinds or (kinds == (int,) and not 1 <= value <= MOST_TOKENS):
+        raise ValueError(f"{name} must be {what}, got {repr(value)[:60]}")

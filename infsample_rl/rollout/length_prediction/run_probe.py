@@ -7,31 +7,36 @@ The driver has it for all its rollout workers; an engine that works alone has on
 from __future__ import annotations
 
 import zipfile
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from infsample_rl.rollout.length_prediction.probe import DECAY, LengthProbe
-from infsample_rl.rollout.length_prediction.replay import ReplayGate
 from infsample_rl.types import ProbeReport, ProbeStatistics, PublishedProbe
 
 FILE = "length_probe.npz"  # in a checkpoint
+RECENT = 8  # replays that count
 
 
 class RunProbe:
-    """Statistics, fit and gate of a run's length probe."""
+    """Statistics and fit of a run's length probe, and its gate: predictions are used where recent replays took no more
+    steps with them than without, and not before the first replay."""
 
     def __init__(self, hidden_size: int, *, max_new_tokens: int) -> None:
-        self._sizes = (hidden_size, max_new_tokens)
-        self._begin()
+        self._new_probe = partial(LengthProbe, hidden_size, max_new_tokens=max_new_tokens)
+        self.reset(None)
 
-    def _begin(self) -> None:
-        hidden_size, max_new_tokens = self._sizes
-        self._probe = LengthProbe(hidden_size, max_new_tokens=max_new_tokens)
-        self._gate = ReplayGate()
+    def reset(self, folder: Path | None) -> None:
+        """Go back to what a checkpoint of this run has, None: to the start."""
+        self._probe = self._new_probe()
+        self._replays: deque[tuple[int, int]] = deque(maxlen=RECENT)  # steps with and without predictions
         self.steps_saved: int | None = None  # by predictions, in the last replay; None: there was none
+        if folder is not None:
+            self.load(folder)
 
     def enter(self, reports: Sequence[ProbeReport]) -> str | None:
         """Merge the workers' reports of one step, in their order, and fit anew.
@@ -44,27 +49,34 @@ class RunProbe:
         probe.statistics = sum((report.statistics for report in reports), older)
         probe.fit()
         # workers decode side by side, but what counts is the sum: each has groups of its own
-        with_them, without = (
-            sum(report.steps_with for report in reports),
-            sum(report.steps_without for report in reports),
-        )
+        with_them = sum(report.steps_with for report in reports)
+        without = sum(report.steps_without for report in reports)
         self.steps_saved = without - with_them if without else None
-        return self._gate.enter(with_them, without)
+        if not without:
+            return None
+        before = self._is_used if self._replays else None
+        self._replays.append((with_them, without))
+        if self._is_used == before:
+            return None
+        verb = (
+            "are used from the next step on" if self._is_used else "are not used in the next step, it goes on learning"
+        )
+        with_them, without = (sum(steps) for steps in zip(*self._replays, strict=True))
+        took = f"recent groups, replayed, take {with_them:,} steps with them and {without:,} without"
+        return f"length probe: its predictions {verb}: {took}"
+
+    @property
+    def _is_used(self) -> bool:
+        return bool(self._replays) and sum(with_them - without for with_them, without in self._replays) <= 0
 
     def published(self) -> PublishedProbe:
         """What workers need to predict."""
-        return PublishedProbe(fit=self._probe.fitted, is_used=self._gate.is_open)
+        return PublishedProbe(fit=self._probe.fitted, is_used=self._is_used)
 
     def save(self, folder: Path) -> None:
         """Write the probe into a checkpoint."""
         arrays: dict[str, Any] = self._probe.state()
-        np.savez(folder / FILE, replays=np.array(self._gate.recent, np.int64).reshape(-1, 2), **arrays)
-
-    def reset(self, folder: Path | None) -> None:
-        """Go back to what a checkpoint of this run has, None: to the start."""
-        self._begin()
-        if folder is not None:
-            self.load(folder)
+        np.savez(folder / FILE, replays=np.array(self._replays, np.int64).reshape(-1, 2), **arrays)
 
     def load(self, folder: Path) -> str | None:
         """Go on from a checkpoint; a sentence when there is nothing of use in it, and the probe starts anew."""
@@ -77,13 +89,10 @@ class RunProbe:
             # before anything changes: load_state takes all or nothing
             replays = state["replays"].reshape(-1, 2).tolist()
             self._probe.load_state(state)
-        except ValueError as error:
-            return f"{path}: {error}; the length probe starts anew"
-        # Not...: damage that reads as a compression
-        except (OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile) as error:
-            return f"{path} is damaged ({type(error).__name__}: {error}); the length probe starts anew"
-        for steps_with, steps_without in replays:
-            self._gate.enter(steps_with, steps_without)
+        # NotImplementedError: damage that reads as a compression
+        except (OSError, EOFError, KeyError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+            return f"{path} is of no use ({type(error).__name__}: {error}); the length probe starts anew"
+        self._replays.extend(map(tuple, replays))
         return None
 
     @property

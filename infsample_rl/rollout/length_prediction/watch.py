@@ -2,8 +2,7 @@
 learn.
 
 Every PREDICT_EVERY running steps, all rows are predicted at once, from the hidden states that the step has just
-computed. One small product for all rows costs less than one for each row at moments of its own, and no sample waits
-longer for a new prediction. Letters: R rows, E hidden size, F features.
+computed. Letters: R rows, E hidden size, F features.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,31 +23,26 @@ from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.types import Forecast, MaybeNone, ProbeReport, PublishedProbe
 
-# of a stream, its last ones: on the tiniest policy a replay takes 1 % of the time that decoding them took
 PREDICT_EVERY = 32  # running steps from one prediction for all rows to the next
-REPLAYED_GROUPS = 2
+REPLAYED_GROUPS = 2  # of a stream, its last ones: a replay takes 1 % of the time of decoding on the tiniest policy
 OBSERVED_ROWS = 1024  # features that wait to be learnt from together: 1 MB
 HALF_RANGE = 60000.0  # features are kept as float16
 
 
-@dataclass(slots=True)
-class Moment:
-    """Features of the rows of one step, on their way to the host."""
+class Moment(NamedTuple):
+    """Features of the rows of one step."""
 
     samples: list[Sample]
     num_tokens: list[int]  # of each, as its hidden state has seen
-    features: torch.Tensor  # [R, F] float32, in host memory once `ready` has come
-    ready: torch.cuda.Event | None
+    features: torch.Tensor  # [R, F] float32
 
 
 @dataclass(slots=True)
 class _Seen:
     """What was seen of a sample that decodes."""
 
-    features: list[np.ndarray] = field(default_factory=list)  # [F] float16 each
-    num_tokens: list[int] = field(default_factory=list)  # that the features are of
-    # total length, by the tokens the sample had when that was known
-    predicted: dict[int, float] = field(default_factory=dict)
+    states: list[tuple[np.ndarray, int]] = field(default_factory=list)  # features [F] float16, after so many tokens
+    predicted: dict[int, float] = field(default_factory=dict)  # total length, by the tokens it had when that was known
 
 
 class ProbeWatch:
@@ -59,10 +54,9 @@ class ProbeWatch:
         self.probe = LengthProbe(hidden_size, max_new_tokens=config.max_new_tokens)
         self._own = None if shared else RunProbe(hidden_size, max_new_tokens=config.max_new_tokens)
         self.is_used = False  # whether predictions are given to the samples
-        self.seconds_spent, self.num_predicted = 0.0, 0
+        self.seconds_spent = 0.0
         self._turn = 0  # which prompts are of which fold
         self._steps_since = 0
-        self._wait_at: int | None = None
         self._seen: dict[Sample, _Seen] = {}
         # by fold: features, tokens left, cut
         self._ended: dict[int, list[tuple[np.ndarray, int, bool]]] = {0: [], 1: []}
@@ -72,15 +66,9 @@ class ProbeWatch:
     def load(self, published: PublishedProbe) -> None:
         """Predict with this fit from now on. What was not reported before it is of a step that was given up, and is
         done again."""
-        if self._own is None:
-            self._forget()
-        self.probe.fitted, self.is_used = published.fit, published.is_used
-
-    def _forget(self) -> None:
         self.probe.take_statistics()
-        self._groups = {}
-        for ended in self._ended.values():
-            ended.clear()
+        self._groups, self._ended = {}, {0: [], 1: []}
+        self.probe.fitted, self.is_used = published.fit, published.is_used
 
     def prepare(self) -> None:
         """Before a stream: a probe that works alone learns from the one before."""
@@ -95,57 +83,49 @@ class ProbeWatch:
         # workers decode its samples
         self._turn = step if self._own is None else self._turn + 1
         self._steps_since, self._settings = 0, settings
-        self._wait_at = settings.prefix_tokens or None
         self._seen.clear()
         kept = deque(groups, maxlen=REPLAYED_GROUPS)
         self._groups = {group: ReplayedGroup(len(group.prompt_ids)) for group in kept}
 
     def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | MaybeNone]) -> Moment | None:
-        """After a step of `rows` was launched, its last hidden states [R, E]: take features of those that are due,
-        without a host sync.
-
-        The samples already count the token that is being drawn, which `hidden` has not seen.
-        """
+        """After a step of `rows` was launched, its last hidden states [R, E]: features of those that are due. The
+        samples already count the token that is being drawn, which `hidden` has not seen."""
         self._steps_since += 1
-        if self._steps_since >= PREDICT_EVERY:
-            due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens > 1]
-        elif self._wait_at is not None:
-            due = [row for row, sample in enumerate(rows) if sample is not None and sample.num_tokens == self._wait_at]
-        else:
+        everyone, wait_at = self._steps_since >= PREDICT_EVERY, self._settings.config.num_prefix_tokens
+        if not everyone and not wait_at:
             return None
+        due = [
+            row
+            for row, sample in enumerate(rows)
+            if sample is not None and (sample.num_tokens > 1 if everyone else sample.num_tokens == wait_at)
+        ]
         if not due:
             return None
         started = time.perf_counter()
-        if self._steps_since >= PREDICT_EVERY:
+        if everyone:
             self._steps_since = 0
         samples = [rows[row] for row in due]
         num_tokens = [sample.num_tokens - 1 for sample in samples]
-        states = (
-            hidden if len(due) == len(hidden) else hidden.index_select(0, _to_device(torch.tensor(due), hidden.device))
-        )
-        features, ready = _to_host(self.probe.features(states, _to_device(torch.tensor(num_tokens), hidden.device)))
+        features = self.probe.features(hidden[torch.tensor(due).to(hidden.device)], torch.tensor(num_tokens))
         self.seconds_spent += time.perf_counter() - started
-        return Moment(samples, num_tokens, features, ready)
+        return Moment(samples, num_tokens, features)
 
     def read(self, moment: Moment) -> None:
         """The step of `moment` has been read: predict its samples, but for those that have ended."""
         started = time.perf_counter()
-        if moment.ready is not None:
-            moment.ready.synchronize()
-        left = self.probe.predict(moment.features).tolist() if self.probe.fitted is not None else None
-        halves = moment.features.clamp(-HALF_RANGE, HALF_RANGE).half().numpy()
+        features = moment.features.cpu()
+        left = self.probe.predict(features).tolist() if self.probe.fitted is not None else None
+        halves = features.clamp(-HALF_RANGE, HALF_RANGE).half().numpy()
         for row, (sample, count) in enumerate(zip(moment.samples, moment.num_tokens, strict=True)):
             if sample.finish_reason:  # when this step was launched ahead
                 continue
             seen = self._seen.setdefault(sample, _Seen())
-            seen.features.append(halves[row].copy())  # a view would keep the rows of all others
-            seen.num_tokens.append(count)
+            seen.states.append((halves[row].copy(), count))  # a view would keep the rows of all others
             if left is not None:
                 seen.predicted[count + 1] = count + left[row]
                 sample.forecast = sample.forecast or Forecast(count + 1, count + left[row])
                 if self.is_used:
                     sample.predicted = count + left[row]
-        self.num_predicted += 0 if left is None else len(left)
         self.seconds_spent += time.perf_counter() - started
 
     def ended(self, sample: Sample, length: int, *, cut: bool) -> None:
@@ -156,9 +136,7 @@ class ProbeWatch:
         if group in self._groups:
             self._groups[group].samples.append(ReplayedSample(sample.sample_index, length, seen.predicted))
         ended = self._ended[(group.prompt_index + self._turn) % 2]
-        ended += [
-            (features, length - count, cut) for features, count in zip(seen.features, seen.num_tokens, strict=True)
-        ]
+        ended += [(features, length - count, cut) for features, count in seen.states]
         if len(ended) >= OBSERVED_ROWS:
             self._observe()
         self.seconds_spent += time.perf_counter() - started
@@ -177,23 +155,7 @@ class ProbeWatch:
     def _observe(self) -> None:
         for fold, ended in self._ended.items():
             if ended:
-                features, left, cut = zip(*ended, strict=True)
-                self.probe.observe(
-                    torch.from_numpy(np.stack(features)).float(), torch.tensor(left), torch.tensor(cut), fold
-                )
+                states, left, cut = zip(*ended, strict=True)
+                features = torch.from_numpy(np.stack(states)).float()
+                self.probe.observe(features, torch.tensor(left), torch.tensor(cut), fold)
                 ended.clear()
-
-
-def _to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
-
-
-def _to_host(features: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """The tensor in host memory, and the event after which it is whole there; None: it is already."""
-    if features.device.type == "cpu":
-        return features, None
-    host = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
-    host.copy_(features, non_blocking=True)
-    ready = torch.cuda.Event()
-    ready.record()
-    return host, ready

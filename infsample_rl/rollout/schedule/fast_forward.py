@@ -1,51 +1,14 @@
-"""What makes simulation fast: pages that are only counted, and many steps of the same rows taken at once. Plain ints.
+"""What makes simulation fast: many steps of the same rows taken at once. Plain ints.
 
-Both leave every count as the engine's own pool and planner would: tests/rollout/schedule/test_fast_forward.py holds it
-on random workloads.
+Every count is left as the engine's own planner would: tests/rollout/schedule/test_fast_forward.py holds it on random
+workloads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Sequence
 
-from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
-
-
-class CountedPool(KVPool):
-    """A KVPool whose pages are all alike: it knows how many are free, not which. Pages are shared as the whole list
-    that was taken."""
-
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        super().__init__(1, page_size)  # without the lists of its pages
-        self.num_pages = self._num_free = num_pages
-        self._shares: Counter[int] = Counter()  # by identity of the list: owners beside the first
-
-    @property
-    def num_free(self) -> int:
-        """Pages nobody holds."""
-        return self._num_free
-
-    def take(self, count: int) -> list[int]:
-        """`count` pages. RuntimeError when fewer are free: the caller must have made room."""
-        if count > self._num_free:
-            raise RuntimeError(f"{count} KV pages wanted, {self._num_free} of {self.num_pages} are free")
-        self._num_free -= count
-        self.peak_pages = max(self.peak_pages, self.num_pages - self._num_free)
-        return [0] * count
-
-    def share(self, pages: Sequence[int]) -> None:
-        """One more owner for a list of pages."""
-        self._shares[id(pages)] += 1
-
-    def release(self, pages: Sequence[int]) -> None:
-        """One owner less for a list of pages; those without any are free."""
-        if self._shares[id(pages)] > 0:
-            self._shares[id(pages)] -= 1
-        else:
-            self._num_free += len(pages)
 
 
 def repeat_steps(planner: StepPlanner, most: int) -> int:
@@ -54,8 +17,7 @@ def repeat_steps(planner: StepPlanner, most: int) -> int:
     No row may end before the last of them. None are taken before a planned step has passed in which nobody came or
     went: whoever that one refused stays refused until a row leaves, since the tokens that rows hold and their expected
     lengths only grow and free pages only get fewer; once pages are taken from preempted samples none are free, and such
-    a sample returns only where some stay free (so not with a rebuild_cost of 0, where the caller must go step by step).
-    Preempting rows is left to next_step().
+    a sample returns only where some stay free. Preempting rows is left to next_step().
     """
     if not planner.is_settled:
         return 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infsample_rl.config import RolloutConfig
-from infsample_rl.config.fields import parse_bytes
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
+from infsample_rl.config.fields import kv_pages, parse_bytes
 from infsample_rl.types import MaybeNone
 
 AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill and fragmentation
@@ -21,24 +20,18 @@ def num_pool_pages(
     `free_bytes`: what is free for the pool, read for rollout.kv_budget_bytes=auto alone. Raises ValueError, with the
     smallest budget that would do, when one prompt and one full response do not fit.
     """
-    page_size = config.page_size
-    longest = sorted(prompts, reverse=True)[: config.prompts_at_once]
-    response, resident = -(-config.max_new_tokens // page_size), sum(-(-tokens // page_size) for tokens in longest)
+    page_size, longest = config.page_size, sorted(prompts, reverse=True)[: config.prompts_at_once]
     if config.kv_budget_tokens is not None:
         pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
     elif config.kv_budget_bytes == "auto":
-        most = config.group_size * len(longest) * response + resident  # more could never be used
-        pages, given = (
-            min(most, int(AUTO_SHARE * free_bytes) // page_bytes),
-            f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)",
-        )
+        most = kv_pages(config.group_size * len(longest), config.max_new_tokens, longest, page_size)
+        pages = min(most, int(AUTO_SHARE * free_bytes) // page_bytes)  # more could never be used
+        given = f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
     elif config.kv_budget_bytes is not None:
-        pages, given = (
-            parse_bytes(config.kv_budget_bytes) // page_bytes,
-            f"rollout.kv_budget_bytes={config.kv_budget_bytes}",
-        )
+        pages = parse_bytes(config.kv_budget_bytes) // page_bytes
+        given = f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
     else:
-        return config.num_slots * response + resident
+        return kv_pages(config.num_slots, config.max_new_tokens, longest, page_size)
     check_pages(pages, config, longest[0], "a prompt", given=given, page_bytes=page_bytes)
     return pages
 
@@ -48,11 +41,10 @@ def check_pages(
 ) -> None:
     """Raise ValueError when `pages` cannot hold a prompt of `prompt_tokens` tokens, called `name`, and one full
     response."""
-    smallest = smallest_budget_tokens(prompt_tokens, config.max_new_tokens, config.page_size)
-    if pages * config.page_size < smallest:
+    smallest = kv_pages(1, config.max_new_tokens, [prompt_tokens], config.page_size)
+    if pages < smallest:
         raise ValueError(
             f"{given or 'the KV pool'} holds {pages} pages of {config.page_size} tokens, too few for {name} of "
-            f"{prompt_tokens} tokens and one "
-            f"response of {config.max_new_tokens}; the smallest that would do is rollout.kv_budget_tokens={smallest} "
-            f"({smallest // config.page_size * page_bytes} bytes)"
+            f"{prompt_tokens} tokens and one response of {config.max_new_tokens}; the smallest that would do is "
+            f"rollout.kv_budget_tokens={smallest * config.page_size} ({smallest * page_bytes} bytes)"
         )

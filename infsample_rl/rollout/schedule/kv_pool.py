@@ -1,9 +1,12 @@
-"""Which KV pages are free, taken and shared, as plain ints; kv_cache.py has the tensors."""
+"""Which KV pages are free, taken, shared and parked outside the pool, as plain ints; kv_cache.py and parked_kv.py have
+the tensors."""
 
 from __future__ import annotations
 
-import heapq
+from collections import Counter
 from collections.abc import Sequence
+
+MOST_POOLS = 4  # parked beside one pool; of all recorded lengths one prompt alone, of CodeGen with 100, wanted more
 
 
 class KVPool:
@@ -17,8 +20,8 @@ class KVPool:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be >= 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(range(num_pages))  # a heap: low pages first
-        self._owners = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))  # the next ones last: as few as possible are ever touched
+        self._shares: Counter[int] = Counter()  # by page: owners beside the first
         self.peak_pages = 0
 
     @property
@@ -31,33 +34,45 @@ class KVPool:
         return -(-num_tokens // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages, the lowest first. RuntimeError when there are fewer: the caller must have made room."""
-        if count > len(self._free):
+        """`count` free pages. RuntimeError when there are fewer: the caller must have made room."""
+        left = len(self._free) - count
+        if left < 0:
             raise RuntimeError(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages} are free")
-        pages = [heapq.heappop(self._free) for _ in range(count)]
-        for page in pages:
-            self._owners[page] = 1
-        self.peak_pages = max(self.peak_pages, self.num_pages - len(self._free))
+        pages = self._free[left:][::-1]
+        del self._free[left:]
+        self.peak_pages = max(self.peak_pages, self.num_pages - left)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
         """One more owner for every page, which somebody must hold already."""
-        for page in pages:
-            if self._owners[page] == 0:
-                raise RuntimeError(f"KV page {page} is free and cannot be shared")
-            self._owners[page] += 1
+        self._shares.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner less for every page; a page without any is free."""
+        """One owner less for every page; a page without any is free. RuntimeError for more than were taken."""
+        shares, free = self._shares, self._free
         for page in pages:
-            if self._owners[page] == 0:
-                raise RuntimeError(f"KV page {page} is free already")
-            self._owners[page] -= 1
-            if self._owners[page] == 0:
-                heapq.heappush(self._free, page)
+            if shares.get(page):
+                shares[page] -= 1
+            else:
+                free.append(page)
+        if len(free) > self.num_pages:
+            raise RuntimeError(f"KV pages were released that nobody held: {len(free)} of {self.num_pages} are free")
 
 
-def smallest_budget_tokens(prompt_tokens: int, max_new_tokens: int, page_size: int) -> int:
-    """Tokens of the smallest pool that holds one prompt and one full response: smallest_budget_tokens(20, 30, 16) ->
-    64."""
-    return (-(-prompt_tokens // page_size) + -(-max_new_tokens // page_size)) * page_size
+class Parking:
+    """Book-keeping of `most_pages` pages outside the pool, where preempted samples wait."""
+
+    def __init__(self, most_pages: int) -> None:
+        self.most_pages = most_pages
+        self.num_taken = 0
+
+    def take(self, count: int) -> bool:
+        """Take `count` pages, if as many are free."""
+        if self.num_taken + count > self.most_pages:
+            return False
+        self.num_taken += count
+        return True
+
+    def release(self, count: int) -> None:
+        """Give `count` pages back."""
+        self.num_taken -= count

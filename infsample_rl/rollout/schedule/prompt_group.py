@@ -46,27 +46,20 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """What all groups of a call have in common.
-
-    kv_budget_tokens: response tokens of the pool, which infinite and fptas count their predictions against
-    (PredictedKV). The engine leaves it None, no budget: its planner holds pages for a full response of every row
-    anyway.
-    """
+    """What all groups of a call have in common."""
 
     schedule: str
     slots: int  # of a fixed-slot schedule
     group_size: int  # G, also where a worker has a part of the group
     epsilon: float = 0.1  # rounding of Algorithm 2
     prefix_tokens: int = 0  # k
-    kv_budget_tokens: int | None = None
 
 
 class PromptGroup:
     """One prompt's samples under one schedule, with a prefix phase before it when lengths are predicted.
 
     In the prefix phase every sample decodes prefix_tokens and waits; those that end within them are finished.
-    Predictions order samples and change none of them. It has 16 attributes: what a caller wants of a prompt (5), where
-    the planner has it (5), and how far its prefix phase and its schedule are (6).
+    Predictions order samples and change none of them.
     """
 
     def __init__(
@@ -95,11 +88,8 @@ class PromptGroup:
         self._in_prefix = predict is not None or predicted_in_rows
         self._num_prefixes_left = len(sample_indices)
         self._with_prefix: list[Sample] | MaybeNone = [] if self._in_prefix else None
-        if self._in_prefix:
-            self._schedule: Schedule = SharedQueue(range(len(sample_indices)))
-        else:
-            equal = lengths or [1.0] * len(sample_indices)
-            self._schedule = self._make_schedule(len(sample_indices), equal)
+        count = len(sample_indices)
+        self._schedule = SharedQueue(range(count)) if self._in_prefix else self._make_schedule(lengths or [1.0] * count)
 
     def next_sample(self, slot: int) -> Sample | None:
         """The sample to start, or to go on with, in a free slot now."""
@@ -139,16 +129,14 @@ class PromptGroup:
     def withdraw(self, count: int) -> list[int]:
         """Up to `count` of its sample indices, of samples that have not started and now never will. None where samples
         have a prefix, or where the schedule has given each its slot."""
-        if self._in_prefix or self._with_prefix is not None or not isinstance(self._schedule, SharedQueue):
-            return []
-        return [self.sample_indices[index] for index in self._schedule.withdraw(count)]
+        queue = self._schedule if self._with_prefix is None else None
+        return [self.sample_indices[index] for index in queue.withdraw(count)] if isinstance(queue, SharedQueue) else []
 
     @property
     def num_waiting(self) -> int:
         """Samples that withdraw() could name."""
-        return (
-            self._schedule.num_waiting if isinstance(self._schedule, SharedQueue) and self._with_prefix is None else 0
-        )
+        queue = self._schedule if self._with_prefix is None else None
+        return queue.num_waiting if isinstance(queue, SharedQueue) else 0
 
     @property
     def is_done(self) -> bool:
@@ -180,14 +168,11 @@ class PromptGroup:
                     sample.forecast = Forecast(len(sample.tokens), float(length))
             else:
                 lengths = with_means([sample.predicted for sample in waiting])
-            self._schedule = self._make_schedule(len(waiting), lengths)
+            self._schedule = self._make_schedule(lengths)
 
-    def _make_schedule(self, count: int, lengths: Sequence[float]) -> Schedule:
-        """The schedule proper of `count` samples with these predicted lengths."""
-        settings = self.settings
-        return make_schedule(
-            settings.schedule, count, settings.slots, lengths, settings.epsilon, settings.kv_budget_tokens
-        )
+    def _make_schedule(self, lengths: Sequence[float]) -> Schedule:
+        """The schedule proper of as many samples as predicted lengths."""
+        return make_schedule(self.settings.schedule, len(lengths), self.settings.slots, lengths, self.settings.epsilon)
 
 
 def with_means(predicted: Sequence[float | None]) -> list[float]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from infsample_rl.rollout.schedule.kv_pool import KVPool
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 

@@ -9,14 +9,13 @@ for.
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
+from numbers import Real
 
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
-from infsample_rl.rollout.schedule.fptas import PredictedKV, check_predictions, fptas_groups
 from infsample_rl.types import MaybeNone
-
-BUDGETED = ("fptas", "infinite")
 
 
 class SharedQueue:
@@ -28,12 +27,9 @@ class SharedQueue:
     `mask`, which after phase 1 is none, so we read it as those not started.
     """
 
-    def __init__(
-        self, order: Sequence[int], first: dict[int, int] | None = None, kv: PredictedKV | None = None
-    ) -> None:
+    def __init__(self, order: Sequence[int], first: dict[int, int] | None = None) -> None:
         self._order = deque(order)
         self._first = dict(first or {})
-        self._kv = kv or PredictedKV(())
         self._started: set[int] = set()
         self._num_samples = self._unfinished = len(self._order)
 
@@ -41,16 +37,16 @@ class SharedQueue:
         """The sample that starts in `slot` now, or None."""
         while self._order and self._order[0] in self._started:
             self._order.popleft()
-        reserved = self._first.pop(slot, None)
-        for index in self._order if reserved is None else (reserved, *self._order):
-            if index not in self._started and self._kv.start(index):
-                self._started.add(index)
-                return index
-        return None
+        index = self._first.pop(slot, None)
+        if index is None or index in self._started:
+            if not self._order:
+                return None
+            index = self._order.popleft()
+        self._started.add(index)
+        return index
 
     def finished(self, index: int, slot: int) -> None:
         """Sample `index` has ended in `slot`."""
-        self._kv.end(index)
         self._unfinished -= 1
 
     def withdraw(self, count: int) -> list[int]:
@@ -62,8 +58,7 @@ class SharedQueue:
         return withdrawn
 
     def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, must be kept for later: never. What a KV budget passed over takes any slot that is
-        free once it fits."""
+        """Whether `slot`, free now, must be kept for later: never."""
         return False
 
     @property
@@ -90,19 +85,16 @@ class SharedQueue:
 class SlotQueues:
     """Each slot has its own queue and no other slot helps (`fixed_slot`, `fptas`)."""
 
-    def __init__(self, queues: Sequence[Sequence[int]], kv: PredictedKV | None = None) -> None:
-        self._queues = [list(queue) for queue in queues]
-        self._kv = kv or PredictedKV(())
+    def __init__(self, queues: Sequence[Sequence[int]]) -> None:
+        self._queues = [deque(queue) for queue in queues]
         self._unfinished = sum(len(queue) for queue in queues)
 
     def next_sample(self, slot: int) -> int | None:
-        """The first sample of the slot's own queue that fits now, or None."""
-        queue = self._queues[slot]
-        return next((queue.pop(place) for place, index in enumerate(queue) if self._kv.start(index)), None)
+        """The first sample of the slot's own queue, or None."""
+        return self._queues[slot].popleft() if self._queues[slot] else None
 
     def finished(self, index: int, slot: int) -> None:
         """Sample `index` has ended in `slot`."""
-        self._kv.end(index)
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
@@ -200,60 +192,71 @@ Schedule = SharedQueue | SlotQueues | Rounds | Endless
 
 
 def make_schedule(
-    name: str,
-    num_samples: int,
-    slots: int,
-    lengths: Sequence[float] | MaybeNone = None,
-    epsilon: float = 0.1,
-    kv_budget_tokens: float | None = None,
+    name: str, num_samples: int, slots: int, lengths: Sequence[float] | MaybeNone = None, epsilon: float = 0.1
 ) -> Schedule:
     """The schedule `name` for one prompt group. `lengths` are predicted tokens, read by fptas, sjf, infinite, lpt and
     token_budget.
 
-    `kv_budget_tokens`: of fptas and infinite, what their slots may hold at a time by prediction, prompt not counted
-    (PredictedKV). Raises ValueError for an unknown name, no samples or slots, missing lengths, lengths that are not
-    finite and positive, and a bin above the budget.
+    Raises ValueError for an unknown name, no samples or slots, and lengths that are missing or no lengths.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r}")
     if num_samples < 1 or slots < 1:
         raise ValueError(f"num_samples and slots must be >= 1, got {num_samples} and {slots}")
-    if kv_budget_tokens is not None and name not in BUDGETED:
-        raise ValueError(
-            f"kv_budget_tokens={kv_budget_tokens} is not read by schedule {name}: take {' or '.join(BUDGETED)}"
-        )
-    reads = name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None)
-    if reads and (lengths is None or len(lengths) != num_samples):
-        raise ValueError(
-            f"schedule {name} needs {num_samples} predicted lengths, got {None if lengths is None else len(lengths)}"
-        )
-    if lengths is not None:
+    if name in PREDICTED_SCHEDULES or (name == "token_budget" and lengths is not None):
+        if lengths is None or len(lengths) != num_samples:
+            found = None if lengths is None else len(lengths)
+            raise ValueError(f"schedule {name} needs {num_samples} predicted lengths, got {found}")
         check_predictions(lengths)
     everyone = range(num_samples)
-    # full_group differs in its slot count alone
-    if name in ("arrival", "full_group") or (name == "token_budget" and not reads):
-        return SharedQueue(everyone)
-    if name in ("lpt", "token_budget"):  # token_budget: how many at once is the planner's to decide
+    if (
+        name in ("lpt", "token_budget") and lengths is not None
+    ):  # how many at once is token_budget's planner's to decide
         return SharedQueue(sorted(everyone, key=lambda index: -lengths[index]))
     if name == "sjf":
         return SharedQueue(sorted(everyone, key=lambda index: lengths[index]))
     if name == "naive":
         return Rounds(num_samples, slots)
     if name == "fixed_slot":
-        return SlotQueues([list(everyone[slot::slots]) for slot in range(slots)])
+        return SlotQueues([everyone[slot::slots] for slot in range(slots)])
     if name == "dynamic_slot":
         return Endless(num_samples)
-    return _binned(name, slots, lengths, epsilon, kv_budget_tokens)
-
-
-def _binned(
-    name: str, slots: int, lengths: Sequence[float], epsilon: float, kv_budget_tokens: float | None
-) -> Schedule:
-    """`fptas`: each slot its own bin. `infinite`, Algorithm 1: the first of each bin, then Algorithm 3, the shortest
-    that fits."""
-    groups = fptas_groups(lengths, slots, epsilon)
-    kv = PredictedKV(lengths, math.inf if kv_budget_tokens is None else kv_budget_tokens, groups)
     if name == "fptas":
-        return SlotQueues(groups, kv)
-    first = {slot: group[0] for slot, group in enumerate(groups) if group}
-    return SharedQueue(sorted(range(len(lengths)), key=lambda index: lengths[index]), first, kv)
+        return SlotQueues(fptas_groups(lengths, slots, epsilon))
+    if name == "infinite":  # Algorithm 1: the first of each bin, then Algorithm 3: the shortest
+        first = {slot: group[0] for slot, group in enumerate(fptas_groups(lengths, slots, epsilon)) if group}
+        return SharedQueue(sorted(everyone, key=lambda index: lengths[index]), first)
+    return SharedQueue(everyone)  # arrival, full_group, which differs in its slot count alone, and token_budget
+
+
+def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
+    """ValueError for a predicted length that is no number of tokens: NaN, None, infinite, zero... `name`: what they are
+    called."""
+    for index, length in enumerate(lengths):
+        if not (isinstance(length, Real) and 0 < length <= sys.float_info.max):
+            raise ValueError(
+                f"{name} must be finite and > 0 tokens, got {length} for sample {index}; the smallest that makes sense "
+                "is 1"
+            )
+
+
+def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:
+    """Algorithm 2: assign samples to `num_groups` groups of near equal total length; each group in its decoding order.
+
+    fptas_groups([6, 5, 4, 3, 2], 2, 0.1) -> [[0, 2], [1, 3, 4]] (loads 10 and 10)
+
+    As the paper has it this is first-fit-decreasing on rounded lengths, with no (1 + epsilon) guarantee, and it drops a
+    sample that fits in no group; here such a sample goes to the least loaded one. The paper's memory threshold of a
+    group is not checked: the planner keeps every slot within the pool.
+    """
+    unit = epsilon * sum(lengths) / num_groups
+    rounded = [math.ceil(length / unit) for length in lengths]
+    capacity = math.ceil(sum(rounded) / num_groups)
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [0] * num_groups
+    for index in sorted(range(len(lengths)), key=lambda i: -rounded[i]):
+        fitting = [group for group in range(num_groups) if loads[group] + rounded[index] <= capacity]
+        group = fitting[0] if fitting else min(range(num_groups), key=lambda g: loads[g])
+        groups[group].append(index)
+        loads[group] += rounded[index]
+    return groups

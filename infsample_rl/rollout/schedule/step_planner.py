@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from infsample_rl.rollout.schedule.kv_pool import KVPool
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.residents import Residents, StepPlan
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
@@ -20,10 +19,7 @@ from infsample_rl.types import MaybeNone
 
 
 class StepPlanner(Residents):
-    """The prompts of one call: those that wait beside the residents, and what every running step does with them.
-
-    It has the residents' attributes and ten of its own: the bounds of a call and the counts that statistics read.
-    """
+    """The prompts of one call: those that wait beside the residents, and what every running step does with them."""
 
     def __init__(
         self,
@@ -214,10 +210,8 @@ class StepPlanner(Residents):
         sample.admitted_order, self._num_admitted = self._num_admitted, self._num_admitted + 1
         if sample in self._keepers:
             self._keepers.remove(sample)
-        prompt_pages, new_pages = (
-            self._missing_prompt_pages(group),
-            pool.pages_for(sample.num_tokens) - len(sample.pages),
-        )
+        prompt_pages = self._missing_prompt_pages(group)
+        new_pages = pool.pages_for(sample.num_tokens) - len(sample.pages)
         self._make_room(new_pages + prompt_pages, sample)
         if group.pages is None:
             self._make_resident(group, prompt_pages)

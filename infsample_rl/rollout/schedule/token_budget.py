@@ -9,22 +9,12 @@ Earlier groups come before later ones, which fill what the earlier leave idle.
 
 Where lengths are predicted, who is predicted to have most left returns first, and nobody is preempted who has more than
 CRITICAL of the longest left among the rows, as long as there are others; of the others still the one with most tokens,
-whose pages serve many. (Always preempting who ends soonest recomputes a quarter more, and takes 5 % more steps than no
-prediction at all on recorded code completions.) A sample without a prediction yet counts with its group's mean. Running
-steps of 30 recorded groups with predictions every 32 tokens, as a share of those without, by the error sigma of
-log(tokens left), shrunk to the mean as a regression does:
-
-                                       0     0.25  0.5   1
-    AIME, G = 32, memory of 4 slots    0.967 0.972 1.012 1.013
-    AMC, G = 32, memory of 4 slots     0.970 0.973 0.983 0.997
-    code, G = 100, memory of 4 slots   0.976 0.978 0.990 1.004
-    the same, memory of one slot       1.02 to 1.04
-
-(With preempted KV computed again; parked, the first three stay within 0.02 of these and the last is 0.98 to 1.03.)
-
-Hence predictions are used only while replays of recent groups take no more steps with them
-(length_prediction/replay.py). They do not enter the admission rule: with right ones in the place of the m_i below,
-steps changed by -1 % to +5 %.
+whose pages serve many. (Always preempting who ends soonest takes 5 % more steps than no prediction at all on recorded
+code completions.) A sample without a prediction yet counts with its group's mean. Exact predictions every 32 tokens
+save 3 % of the steps of 32 recorded samples in the memory of 4 slots, at an error of log(tokens left) of 0.5 between
+-1 % and 2 %, in the memory of one slot none; hence they are used only while replays of recent groups take no more
+steps with them (length_prediction/replay.py). They do not enter the admission rule, where right ones change steps by
+-1 % to +5 %.
 
 Admission (past-future admission, closed form). Let the running rows and the candidate have expected lengths m_i and
 hold t_i tokens, S = sum m_i, T = sum t_i. If lengths were exponential, after h more steps they would hold about (T + n
@@ -35,17 +25,16 @@ h) exp(-h n / S) tokens; the maximum over h >= 0 is
 and a sample is admitted when its pages are free and peak fits in the pages the responses may use. At the start (T = 0)
 this admits e x budget / m rows, in the steady state (T = S) budget / m. Over-commitment is meant: a row that does not
 fit after all is preempted. While another prompt has samples left and preempted KV is computed again, 0.9 of the pages
-are given out: nothing lies idle for want of samples then, and what is preempted is lost. Of eight prompts in a call,
-two at a time, that takes 3 to 9 % less time on a CPU (a third fewer tokens twice, at -4 to +4 % steps) on each of seven
-recordings than all pages; 0.95 and 0.85 lie beside it. Where KV is parked 1.2 of the pages are: 2 to 4 % fewer steps
-with 50 samples than all, and the copies cost little.
+are given out: nothing lies idle for want of samples then, and what is preempted is lost (3 to 9 % less time on a CPU on
+each of seven recordings than all pages). Where KV is parked 1.2 of the pages are: 2 to 4 % fewer steps with 50 samples
+than all, and the copies cost little.
 
 Expected length of a sample: the mean over its group, in which a finished sample counts with its length, a running one
 with twice what it has (a life seen at a random moment is half over) but not less than the prior, and one sample more
 with the prior. The prior is the mean of the other groups of this call, with one sample more of max_new_tokens / 3:
 under it 5 % of exponential lengths would reach the maximum, as when somebody chose it with care.
 
-A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (parking.py) and costs a
+A preempted sample keeps its tokens. Its KV is parked outside the pool where there is a place (Parking) and costs a
 copy. Else it keeps its pages as long as nobody needs them: pages are taken one by one, from the end of the sample at
 the back of the line, and only the tokens in them are recomputed. Taking a whole sample's pages at once recomputes 1.7
 times as much on recorded lengths.
@@ -60,48 +49,27 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence, Sized
-from typing import Protocol
+from collections.abc import Sequence
+
+from infsample_rl.rollout.schedule.prompt_group import Sample
 
 CRITICAL = 0.5  # of the longest predicted to be left; 0.3 and 0.7 do about as well
+# A preempted sample returns only where this x its expected length would stay free: what computing a token again costs
+# beside decoding one. Between two ends of samples the rows together write about one mean length.
+REBUILD_COST = 0.25
 SHARE_WHILE_OTHERS_WAIT = 0.9  # of the pages that admission counts on
 PARKED_SHARE = 1.2  # where preemption costs a copy only
 # the first guess of a length is max_new_tokens / 3: exp(-3) = 5 % of exponential lengths reach the maximum
 PRIOR_SHARE = 3
 
 
-class Sample(Protocol):
-    """What the policy reads of a sample. Groups are served in the order of `group_id`."""
-
-    num_tokens: int  # generated so far; 0: not started
-    admitted_order: int  # counts admissions, re-admissions included: smaller has run longer
-    predicted: float | None  # predicted length in tokens; may change while it decodes
-
-    @property
-    def group_id(self) -> int: ...
-
-    @property
-    def pages(self) -> Sized: ...  # KV pages it holds
-
-
 class TokenBudgetPolicy:
     """Decides admission and preemption under a budget of KV pages; see the module's docstring for the rule."""
 
-    def __init__(self, page_size: int, max_new_tokens: int, rebuild_cost: float = 0.25, *, parks: bool = False) -> None:
-        """`rebuild_cost`: what recomputing one token costs, in units of decoding one (0: free, 1: as dear). A preempted
-        sample returns only where rebuild_cost x its expected length would stay free: between two ends of samples the
-        rows together write about one mean length, so at 1 the next end is awaited before anybody is preempted again.
-        `parks`: what is preempted is parked, not computed again.
-
-        Raises ValueError for page_size or max_new_tokens < 1, a negative rebuild_cost.
-        """
-        if page_size < 1 or max_new_tokens < 1:
-            raise ValueError(f"page_size and max_new_tokens must be >= 1, got {page_size} and {max_new_tokens}")
-        if rebuild_cost < 0:
-            raise ValueError(f"rebuild_cost must be >= 0, got {rebuild_cost}")
+    def __init__(self, page_size: int, max_new_tokens: int, *, parks: bool = False) -> None:
+        """`parks`: what is preempted is parked, not computed again."""
         self._page_size = page_size
         self._max_new_tokens = max_new_tokens
-        self._rebuild_cost = rebuild_cost
         self._parks = parks
         self._first_guess = max_new_tokens / PRIOR_SHARE
         self._finished: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])  # group: samples, tokens
@@ -147,7 +115,7 @@ class TokenBudgetPolicy:
         mean = means[candidate.group_id]
         size = self._page_size
         # a fresh sample needs no page before its second step, but its prompt's
-        if (free_pages - missing_pages) * size < (self._rebuild_cost * mean if candidate.num_tokens else 0):
+        if (free_pages - missing_pages) * size < (REBUILD_COST * mean if candidate.num_tokens else 0):
             return False
         expected, held = mean, -(-candidate.num_tokens // size)
         for row in running:
@@ -171,37 +139,27 @@ class TokenBudgetPolicy:
             )
         oldest = min(range(len(running)), key=lambda index: running[index].admitted_order)
         longest = self._longest_left(running)
-        chosen, chosen_key = -1, (-1, False, 0.0, 0)
-        for index, row in enumerate(running):
-            if index != oldest:
-                left = self._work_left(row) if longest is None else self._expected_left(row)
-                is_critical = longest is not None and left > CRITICAL * longest
-                key = (
-                    row.group_id,
-                    not is_critical,
-                    -left if is_critical or longest is None else row.num_tokens,
-                    row.admitted_order,
-                )
-                if chosen < 0 or key > chosen_key:
-                    chosen, chosen_key = index, key
-        return chosen
+
+        def gives_way(index: int) -> tuple[int, bool, float, int]:
+            row = running[index]
+            left = self._work_left(row) if longest is None else self._expected_left(row)
+            is_critical = longest is not None and left > CRITICAL * longest
+            by = -left if is_critical or longest is None else row.num_tokens
+            return row.group_id, not is_critical, by, row.admitted_order
+
+        return max((index for index in range(len(running)) if index != oldest), key=gives_way)
 
     def donor(self, preempted: Sequence[Sample]) -> int:
         """Index of the preempted sample, of those that still hold pages, whose last page is taken next: the back of the
         line."""
-        return max(
-            range(len(preempted)), key=lambda index: (preempted[index].group_id, -self._work_left(preempted[index]))
-        )
+        keys = [(sample.group_id, -self._work_left(sample)) for sample in preempted]
+        return keys.index(max(keys))
 
     def _place_in_line(self, sample: Sample, known: bool) -> tuple[int, bool, float, float]:
         """Smaller is admitted earlier. `known`: some sample in line has a prediction."""
         if known:
-            return (
-                sample.group_id,
-                sample.num_tokens > 0 or sample.predicted is not None,
-                -self._expected_left(sample),
-                0,
-            )
+            is_known = sample.num_tokens > 0 or sample.predicted is not None
+            return sample.group_id, is_known, -self._expected_left(sample), 0
         lacking = -(-sample.num_tokens // self._page_size) - len(sample.pages)
         return sample.group_id, sample.num_tokens > 0, lacking, -self._work_left(sample)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.rollout.engine import parked_kv
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from tests import engines
 from tests.engines import greedy, tokens_of
@@ -44,7 +44,7 @@ def test_constant_preemption_changes_no_sample(
 ):
     if not compiled:
         monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
-    budget = smallest_budget_tokens(5, 24, page_size)
+    budget = page_size * kv_pages(1, 24, [5], page_size)
     engine = make_engine(
         model, tokenizer, page_size=page_size, kv_budget_tokens=budget, preemption=preemption, prompts_at_once=2
     )
@@ -72,7 +72,7 @@ def eager(monkeypatch):
 
 @pytest.fixture
 def parking_engine(model, tokenizer, disk_folder, eager):
-    budget = smallest_budget_tokens(5, 24, 4)
+    budget = 4 * kv_pages(1, 24, [5], 4)
     return make_engine(model, tokenizer, kv_budget_tokens=budget, preemption=str(disk_folder), prompts_at_once=2)
 
 

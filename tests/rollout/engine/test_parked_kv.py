@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.rollout.engine import engine_pool
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
 from infsample_rl.rollout.engine.parked_kv import ParkedInFile, ParkedInMemory
-from infsample_rl.rollout.schedule.kv_pool import smallest_budget_tokens
 from tests.engines import make_engine, tokens_of
 
 PAGES = 9
@@ -68,7 +68,7 @@ def test_four_pools_are_the_most_that_is_parked_and_what_is_left_behind_makes_ro
 
 def test_samples_parked_in_memory_are_those_of_an_engine_that_parks_nothing(make_model, tokenizer, monkeypatch):
     """Host memory is what an engine on a GPU takes; here the engine is told to."""
-    budget = smallest_budget_tokens(5, 24, 4)
+    budget = 4 * kv_pages(1, 24, [5], 4)
     settings = {"group_size": 12, "max_new_tokens": 24, "page_size": 4, "prompts_at_once": 2}
     prompts, model = [[5, 9, 7, 30, 2], [8, 1]], make_model()
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
@@ -70,7 +70,7 @@ def test_predictions_change_no_sample(countdown, tokenizer, settings):
     plain = make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0}))
     probed = make_engine(countdown, tokenizer, **settings)
     assert sample(probed, 3)[0] == sample(plain, 3)[0]
-    assert probed.lengths.watch.num_predicted > 0 and plain.lengths.watch is None
+    assert probed.lengths.watch.seconds_spent > 0 and plain.lengths.watch is None
 
 
 def test_it_learns_from_its_own_samples_and_is_right(countdown, tokenizer):
@@ -78,8 +78,6 @@ def test_it_learns_from_its_own_samples_and_is_right(countdown, tokenizer):
     sample(engine, 1)
     assert engine.lengths.watch.probe.fitted is None and not engine.lengths.watch.is_used
     sample(engine, 2)
-    fit = engine.lengths.watch.probe.fitted
-    assert fit.explained > 0.8
     hidden = torch.eye(64)[[41, 21]] * 8
     predicted = engine.lengths.watch.probe.predict(engine.lengths.watch.probe.features(hidden, torch.tensor([5, 5])))
     assert predicted.tolist() == [pytest.approx(41, rel=0.3), pytest.approx(21, rel=0.3)]  # token t: t are left
@@ -100,7 +98,8 @@ def test_steps_fall_once_lengths_are_known_and_replays_say_by_how_many(countdown
     assert engine.lengths.watch.is_used and sum(steps[2:]) <= sum(without[2:]) - saved
     replayed = reports[2:]  # of the second call and those after it
     assert [each.steps_without for each in replayed] == without[1:]
-    assert [each.steps_with for each in replayed[1:]] == steps[2:]
+    exact = settings is ONE_PROMPT  # else prefixes and what follows them are replayed one after the other
+    assert [each.steps_with for each in replayed[1:]] == (steps[2:] if exact else pytest.approx(steps[2:], rel=0.1))
 
 
 @pytest.mark.parametrize("settings", [BUDGET, SLOTS | {"schedule": "lpt"}], ids=str)
@@ -115,7 +114,7 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     static.pool.graphs.is_used = True
     found, _ = sample(static, 3)
     assert found == wanted
-    assert static.lengths.watch.num_predicted > 0
+    assert static.lengths.watch.seconds_spent > 0
     ours, theirs = static.learn().statistics, plain.learn().statistics
     assert ours.counts.sum() == pytest.approx(theirs.counts.sum(), rel=0.2)  # rows come and go a step later
     states, logs = ours.xx[:, -1, :64].sum(0) / 8, [0.0] + [math.log(token) for token in range(1, 64)]
@@ -150,7 +149,7 @@ def test_wrong_predictions_change_no_sample_and_end(countdown, tokenizer, kind, 
     plain = make_engine(countdown, tokenizer, **(settings | {"predictor": "none", "prefix_tokens": 0}))
     engine = make_engine(countdown, tokenizer, **settings)
     engine.lengths.watch._own = None
-    engine.lengths.watch.load(PublishedProbe(fit=ProbeFit(weights.double().numpy(), 0.1, 0.0, 1.0), is_used=True))
+    engine.lengths.watch.load(PublishedProbe(fit=ProbeFit(weights.double().numpy(), 0.1), is_used=True))
     assert tokens_of(engine.generate(PROMPTS, seed=3)) == tokens_of(plain.generate(PROMPTS, seed=3))
 
 
@@ -158,7 +157,7 @@ def test_predictions_that_cost_steps_are_not_used(countdown, tokenizer):
     engine = make_engine(countdown, tokenizer, **(SLOTS | {"schedule": "lpt"}))
     engine.lengths.watch._own.enter = lambda reports: gate.append(reports[0])
     gate = []
-    wrong = PublishedProbe(fit=ProbeFit(REVERSED.double().numpy(), 0.1, 0.0, 1.0), is_used=True)
+    wrong = PublishedProbe(fit=ProbeFit(REVERSED.double().numpy(), 0.1), is_used=True)
     engine.lengths.watch._own.published = lambda: wrong
     engine.generate(PROMPTS, seed=3)
     report = engine.learn()
@@ -207,3 +206,16 @@ def test_evaluations_are_neither_predicted_nor_learnt_from(countdown, tokenizer)
     engine = make_engine(countdown, tokenizer, **BUDGET)
     engine.generate(PROMPTS, seed=3, evaluation=True)
     assert engine.learn().statistics.counts.tolist() == [0, 0]
+
+
+def test_a_model_that_projects_its_last_state_is_predicted_from_what_the_head_takes(tokenizer):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "word_embed_proj_dim": 32, "num_hidden_layers": 1, "ffn_dim": 32}
+    sizes |= {"num_attention_heads": 4}
+    torch.manual_seed(0)
+    # as OPT-350M
+    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=256, do_layer_norm_before=False)).eval()
+    engine = make_engine(model, tokenizer, **(BUDGET | {"kv_budget_tokens": 1024}))
+    prompts = [[5, 9, 7], [7, 4, 4]]
+    for step in range(3):
+        engine.generate(prompts, seed=3, step=step)
+    assert engine.lengths.watch.probe.num_features == 2 * 32 + 2 and engine.lengths.watch.probe.fitted is not None

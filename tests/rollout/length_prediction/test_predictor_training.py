@@ -1,7 +1,6 @@
 """The bert predictor trained by its command on recordings whose first token says the length, on a tiny random BERT."""
 
 import json
-import math
 import random
 
 import pytest
@@ -11,10 +10,8 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from infsample_rl.commands import train_predictor
 from infsample_rl.commands.train_predictor import train
-from infsample_rl.rollout.length_prediction import fit as training
-from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor, load_encoder
-from infsample_rl.rollout.length_prediction.fit import TrainOptions, censored_loss
-from infsample_rl.rollout.length_prediction.training_data import held_out_keys, read_groups
+from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.fit import TrainOptions, censored_loss, held_out_keys, read_groups
 
 CAP = 60
 
@@ -74,7 +71,7 @@ def recordings(folders, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(folders, recordings, tmp_path_factory):
     out = tmp_path_factory.mktemp("trained") / "predictor"
-    settings = {"prefix_tokens": [1, 2], "epochs": 6, "lr": 5e-3, "batch": 16, "held_out": 0.25}
+    settings = {"prefix_tokens": [1, 2], "epochs": 10, "lr": 5e-3, "batch": 16, "held_out": 0.25}
     return out, train(TrainOptions(recordings=[recordings], encoder=folders[0], out=str(out), **settings))
 
 
@@ -82,18 +79,8 @@ def test_training_finds_that_the_first_token_says_the_length(trained):
     _, report = trained
     best = report["epochs"][report["best_epoch"] - 1]
     assert (report["train_prompts"], report["held_out_prompts"]) == (15, 5)
-    assert best["accuracy"]["log_error"]["value"] < 0.25 < 0.7  # one length for all: about 0.8
-    assert best["accuracy"]["tau"]["value"] > 0.8
-
-
-def test_every_k_and_every_prompt_is_evaluated(folders, recordings):
-    groups, (model, tokenizer) = (
-        read_groups(recordings, None, [1, 2, 3, 4]),
-        load_encoder(folders[0], "encoder"),
-    )
-    for prompts, ks, turns in ((2, [1, 2, 3, 4], 4), (5, [1, 2], 5)):
-        _, accuracy = training.evaluate(model, tokenizer, groups[:prompts], ks, 24)
-        assert (accuracy.num_prompts, accuracy.num_samples) == (turns, 8 * turns)
+    assert best["log_error"] < 0.25 < 0.7  # one length for all: about 0.8
+    assert best["tau"] > 0.7  # lengths of one kind have no order to find
 
 
 def test_the_best_epoch_is_kept_and_loads_as_any_hugging_face_folder(trained):
@@ -109,26 +96,12 @@ def test_the_best_epoch_is_kept_and_loads_as_any_hugging_face_folder(trained):
     assert predictor.predict("w3 w1 ", ["w30"])[0] > 40
 
 
-def test_prediction_time_and_number_are_counted(trained):
-    predictor = BertLengthPredictor(str(trained[0]))
-    assert (predictor.seconds_spent, predictor.num_predicted) == (0.0, 0)
-    predictor.predict("w1 ", ["w2"] * 40)
-    once = predictor.seconds_spent
-    assert predictor.predict("w1 ", []) == []
-    assert once > 0 and predictor.num_predicted == 40 and predictor.seconds_spent >= once
-
-
 def test_a_prompt_longer_than_the_window_loses_its_start_and_keeps_first_tokens_and_special_tokens(trained):
     predictor = BertLengthPredictor(str(trained[0]))
     long = "w5 " * 50
-    ids = training.encode(predictor.tokenizer, [long + "w10 w11"], predictor.max_tokens, "cpu")["input_ids"][0].tolist()
+    ids = predictor.encode([long + "w10 w11"])["input_ids"][0].tolist()
     words = predictor.tokenizer.convert_ids_to_tokens(ids)
-    assert (
-        len(words) == 24
-        and words[0] == "[CLS]"
-        and words[1:22] == ["w5"] * 20 + ["w10"]
-        and words[22:] == ["w11", "[SEP]"]
-    )
+    assert words == ["[CLS]"] + ["w5"] * 20 + ["w10", "w11", "[SEP]"]
     assert predictor.predict(long, ["w10", "w20"]) == predictor.predict("w7 " + long, ["w10", "w20"])
 
 
@@ -153,62 +126,8 @@ def test_prompts_are_held_out_whole_and_the_same_in_every_file():
     held = held_out_keys(keys, 0.3, seed=0)
     assert len(held) == 3 and held == held_out_keys(reversed(keys * 2), 0.3, seed=0) != held_out_keys(keys, 0.3, seed=1)
     assert len(held_out_keys(["a", "b"], 0.99, seed=0)) == 1
-    for share, names in ((0.0, keys), (1.0, keys), (0.5, ["a", "a"])):
-        with pytest.raises(ValueError):
-            held_out_keys(names, share, 0)
-
-
-def test_the_completions_of_a_run_are_read_as_prompts_with_samples(folders, tmp_path):
-    path = tmp_path / "completions.jsonl"
-    rows = []
-    for step, sample, response, length, reason in (
-        (1, 0, "w5 w6 w7", 4, "stop"),
-        (1, 1, "w8 w9", 60, "length"),
-        (2, 0, "w1", 2, "stop"),
-    ):
-        fields = {
-            "step": step,
-            "prompt_index": 3,
-            "row": 7,
-            "sample_index": sample,
-            "prompt": "w2 w3 ",
-            "response": response,
-            "length": length,
-        }
-        rows.append(fields | {"finish_reason": reason, "reward": 1.0})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    groups = read_groups(str(path), folders[1], [2])
-    assert [(group.key, group.prompt, group.lengths, group.censored) for group in groups] == [
-        ("row 7", "w2 w3 ", [4, 60], [False, True]),
-        ("row 7", "w2 w3 ", [2], [False]),
-    ]
-    assert [group.prefixes for group in groups] == [{2: ["w5 w6", "w8 w9"]}, {2: [None]}]
-    path.write_text(json.dumps({name: value for name, value in rows[0].items() if name != "finish_reason"}) + "\n")
-    with pytest.raises(
-        ValueError, match="line 1 has no field finish_reason; a run's completions need prompt, response"
-    ):
-        read_groups(str(path), folders[1], [2])
-
-
-def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
-    rows = [
-        [
-            {"role": "user", "content": "w1 w2 "},
-            {"role": "assistant", "content": "w3 w4 w5"},
-            {"role": "user", "content": "w6"},
-        ],
-        [{"role": "assistant", "content": "w9"}],
-    ]
-    folder = tmp_path / "lmsys" / "lmsys-chat-1m"
-    folder.mkdir(parents=True)
-    chats = [
-        {"conversation_id": str(index), "model": "vicuna-13b", "conversation": turns, "language": "English"}
-        for index, turns in enumerate(rows)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    groups = read_groups(str(folder), folders[1], [2])
-    assert len(groups) == 1 and groups[0].prompt == "w1 w2 " and groups[0].prefixes == {2: ["w3 w4"]}
-    assert groups[0].lengths == [4] and groups[0].censored == [False]  # the end token counts
+    with pytest.raises(ValueError, match="hold 1 prompt; two are needed"):
+        held_out_keys(["a", "a"], 0.5, 0)
 
 
 @pytest.mark.parametrize(
@@ -216,19 +135,14 @@ def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
     [
         (["recordings="], "recordings= is missing"),
         (["recordings=[nowhere.jsonl]"], "nowhere.jsonl: there is no such file"),
-        (
-            ["recordings=[lmsys/lmsys-chat-1m]", "tokenizer={policy}"],
-            "recordings=lmsys/lmsys-chat-1m: neither a file nor a data set",
-        ),
         (["encoder=nowhere/nothing"], "encoder=nowhere/nothing: no sequence classifier with a tokenizer"),
         (["prefix_tokens=9"], "the longest prefix_tokens that works is 4"),
-        (["held_out=1.5"], "held_out must be above 0 and below 1, got 1.5; the nearest that makes sense is 0.9"),
-        (["lr=0"], "lr must be > 0"),
-        (["lr=nan"], "lr must be > 0 and finite, got nan"),
+        (["held_out=1.5"], "held_out=1.5: must be <= 0.9"),
+        (["lr=0"], "lr=0: must be > 0"),
         (["prefix_tokens=[]"], "prefix_tokens must name at least one k"),
         (
             ["prefix_tokens=[1,7]", "window=8", "recordings={long}"],
-            "window: the input takes 8 tokens, but the first 7 tokens and 2 special ones need 9",
+            "the input takes 8 tokens, but the first 7 tokens and 2 special ones need 9",
         ),
         (
             ["prefix_tokens=23", "recordings={long}"],
@@ -242,7 +156,7 @@ def test_chats_of_a_data_set_are_read_as_question_and_answer(folders, tmp_path):
         ),
         (["epochs=0"], "epochs=0: must be >= 1"),
         (["out={policy}"], "is there already and is not an empty folder"),
-        (["tokenizer=[a,b]"], "tokenizer must be one folder or one for each of the 1 recordings, got 2"),
+        (["threads=2"], "threads"),
         (["tokenizer=nowhere/nothing"], "tokenizer=nowhere/nothing: no tokenizer could be loaded"),
     ],
 )
@@ -277,15 +191,7 @@ def test_a_recording_without_texts_names_what_is_missing(folders, tmp_path):
             }
         )
     )
-    with pytest.raises(ValueError, match="give tokenizer=FOLDER"):
+    with pytest.raises(
+        ValueError, match="tokenizer=no-folder: no tokenizer could be loaded .* give the policy's folder"
+    ):
         read_groups(str(path), None, [1])
-
-
-def test_the_mean_of_the_head_starts_at_the_data(folders, recordings):
-    groups = read_groups(recordings, None, [1])
-    examples = training._draw(groups, TrainOptions(prefix_tokens=[1]), training.np.random.default_rng(0))
-    model, tokenizer = load_encoder(folders[0], "encoder")
-    training._start_at_mean(model, tokenizer, examples, 24)
-    mean = sum(math.log(length) for group in groups for length in group.lengths) / 160
-    first = training.log_lengths(model, tokenizer, [text for text, _, _ in examples[:32]], 24)
-    assert first.mean().item() == pytest.approx(mean, abs=1e-4)

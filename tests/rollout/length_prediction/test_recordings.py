@@ -32,48 +32,37 @@ def test_a_trace_has_lengths_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_recording_has_everything_plain_or_packed(tmp_path, name):
-    found = read_recordings(write(tmp_path / name, FULL, "", TRACE))
+    full = FULL | {"predictions": {"probe": [130.5, 99]}}
+    found = read_recordings(write(tmp_path / name, full, "", TRACE))
     assert found == [
-        Recording(**{key: value for key, value in FULL.items() if key != "temperature"}),
+        Recording(**{key: value for key, value in full.items() if key != "temperature"}),
         Recording(**TRACE),
     ]
-    assert (
-        found[0].censored == [True, False]
-        and found[0].first_tokens == [[5, 9], [7]]
-        and found[0].key == "gsm8k|gsm8k/train/0"
-    )
+    assert found[0].censored == [True, False] and found[0].key == "gsm8k|gsm8k/train/0"
 
 
-def test_a_prompt_may_be_named_by_its_row(tmp_path):
-    found = read_recordings(write(tmp_path / "a.jsonl", TRACE | {"prompt_id": 0}, TRACE | {"prompt_id": 12}))
-    assert [recording.prompt_id for recording in found] == ["0", "12"]
-
-
-def test_without_a_mark_samples_at_the_cap_are_cut():
+def test_a_prompt_may_be_named_by_its_row_and_samples_at_the_cap_without_a_mark_are_cut(tmp_path):
+    assert [each.prompt_id for each in read_recordings(write(tmp_path / "a.jsonl", TRACE | {"prompt_id": 0}))] == ["0"]
     assert Recording(**TRACE, max_new_tokens=134).censored == [True, False]
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"lengths": [3, 0]}, "lengths must be whole numbers >= 1, got 0"),
-        ({"lengths": [2**31 + 1, 2]}, "lengths must be at most 2147483648 tokens, got 2147483649"),
-        ({"prompt_tokens": 10**400}, f"prompt_tokens must be at most 2147483648 tokens, got 1{'0' * 56}..."),
-        (
-            {"predictions": {"probe": [3.0, 1e10]}},
-            "predictions.probe must be at most 2147483648 tokens, got 10000000000.0",
-        ),
-        ({"lengths": []}, "lengths must be a list of at least one, got []"),
-        ({"lengths": [3.0, 2]}, "lengths must be whole numbers >= 1, got 3.0"),
-        ({"lengths": [True, 2]}, "lengths must be whole numbers >= 1, got True"),
+        ({"lengths": [3, 0]}, "lengths must be a whole number from 1 to 2147483648, got 0"),
+        ({"lengths": [2**31 + 1, 2]}, "lengths must be a whole number from 1 to 2147483648, got 2147483649"),
+        ({"lengths": []}, "lengths must be a list with an entry for every sample, got []"),
+        ({"lengths": [True, 2]}, "lengths must be a whole number from 1 to 2147483648, got True"),
         ({"dataset": 3}, "dataset must be a text, got 3"),
-        ({"prompt_tokens": -1}, "prompt_tokens must be a whole number >= 1, got -1"),
-        ({"truncated": [True]}, "truncated must be a list of 2 like lengths, got [True]"),
+        ({"prompt_tokens": -1}, "prompt_tokens must be a whole number from 1 to 2147483648, got -1"),
+        ({"truncated": [True]}, "truncated must be a list with an entry for every sample, got [True]"),
         ({"truncated": [1, 0]}, "truncated must be true or false, got 1"),
-        ({"scores": ["a", 1]}, "scores must be numbers or null, got 'a'"),
-        ({"first_tokens": [[1], [-1]]}, "first_tokens must be lists of token ids, got [-1]"),
-        ({"predictions": {"probe": [3.0, float("nan")]}}, "predictions.probe must be finite numbers above 0, got nan"),
-        ({"predictions": {"probe": [3.0]}}, "predictions.probe must be a list of 2 like lengths, got [3.0]"),
+        ({"scores": ["a", 1]}, "scores must be a number or null, got 'a'"),
+        ({"first_tokens": [[1], 7]}, "first_tokens must be a list of token ids, got 7"),
+        (
+            {"predictions": {"probe": [3.0]}},
+            "predictions.probe must be a list with an entry for every sample, got [3.0]",
+        ),
     ],
 )
 def test_a_bad_field_is_named_with_file_and_line(tmp_path, change, message):
@@ -90,12 +79,9 @@ def test_what_is_no_recording_is_refused(tmp_path):
         "must be an object": write(tmp_path / "d.jsonl", [1, 2]),
         "is empty": write(tmp_path / "e.jsonl", "", ""),
         "there is no such file": tmp_path / "f.jsonl",
-        "must end in .jsonl": write(tmp_path / "g.txt", TRACE),
+        "one that ends in .jsonl": write(tmp_path / "g.txt", TRACE),
         "h.jsonl.gz cannot be read": tmp_path / "h.jsonl.gz",
         "i.jsonl.gz cannot be read": write(tmp_path / "i.jsonl.gz", TRACE),
-        "j.jsonl, line 2 is not valid JSON of a recording: it is nested too deeply": write(
-            tmp_path / "j.jsonl", TRACE, "[" * 200_000
-        ),
     }
     packed = bytearray((tmp_path / "i.jsonl.gz").read_bytes())
     packed[10:14] = b"\xff" * 4  # within the deflated data: zlib's own error
@@ -104,8 +90,3 @@ def test_what_is_no_recording_is_refused(tmp_path):
     for message, path in cases.items():
         with pytest.raises(ValueError, match=message):
             read_recordings(path)
-
-
-def test_predictions_written_beside_the_lengths_come_back(tmp_path):
-    found = read_recordings(write(tmp_path / "a.jsonl", TRACE | {"predictions": {"probe": [130.5, 99]}}))
-    assert found[0].predictions == {"probe": [130.5, 99]}

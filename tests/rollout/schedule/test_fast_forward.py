@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout import simulator
-from infsample_rl.rollout.schedule.fast_forward import CountedPool, repeat_steps
+from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
@@ -27,7 +27,7 @@ def workloads(draw, by_budget):
     prompts = draw(st.lists(st.integers(0, 20), min_size=len(groups), max_size=len(groups)))
     smallest = (-(-max(prompts) // page_size) + -(-cap // page_size)) * page_size
     chance = draw(st.sampled_from(["none", "lengths", "again"]))
-    numbers = st.floats(0.5, 100 if by_budget else cap)  # infinite and fptas refuse what the pool cannot hold
+    numbers = st.floats(0.5, 100)
     predicted = [[draw(numbers) for _ in lengths] for lengths in groups] if chance == "lengths" else None
     moments = st.dictionaries(st.integers(1, cap), numbers, max_size=3)
     again = by_budget and chance == "again"
@@ -50,7 +50,6 @@ def workloads(draw, by_budget):
 def step_by_step(monkeypatch, groups, schedule, arguments):
     with monkeypatch.context() as patch:
         patch.setattr(simulator, "repeat_steps", lambda planner, most: 0)
-        patch.setattr(simulator, "CountedPool", KVPool)
         return simulate_prompts(groups, schedule, **arguments)
 
 
@@ -90,7 +89,7 @@ def test_pages_are_taken_from_the_back_of_the_line_first():
     settings = GroupSettings("token_budget", 3, 3)
     group = PromptGroup(0, [0], [0, 1, 2], settings, lambda _: 0)
     planner = StepPlanner(
-        [group], CountedPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
+        [group], KVPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
     )
     for tokens, pages in ((5, 4), (7, 2), (6, 3)):
         sample = Sample(group, tokens, tokens, 0, num_tokens=tokens, pages=planner.pool.take(pages))
@@ -103,13 +102,9 @@ def test_pages_are_taken_from_the_back_of_the_line_first():
     assert ([len(sample.pages) for sample in planner.line], planner.pool.num_free) == ([4, 0, 1], 0)
 
 
-def planner_of(lengths, pages, page_size=1, slots=2):
-    group = PromptGroup(0, [0], list(range(lengths)), GroupSettings("arrival", slots, lengths), lambda _: 0)
-    return StepPlanner([group], CountedPool(pages, page_size), num_slots=slots, prompts_at_once=1, max_new_tokens=9)
-
-
 def test_a_stride_is_cut_where_pages_run_out_and_waits_for_a_step_without_changes():
-    planner = planner_of(2, 19)
+    group = PromptGroup(0, [0], [0, 1], GroupSettings("arrival", 2, 2), lambda _: 0)
+    planner = StepPlanner([group], KVPool(19, 1), num_slots=2, prompts_at_once=1, max_new_tokens=9)
     assert repeat_steps(planner, 5) == 0  # nothing runs
     planner.next_step()
     assert repeat_steps(planner, 5) == 0  # rows came
@@ -122,17 +117,3 @@ def test_a_stride_is_cut_where_pages_run_out_and_waits_for_a_step_without_change
     assert repeat_steps(planner, 5) == 1  # 3 of 6 pages are left, a step takes 2
     planner.end_step([rows[0]])
     assert repeat_steps(planner, 5) == 0  # a row has left
-
-
-def test_pages_that_are_only_counted_come_back_with_their_last_owner():
-    pool = CountedPool(10, 4)
-    prompt, rows = pool.take(3), pool.take(5)
-    pool.share(prompt)
-    pool.share(prompt)
-    for free in (2, 2, 5):
-        pool.release(prompt)
-        assert pool.num_free == free
-    with pytest.raises(RuntimeError, match="6 KV pages wanted, 5 of 10"):
-        pool.take(6)
-    pool.release([rows.pop()])
-    assert (pool.num_free, pool.peak_pages) == (6, 8)

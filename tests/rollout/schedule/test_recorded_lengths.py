@@ -84,16 +84,3 @@ def test_with_parked_kv_every_recording_of_32_samples_stays_near_its_bound(path,
     ours = [simulate(lengths, "token_budget", slots=4, max_new_tokens=cap, parks=True) for lengths in groups]
     check_steps(groups, ours, cap, 0.01)
     assert sum(result.parked_tokens for result in ours) > 0
-
-
-@pytest.mark.parametrize("path", sorted(LENGTHS.glob("*.jsonl*")), ids=lambda path: path.name)
-def test_every_recording_is_read_and_named_in_the_readme(path):
-    recordings = read_recordings(path)
-    assert min(len(recording.lengths) for recording in recordings) >= 8
-    text = (LENGTHS / "README.md").read_text()
-    name = path.name.split(".jsonl")[0]
-    assert (
-        name in text
-        or name.replace("aime2024", "{aime2024,amc23}") in text
-        or name.replace("amc23", "{aime2024,amc23}") in text
-    )

@@ -1,9 +1,15 @@
-"""Schedules on forced lengths: running steps and orders, worked out by hand."""
+"""Schedules on forced lengths, worked out by hand, and what must hold whatever is predicted."""
+
+import math
+from collections import deque
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from infsample_rl.rollout.schedule import fptas_groups
-from infsample_rl.rollout.schedule.schedules import make_schedule
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.rollout.schedule.schedules import fptas_groups, make_schedule
+from infsample_rl.rollout.simulator import simulate
 
 
 def run(name, lengths, slots, predicted=None, slots_from=None, group_size=None):
@@ -58,13 +64,16 @@ def test_arrival_starts_samples_in_order_as_slots_free_up():
     assert run("arrival", [3, 1, 1, 2], 2)[2] == {0: 0, 1: 0, 2: 1, 3: 2}
 
 
-def test_sjf_starts_the_shortest_and_lpt_the_longest_first():
-    assert run("sjf", [3, 1, 4, 2], 1)[1] == [1, 3, 0, 2]
-    assert run("lpt", [3, 1, 4, 2], 1)[1] == [2, 0, 3, 1]
-
-
-def test_orders_follow_the_predictions_not_the_true_lengths():
-    assert run("sjf", [3, 1, 4, 2], 1, predicted=[1.0, 9.0, 2.0, 3.0])[1] == [0, 2, 3, 1]
+@pytest.mark.parametrize(
+    ("schedule", "predicted", "order"),
+    [
+        ("sjf", None, [1, 3, 0, 2]),
+        ("lpt", None, [2, 0, 3, 1]),
+        ("sjf", [1.0, 9.0, 2.0, 3.0], [0, 2, 3, 1]),  # not the true lengths
+    ],
+)
+def test_orders_follow_the_predictions(schedule, predicted, order):
+    assert run(schedule, [3, 1, 4, 2], 1, predicted)[1] == order
 
 
 def test_infinite_starts_the_first_of_each_group_then_the_shortest():
@@ -102,23 +111,71 @@ def test_fptas_worked_example():
     assert fptas_groups([6, 5, 4, 3, 2], 2, 0.1) == [[0, 2], [1, 3, 4]]
 
 
-def test_fptas_puts_a_sample_that_fits_nowhere_in_the_least_loaded_group():
-    # three equal samples in two groups: unit 1.5, rounded [7, 7, 7], capacity 11: the third fits nowhere
-    assert fptas_groups([10, 10, 10], 2, 0.1) == [[0, 2], [1]]
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.floats(1, 4096), min_size=1, max_size=40), st.integers(1, 9), st.sampled_from([0.01, 0.1, 0.5]))
+def test_fptas_assigns_everyone_once_and_goes_above_capacity_only_with_what_fitted_nowhere(
+    lengths, num_groups, epsilon
+):
+    groups = fptas_groups(lengths, num_groups, epsilon)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    unit = epsilon * sum(lengths) / num_groups
+    rounded = [math.ceil(length / unit) for length in lengths]
+    capacity = math.ceil(sum(rounded) / num_groups)
+    loads, waiting = [0] * num_groups, [deque(group) for group in groups]
+    for index in sorted(range(len(lengths)), key=lambda i: -rounded[i]):  # the order of Algorithm 2
+        place = next(group for group in range(num_groups) if waiting[group] and waiting[group][0] == index)
+        waiting[place].popleft()
+        fitting = [group for group in range(num_groups) if loads[group] + rounded[index] <= capacity]
+        assert place == fitting[0] if fitting else loads[place] == min(loads)
+        loads[place] += rounded[index]
 
 
-def test_fptas_assigns_every_sample_once():
-    groups = fptas_groups([37, 5, 80, 12, 12, 64, 3], 3, 0.1)
-    assert sorted(index for group in groups for index in group) == [0, 1, 2, 3, 4, 5, 6]
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=24),
+    st.integers(1, 6),
+    st.sampled_from([name for name in SCHEDULES if name != "dynamic_slot"]),
+    st.randoms(),
+)
+def test_every_sample_is_decoded_once_in_full_whatever_is_predicted(lengths, slots, schedule, draw):
+    predicted = [draw.choice([0.001, 1.0, 40.0, 1e9]) for _ in lengths]
+    result = simulate(lengths, schedule, slots=slots, predicted=predicted, record_rows=True)
+    assert sorted(result.completed) == list(range(len(lengths)))
+    assert result.busy_row_steps == sum(lengths)
+    decoded = [0] * len(lengths)
+    for stay in result.stays:
+        decoded[stay.sample] += stay.end - stay.start
+    if result.preemptions == 0:
+        assert decoded == lengths and len(result.stays) == len(lengths)
+        by_row = sorted((stay.row, stay.start, stay.end) for stay in result.stays)
+        assert all(one[0] != two[0] or one[2] <= two[1] for one, two in zip(by_row, by_row[1:], strict=False)), (
+            "a row decodes one at a time"
+        )
+    if schedule not in ("full_group", "token_budget"):
+        assert result.running_steps <= sum(lengths)
 
 
-@pytest.mark.parametrize("arguments", [([], 2, 0.1), ([1, 0], 2, 0.1), ([1, 2], 0, 0.1), ([1, 2], 2, 0.0)])
-def test_fptas_refuses_what_it_cannot_group(arguments):
-    with pytest.raises(ValueError):
-        fptas_groups(*arguments)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -3.0, None, 10**400])
+@pytest.mark.parametrize("schedule", [*PREDICTED_SCHEDULES, "token_budget"])
+def test_predictions_that_are_no_lengths_are_refused_by_sample(schedule, bad):
+    with pytest.raises(ValueError, match=r"lengths must be finite and > 0 tokens, got .* for sample 1"):
+        make_schedule(schedule, 3, 2, [1.0, bad, 2.0])
+    with pytest.raises(ValueError, match=r"predicted must be finite and > 0 tokens, got .* for sample 1"):
+        simulate([5, 6, 7], schedule, slots=2, predicted=[1.0, bad, 2.0])
+    with pytest.raises(ValueError, match="repredicted must be finite and > 0 tokens"):
+        simulate([5, 6, 7], "token_budget", slots=2, repredicted=[{}, {2: bad}, {}])
 
 
-@pytest.mark.parametrize("arguments", [("shortest", 2, 2), ("arrival", 0, 2), ("arrival", 2, 0), ("sjf", 2, 2)])
-def test_unknown_schedules_and_missing_lengths_are_refused(arguments):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("shortest", 2, 2), "schedule must be one of .*, got 'shortest'"),
+        (("arrival", 0, 2), "num_samples and slots must be >= 1, got 0 and 2"),
+        (("arrival", 2, 0), "num_samples and slots must be >= 1, got 2 and 0"),
+        (("sjf", 2, 2), "schedule sjf needs 2 predicted lengths, got None"),
+        (("token_budget", 2, 2, [1]), "schedule token_budget needs 2 predicted lengths, got 1"),
+    ],
+)
+def test_unknown_schedules_and_missing_lengths_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
         make_schedule(*arguments)

@@ -179,40 +179,6 @@ def test_bad_arguments_are_refused(arguments, message):
         simulate(**({"lengths": LENGTHS, "schedule": "arrival", "slots": 2} | arguments))
 
 
-def test_a_bin_predicted_above_the_budget_is_refused_and_what_does_not_fit_now_passed_over():
-    lengths, options = (
-        [6, 5, 4, 3, 2],
-        {"slots": 2, "kv_budget_tokens": 12, "prompt_tokens": 3, "max_new_tokens": 6, "record_rows": True},
-    )
-    for schedule in ("infinite", "fptas"):
-        with pytest.raises(
-            ValueError, match="bin 0 takes 10 .* above kv_budget_tokens = 9 without prompt; the least that works is 10"
-        ):
-            simulate(lengths, schedule, predicted=[10.0, 5, 4, 3, 2], **options)
-    # 12 beside the prompt: two full responses; bins [[0, 3], [1, 2, 4]], and 8 + 5 are above 12
-    wide = options | {"kv_budget_tokens": 15}
-    starts = {}
-    for schedule in ("infinite", "fptas"):
-        result = simulate(lengths, schedule, predicted=[8.0, 5, 4, 3, 2], **wide)
-        starts[schedule] = {stay.sample: stay.start for stay in result.stays}
-    # slot 1 takes the shortest that fits, 4 (2 tokens), 3 and 2; sample 1 (5 predicted) starts when 0 has ended
-    assert starts["infinite"] == {0: 0, 4: 0, 3: 2, 2: 5, 1: 6}
-    # slot 1 takes 2 of its own bin instead of 1, then 4; at 6 sample 0 has ended and 3 and 1 start
-    assert starts["fptas"] == {0: 0, 2: 0, 4: 4, 3: 6, 1: 6}
-
-
-def test_a_budget_counts_predictions_of_every_prompt_alone_and_never_hangs():
-    groups = [[6, 5, 4, 3, 2], [2, 3, 4, 5, 6]]
-    for schedule in ("infinite", "fptas"):
-        for budget in range(6, 20):
-            result = simulate_prompts(
-                groups, schedule, slots=3, kv_budget_tokens=budget, predicted=[[6.0, 6, 6, 6, 6], [0.1, 6, 2, 6, 6]]
-            )
-            assert sorted(zip(result.completed_prompts, result.completed, strict=True)) == [
-                (p, s) for p in range(2) for s in range(5)
-            ]
-
-
 def test_numpy_arrays_are_taken_for_lengths_and_predictions():
     predicted = np.array([4.0, 9, 6, 8, 5, 7], np.float32)
     for schedule in ("lpt", "infinite", "token_budget"):

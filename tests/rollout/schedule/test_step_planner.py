@@ -4,24 +4,12 @@ import random
 
 import pytest
 
-from infsample_rl.rollout.schedule.kv_pool import KVPool, smallest_budget_tokens
-from infsample_rl.rollout.schedule.parking import Parking
+from infsample_rl.config.fields import kv_pages
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-
-SCHEDULES = (
-    "token_budget",
-    "arrival",
-    "naive",
-    "fixed_slot",
-    "sjf",
-    "lpt",
-    "fptas",
-    "infinite",
-    "full_group",
-    "dynamic_slot",
-)
 
 
 def random_workload(seed):
@@ -31,8 +19,7 @@ def random_workload(seed):
     group_size = draw.choice([1, 2, 5, 16])
     prompts = [draw.randint(1, 30) for _ in range(draw.randint(1, 4))]
     lengths = [[draw.choice([1, cap, draw.randint(1, cap)]) for _ in range(group_size)] for _ in prompts]
-    smallest = smallest_budget_tokens(max(prompts), cap, page_size) // page_size
-    pages = smallest + draw.choice([0, 0, 1, 3, draw.randint(0, 60)])
+    pages = kv_pages(1, cap, [max(prompts)], page_size) + draw.choice([0, 0, 1, 3, draw.randint(0, 60)])
     return draw, page_size, cap, prompts, lengths, pages
 
 
@@ -88,11 +75,15 @@ def run(planner, lengths):
     return done
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_memory_is_set_and_every_sample_finishes(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "with_prefixes"),
+    [(name, False) for name in SCHEDULES] + [(name, True) for name in PREDICTED_SCHEDULES],
+)
+def test_memory_is_set_and_every_sample_finishes(schedule, with_prefixes):
     for seed in range(60):
         draw, *workload = random_workload(seed)
-        planner, groups = make_planner(schedule, draw, *workload)
+        predict = (lambda _, prefixes, d=draw: [d.uniform(1, 40) for _ in prefixes]) if with_prefixes else None
+        planner, groups = make_planner(schedule, draw, *workload, predict=predict)
         lengths = workload[3]
         done = run(planner, lengths)
         finished = sorted(
@@ -105,20 +96,11 @@ def test_memory_is_set_and_every_sample_finishes(schedule):
             assert [len(group.finished) for group in groups] == [len(lengths[0])] * len(lengths)
 
 
-@pytest.mark.parametrize("schedule", ["infinite", "lpt", "sjf", "fptas"])
-def test_prefixes_come_out_of_the_same_pool(schedule):
-    for seed in range(40):
-        draw, *workload = random_workload(seed)
-        planner, groups = make_planner(
-            schedule, draw, *workload, predict=lambda _, prefixes, d=draw: [d.uniform(1, 40) for _ in prefixes]
-        )
-        run(planner, workload[3])
-        assert [len(group.finished) for group in groups] == [len(workload[3][0])] * len(groups)
-
-
-def test_preemption_keeps_tokens_and_counts_what_is_computed_again():
+def test_preemption_keeps_tokens_and_no_sample_waits_beyond_a_bound():
+    """The first started of the unfinished is never preempted, so it ends within its length; one rebuild may come before
+    it."""
     preempted = 0
-    for seed in range(80):
+    for seed in range(100):
         draw, *workload = random_workload(seed)
         planner, _ = make_planner("token_budget", draw, *workload)
         total = sum(map(sum, workload[3]))
@@ -127,6 +109,7 @@ def test_preemption_keeps_tokens_and_counts_what_is_computed_again():
         assert planner.num_tokens == total, "every token is sampled once"
         if planner.num_preemptions == 0 or planner.parking is not None:
             assert planner.running_steps <= total + planner.recomputed_tokens
+        assert planner.running_steps <= total + 2 * planner.num_preemptions + sum(map(len, workload[3]))
     assert preempted > 100
 
 
@@ -151,17 +134,6 @@ def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
             ),
             lengths,
         )
-
-
-def test_every_sample_finishes_within_a_bound():
-    """The first started of the unfinished is never preempted, so it ends within its length; one rebuild may come before
-    it."""
-    for seed in range(100):
-        draw, *workload = random_workload(seed)
-        planner, _ = make_planner("token_budget", draw, *workload)
-        run(planner, workload[3])
-        lengths = [length for group in workload[3] for length in group]
-        assert planner.running_steps <= sum(lengths) + 2 * planner.num_preemptions + len(lengths)
 
 
 def test_a_repeated_step_is_refused_when_pages_are_short_or_a_row_is_at_its_end():
