@@ -10,33 +10,21 @@ Exit codes: 0 done, or ended in order by SIGTERM; 1 the run failed; 2 a setting 
 
 from __future__ import annotations
 
-import argparse
 import errno
 import os
 import signal
 import subprocess
 import sys
-import threading
-from typing import NoReturn
+from typing import Any
 
 from infsample_rl.config.loading import compose, load_config
-from infsample_rl.config.overrides import ConfigError, experiments, sweep
+from infsample_rl.config.overrides import ConfigError, experiments, parse_flags, sweep
 
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """Flags apart from Hydra's name=value overrides."""
-    parser = argparse.ArgumentParser(prog="python -m infsample_rl.main", usage=__doc__, add_help=False)
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("--config-dir")
-    parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("overrides", nargs="*")
-    parser.error = _refuse  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(arguments)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; flags are --cfg job, --config-dir DIR, -m and --help")
+FLAGS: dict[str, dict[str, Any]] = {
+    "--cfg": {"choices": ["job"]},
+    "--multirun -m": {"action": "store_true"},
+    "--help -h": {"action": "store_true"},
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,21 +32,19 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold what an ASCII terminal cannot show
     try:
-        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-        if options.config_dir is not None and not os.path.isdir(options.config_dir):
-            raise ConfigError(f"--config-dir {options.config_dir} is not a folder")
+        options = parse_flags(sys.argv[1:] if arguments is None else arguments, FLAGS)
         if options.help:
             print(__doc__ + "\nExperiments: " + ", ".join(experiments(options.config_dir)))
             return 0
         if options.cfg:
             import yaml
 
-            print(yaml.safe_dump(compose(options.overrides, options.config_dir), sort_keys=False), end="")
-            load_config(options.overrides, options.config_dir)  # what a run would refuse is said here too
+            print(yaml.safe_dump(compose(options.words, options.config_dir), sort_keys=False), end="")
+            load_config(options.words, options.config_dir)  # what a run would refuse is said here too
             return 0
         if options.multirun:
-            return run_each(sweep(options.overrides, options.config_dir), options.config_dir)
-        config = load_config(options.overrides, options.config_dir)
+            return run_each(sweep(options.words, options.config_dir), options.config_dir)
+        config = load_config(options.words, options.config_dir)
     except ConfigError as error:
         return _fail(error, 2)
     return train(config)
@@ -69,14 +55,19 @@ def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
     ConfigError, before any begins, where one cannot be composed."""
     folder = {str(load_config(overrides, config_dir).run.dir) for overrides in jobs}.pop()
     flags = [] if config_dir is None else ["--config-dir", config_dir]
-    ended = threading.Event()
+    sent: list[int] = []  # signals that end this run and those after it
     for number, overrides in enumerate(jobs):
         own = [override for override in overrides if not override.startswith("run.dir=")]
         print(f"run {number + 1} of {len(jobs)}: {' '.join(own)}", flush=True)
         run = subprocess.Popen([sys.executable, "-m", "infsample_rl.main", *flags, *own, f"run.dir={folder}/{number}"])
-        signal.signal(signal.SIGTERM, lambda *_, run=run: (ended.set(), run.terminate()))
+
+        def end(number: int, _frame: object, run: subprocess.Popen[bytes] = run) -> None:
+            sent.append(number)
+            run.terminate()
+
+        signal.signal(signal.SIGTERM, end)
         code = run.wait()
-        if code != 0 or ended.is_set():
+        if code != 0 or sent:
             return code
     return 0
 

@@ -209,7 +209,6 @@ PURE = [
     *(
         "cluster.dealing",
         "plan.placement",
-        "plan.process_plan",
         "model.weight_sync.transport",
         "model.hub",
     ),

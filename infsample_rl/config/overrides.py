@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
+import os
 import re
 from pathlib import Path
+from typing import Any, NoReturn
 
 from infsample_rl.config import Config
 from infsample_rl.config.removed import why_removed
@@ -22,6 +25,25 @@ def config_folder() -> Path:
     """The checkout's `configs/` beside the package, else the copy inside the installed wheel."""
     checkout = PACKAGE.parent / "configs"
     return checkout if (checkout / "config.yaml").is_file() else PACKAGE / "configs"
+
+
+def parse_flags(arguments: list[str], flags: dict[str, dict[str, Any]] | None = None) -> argparse.Namespace:
+    """`words`, the name=value among the arguments, apart from `config_dir` and further `flags` (add_argument's
+    keywords). ConfigError for one that there is not, or a --config-dir that is no folder."""
+    parser = argparse.ArgumentParser(add_help=False)
+    flags = {"--config-dir": {}} | (flags or {})
+    for name, options in flags.items():
+        parser.add_argument(*name.split(), **options)
+    parser.add_argument("words", nargs="*")
+
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; flags are {', '.join(flags)}")
+
+    parser.error = refuse  # type: ignore[method-assign]  # as argparse's own page says for another way to exit
+    found = parser.parse_intermixed_args(arguments)
+    if found.config_dir is not None and not os.path.isdir(found.config_dir):
+        raise ConfigError(f"--config-dir {found.config_dir} is not a folder")
+    return found
 
 
 def experiments(config_dir: str | None = None) -> list[str]:

@@ -12,17 +12,14 @@ Exit codes: 0 it fits; 1 it does not; 2 a setting or an input is wrong.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
-from infsample_rl.config.overrides import ConfigError
+from infsample_rl.config.overrides import parse_flags
 
 
 @dataclass(kw_only=True)
@@ -33,24 +30,8 @@ class PlanOptions:
     json: bool = option(False, "print one JSON object")
 
 
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The flag apart from what is name=value. ConfigError for a wrong flag."""
-    parser = argparse.ArgumentParser(prog="python -m infsample_rl.plan", usage=__doc__, add_help=False)
-    parser.add_argument("--config-dir")
-    parser.add_argument("words", nargs="*")
-    parser.error = _refuse  # type: ignore[method-assign]
-    flags = parser.parse_intermixed_args(arguments)
-    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
-        raise ConfigError(f"--config-dir {flags.config_dir} is not a folder")
-    return flags
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(f"{message}; flags are --config-dir DIR and --help")
-
-
 def _run(arguments: list[str]) -> int:
-    flags = parse_arguments(arguments)
+    flags = parse_flags(arguments)
     options, overrides = parse_with_settings(flags.words, PlanOptions)
     config = load_config(overrides, flags.config_dir)
     from infsample_rl.plan.run_plan import plan_run

@@ -10,8 +10,7 @@ from infsample_rl.config import Config
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.process_plan import ProcessPlan
-from infsample_rl.plan.processes import device_of, plan_role
+from infsample_rl.plan.processes import ProcessPlan, device_of, plan_role
 
 MOST_RANKS = 64
 

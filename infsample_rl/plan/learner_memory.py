@@ -107,7 +107,7 @@ def _fsdp_state(config: Config, model: ModelOutline, trained: list[int], count: 
     whole = model.num_parameters + (count if frozen else 0)
     if config.learner.grad_sync == "last_row":
         return lines | {"whole weights": size * whole, "whole gradients": 4 * count}
-    in_layer = count // model.num_layers if frozen else model.layer_parameters
+    in_layer = count // model.architecture.num_hidden_layers if frozen else model.layer_parameters
     return lines | {
         "gathered: two layers": 2 * size * (model.layer_parameters + (in_layer if frozen else 0)),
         "gathered: embeddings and head": size * model.root_parameters,

@@ -9,8 +9,7 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.process_plan import ProcessPlan
-from infsample_rl.plan.processes import plan_role
+from infsample_rl.plan.processes import ProcessPlan, plan_role
 from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages, prompt_pages, response_pages
 
 ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6

@@ -82,7 +82,7 @@ class ModelOutline:
     @property
     def root_parameters(self) -> int:
         """Elements outside the decoder layers: embeddings, last norm, head."""
-        return self.num_parameters - self.num_layers * self.layer_parameters
+        return self.num_parameters - self.architecture.num_hidden_layers * self.layer_parameters
 
     @property
     def parameters_read(self) -> int:
@@ -106,32 +106,14 @@ class ModelOutline:
         names = target_names(self.model, config.learner.lora_targets)
         return sum(self.model.get_parameter(f"{name}.weight").numel() for name in names)
 
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.architecture.num_hidden_layers
-
-    @property
-    def hidden(self) -> int:
-        """E."""
-        return self.architecture.hidden_size
-
-    @property
-    def inner(self) -> int:
-        """Width of a layer's MLP."""
-        return self.architecture.intermediate_size
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.architecture.num_attention_heads
-
     @cached_property
     def kv(self) -> KVShape:
         """Layers, key-value heads and the size of a head."""
         return KVShape.of(self.architecture)
 
     @property
-    def vocab(self) -> int:
-        """Rows of the head."""
-        return self.architecture.vocab_size
+    def widths(self) -> tuple[int, int, int, int]:
+        """Elements of a token's hidden state, of its queries, of its keys (or values), and inside a layer's MLP."""
+        sizes = self.architecture
+        query = sizes.num_attention_heads * self.kv.head_dim
+        return sizes.hidden_size, query, self.kv.num_kv_heads * self.kv.head_dim, sizes.intermediate_size

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +18,41 @@ from infsample_rl.plan.devices import Device, gpu_of, host
 from infsample_rl.plan.learner_memory import learner_lines, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.placement import worker_groups
-from infsample_rl.plan.process_plan import ProcessPlan
 from infsample_rl.plan.rollout_memory import rollout_lines
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 
 FILE = "plan.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessPlan:
+    """What every process of a role holds at its fullest moment, its idle footprint (interpreter, libraries, CUDA
+    context) apart.
+
+    Example: ProcessPlan(role="learner", count=2, gpus=1.0, lines={"weights": 16_000_000, "gradients": 16_000_000})
+    """
+
+    role: str
+    count: int
+    gpus: float  # of one of them; 0: its tensors are in host memory
+    lines: Mapping[str, int]  # name -> bytes where it computes
+    host_lines: Mapping[str, int] = field(default_factory=dict)  # of a process on a GPU: bytes it keeps in host memory
+
+    @property
+    def sum_bytes(self) -> int:
+        """The predicted peak: the sum of the lines and nothing else."""
+        return sum(self.lines.values())
+
+    def record(self) -> dict[str, Any]:
+        """As plan.json has it."""
+        return {
+            "role": self.role,
+            "count": self.count,
+            "gpus": self.gpus,
+            "lines": [{"name": name, "bytes": size} for name, size in self.lines.items()],
+            "sum_bytes": self.sum_bytes,
+            "host_lines": [{"name": name, "bytes": size} for name, size in self.host_lines.items()],
+        }
 
 
 def device_of(config: Config, role: str) -> Device:

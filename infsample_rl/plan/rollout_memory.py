@@ -119,7 +119,9 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         lines["logits and drawing"] = _drawing(config, model, min(rows, HEAD_ROWS))
     else:
         lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
-        lines["logits and drawing"] = _drawing(config, model, min(rows, max(8, LOGITS_AT_A_TIME // model.vocab)))
+        lines["logits and drawing"] = _drawing(
+            config, model, min(rows, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
+        )
     if choose_transport(config.cluster) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
     return lines | {"prefill of a prompt": _prefill(config, model)}
@@ -138,9 +140,9 @@ def _is_compiled(config: Config, model: ModelOutline) -> bool:
 
 
 def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
-    hidden, query, kv = model.hidden, model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim
+    hidden, query, kv, inner = model.widths
     if _is_compiled(config, model):
-        workspace = 2 * hidden + max(hidden, query) + max(query + 2 * kv, model.inner)
+        workspace = 2 * hidden + max(hidden, query) + max(query + 2 * kv, inner)
         places, reach = ANGLES, config.data.max_prompt_tokens + config.rollout.max_new_tokens
         while places < reach:
             places *= 2
@@ -148,33 +150,31 @@ def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
     size, tokens = _item(config), response_pages(config) * config.rollout.page_size
     gathered = rows * tokens * (2 * kv * size + size + 1)  # one layer's pages as a dense copy, and the mask
     prompts = 2 * kv * size * config.data.max_prompt_tokens
-    return (
-        _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * model.inner + 2 * query + 2 * kv)
-    )
+    return _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
 
 
 def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:
     """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which
     graphs share."""
-    query, kv, size = model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim, _item(config)
+    (hidden, query, kv, inner), size, heads = model.widths, _item(config), model.architecture.num_attention_heads
     own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // MAX_BLOCK))
     prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // MAX_BLOCK))
 
     def parts(count: int) -> int:
-        blocks = -(-count * model.heads // model.kv.num_kv_heads // MAX_BLOCK)
+        blocks = -(-count * heads // model.kv.num_kv_heads // MAX_BLOCK)
         programs = 2 * multiprocessors
         return min(prompt, -(-programs // (blocks * model.kv.num_kv_heads))) + min(
             own, -(-programs // (count * model.kv.num_kv_heads))
         )
 
-    attention = 4 * (query + model.heads) * max(count * parts(count) for count in range(1, rows + 1))
-    kept = _tables(config, rows) + attention + size * rows * model.hidden
-    return 2 * kept + size * rows * (3 * model.hidden + 3 * model.inner + 2 * query + 2 * kv)
+    attention = 4 * (query + heads) * max(count * parts(count) for count in range(1, rows + 1))
+    kept = _tables(config, rows) + attention + size * rows * hidden
+    return 2 * kept + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
 
 
 def _drawing(config: Config, model: ModelOutline, rows: int) -> int:
     """Logits of so many rows, their float32 probabilities, the noise, and the logits kept of every resident prompt."""
-    vocab, size = model.vocab, 4 if config.model.lm_head_fp32 else _item(config)
+    vocab, size = model.architecture.vocab_size, 4 if config.model.lm_head_fp32 else _item(config)
     blocks, block = split_vocabulary(vocab)
     scaled = 4 if config.rollout.temperature != 1 and size < 4 else 0
     padded = 4 if blocks * block != vocab else 0
@@ -190,12 +190,12 @@ def _prefill(config: Config, model: ModelOutline) -> int:
     """The last piece of the longest prompt: activations, and one layer's earlier keys and values as a dense copy."""
     on_gpu, longest = config.cluster.rollout_gpus > 0, config.data.max_prompt_tokens
     tokens, size = min(longest, PREFILL_TOKENS["cuda" if on_gpu else "cpu"]), _item(config)
-    query, kv = model.heads * model.kv.head_dim, model.kv.num_kv_heads * model.kv.head_dim
+    hidden, query, kv, inner = model.widths
     past = 2 * size * kv * (longest - tokens)
     if _is_compiled(config, model) and not on_gpu:
         # query and keys before and after they are rotated, output, values
         attending = 2 * query + 2 * (query + kv) + 2 * kv
-        return 4 * tokens * (2 * model.hidden + max(attending, model.hidden + 3 * model.inner)) + past
+        return 4 * tokens * (2 * hidden + max(attending, hidden + 3 * inner)) + past
     settings = RowSettings(
         model=model,
         dtype=getattr(torch, config.model.dtype),

@@ -64,7 +64,7 @@ def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool 
     Gradients of an earlier row are there already: they are added to, not made. `in_passes`: the one group is a pass of
     a longer row. Raises ValueError for a model that cannot be traced.
     """
-    every, layers = max(1, settings.learner.activation_checkpointing), settings.model.num_layers
+    every, layers = max(1, settings.learner.activation_checkpointing), settings.model.architecture.num_hidden_layers
     low = every + layers % every
     if layers <= low + every:
         found = _trace(settings, layers, groups, in_passes)

@@ -13,8 +13,7 @@ from infsample_rl.plan.decode_time import DecodeTime, decode_time
 from infsample_rl.plan.devices import Device, host
 from infsample_rl.plan.limits import largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.process_plan import ProcessPlan
-from infsample_rl.plan.processes import device_of, plan_processes
+from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 

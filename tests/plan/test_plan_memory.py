@@ -94,7 +94,7 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
     config, model = settings()
-    prompt, pool = 200, model.num_layers * 2 * model.kv.num_kv_heads * model.kv.head_dim * 4
+    prompt, pool = 200, model.architecture.num_hidden_layers * 2 * model.kv.num_kv_heads * model.kv.head_dim * 4
     of_row = RowSettings(model=model, dtype=torch.float32, learner=config.learner, masters=False, flex_attention=False)
     whole, passes = (
         sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True)
