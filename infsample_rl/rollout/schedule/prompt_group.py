@@ -89,7 +89,8 @@ class PromptGroup:
         self._num_prefixes_left = len(sample_indices)
         self._with_prefix: list[Sample] | MaybeNone = [] if self._in_prefix else None
         count = len(sample_indices)
-        self._schedule = SharedQueue(range(count)) if self._in_prefix else self._make_schedule(lengths or [1.0] * count)
+        equal = [1.0] * count
+        self._schedule = SharedQueue(range(count)) if self._in_prefix else self._make_schedule(count, lengths or equal)
 
     def next_sample(self, slot: int) -> Sample | None:
         """The sample to start, or to go on with, in a free slot now."""
@@ -168,11 +169,11 @@ class PromptGroup:
                     sample.forecast = Forecast(len(sample.tokens), float(length))
             else:
                 lengths = with_means([sample.predicted for sample in waiting])
-            self._schedule = self._make_schedule(lengths)
+            self._schedule = self._make_schedule(len(waiting), lengths)
 
-    def _make_schedule(self, lengths: Sequence[float]) -> Schedule:
-        """The schedule proper of as many samples as predicted lengths."""
-        return make_schedule(self.settings.schedule, len(lengths), self.settings.slots, lengths, self.settings.epsilon)
+    def _make_schedule(self, count: int, lengths: Sequence[float]) -> Schedule:
+        """The schedule proper of `count` samples with these predicted lengths."""
+        return make_schedule(self.settings.schedule, count, self.settings.slots, lengths, self.settings.epsilon)
 
 
 def with_means(predicted: Sequence[float | None]) -> list[float]:
