@@ -111,32 +111,30 @@ def simulate_prompts(
     sample fits in, and arguments the schedule does not read.
     """
     by_budget = schedule == "token_budget"
-    given = {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}
-    unread = [name for name, value in given.items() if value and not by_budget]
-    if unread:
-        raise ValueError(f"{unread[0]} is not read by schedule {schedule}: leave it out")
+    for name, value in {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}.items():
+        if value and not by_budget:
+            raise ValueError(f"{name} is not read by schedule {schedule}: leave it out")
     counts: dict[str, int | None] = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
     counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
     cap = _check_counts(groups, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = _group_sizes(groups, schedule, group_size), _each("prompt_tokens", prompt_tokens, len(groups))
-    num_slots = max(map(len, groups)) if schedule == "full_group" else slots
+    num_slots = max(sizes) if schedule == "full_group" else slots
     budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
     num_slots = min(num_slots, useful, budget // page_size)
     orders = _orders(groups, schedule, predicted, repredicted)
-    planned = []
-    for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True)):
-        rules = GroupSettings(schedule, num_slots, samples)
-        planned.append(
-            PromptGroup(place, [0] * tokens, list(range(samples)), rules, lambda _: 0, lengths=orders[place])
-        )
+    rules = [GroupSettings(schedule, num_slots, samples) for samples in sizes]
+    planned = [
+        PromptGroup(place, [0] * tokens, list(range(samples)), rules[place], lambda _: 0, lengths=orders[place])
+        for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True))
+    ]
     pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
         pool,
-        num_slots=min(max_rows or max(map(len, groups)) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
+        num_slots=min(max_rows or max(sizes) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
         prompts_at_once=prompts_at_once,
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
