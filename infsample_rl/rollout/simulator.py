@@ -106,9 +106,8 @@ def simulate_prompts(
     prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at the
     group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of preempted samples waits
     outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the cap of a
-    response (default: the longest of all). record_rows: fill `.stays`. Raises ValueError for an unknown schedule,
-    lengths that are no positive whole numbers, predictions that are not finite and positive, a budget that no single
-    sample fits in, and arguments the schedule does not read.
+    response (default: the longest of all). record_rows: fill `.stays`. ValueError for an argument that is out of
+    bounds, does not fit the others, or is not read by the schedule.
     """
     by_budget = schedule == "token_budget"
     for name, value in {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}.items():
