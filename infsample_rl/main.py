@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
             return run_each(sweep(options.words, options.config_dir), options.config_dir)
         config = load_config(options.words, options.config_dir)
     except ConfigError as error:
-        return _fail(error, 2)
+        from infsample_rl.commands.convert.peer_names import in_our_words
+
+        return _fail(in_our_words(str(error)), 2)
     return train(config)
 
 
