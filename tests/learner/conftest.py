@@ -127,7 +127,7 @@ def plain_gradients(lm, samples, objective):
         )
         loss.backward()
         total += loss.item()
-    return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters() if parameter.requires_grad}
 
 
 def make_config(path, *, learner=None, objective=None, dtype="float32", deterministic=False, ranks=1):
@@ -201,9 +201,9 @@ def run_ranks(folder: Path, scenarios, world_size: int):
 
 
 def pytest_generate_tests(metafunc):
-    """A test that takes `backend` runs for each of BACKENDS."""
+    """A test that takes `backend` runs for each of BACKENDS, and for rows in passes on two ranks that run free."""
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", BACKENDS)
+        metafunc.parametrize("backend", [*BACKENDS, "passes"])
 
 
 @pytest.fixture(scope="session")
@@ -229,12 +229,13 @@ def load_plain(path, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
 
-def plain_updates(path, objective, learner, count=10):
-    """Updates of plain AdamW on one process, of a run of ten: [(samples, loss, gradient norm)], parameters after the
-    last."""
-    lm = load_plain(path)
-    matrices = [parameter for parameter in lm.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in lm.parameters() if parameter.ndim < 2]
+def plain_updates(path, objective, learner, count=10, lm=None):
+    """Updates of plain AdamW on one process, of a run of ten: [(samples, loss, gradient norm)], trained parameters
+    after the last. `lm`: what is trained, the policy of `path` by default."""
+    lm = lm or load_plain(path)
+    trained = {name: parameter for name, parameter in lm.named_parameters() if parameter.requires_grad}
+    matrices = [parameter for parameter in trained.values() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained.values() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": learner.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=learner.lr, betas=(learner.beta1, learner.beta2), eps=learner.adam_epsilon)
     history = []
@@ -246,7 +247,7 @@ def plain_updates(path, objective, learner, count=10):
         norm = torch.nn.utils.clip_grad_norm_(lm.parameters(), learner.max_grad_norm).item()
         optimizer.step()
         history.append((samples, loss, norm))
-    return history, {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
+    return history, {name: parameter.detach().clone() for name, parameter in trained.items()}
 
 
 def cut(samples, count):

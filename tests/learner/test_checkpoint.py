@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,25 +44,18 @@ def travels(tools, tied_policy, tmp_path_factory):
     saved = [("states", ()), ("save", (places[1],))]
     found = {1: tools.run_here(one, [*update(tools, batches[0], (2,)), *update(tools, batches[1], (1,)), *saved])}
     goes_on = [("states", ()), *update(tools, batches[2], (1, 1))]
+
+    def resumed_at(lockstep):
+        return [("states", ()), *update(tools, batches[3], (2, 1), lockstep=lockstep), ("states", ())]
+
     scenarios = {
-        "goes on": tools.Scenario(
-            two, [*goes_on, ("save", (places[2],)), ("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]
-        ),
-        "resumed": tools.Scenario(two, [("states", ()), *update(tools, batches[3], (2, 1)), ("states", ())]),
-        "last_row": tools.Scenario(
-            free, [("states", ()), *update(tools, batches[3], (2, 1), lockstep=False), ("states", ())]
-        ),
+        "goes on": tools.Scenario(two, [*goes_on, ("save", (places[2],)), *resumed_at(True)], checkpoint=places[1]),
+        "resumed": tools.Scenario(two, resumed_at(True), checkpoint=places[2]),
+        "last_row": tools.Scenario(free, resumed_at(False), checkpoint=places[2]),
     }
-    scenarios["goes on"].checkpoint, scenarios["resumed"].checkpoint, scenarios["last_row"].checkpoint = (
-        places[1],
-        places[2],
-        places[2],
-    )
     found[2] = tools.run_ranks(folder, scenarios, 2)[0]
-    scenario = tools.Scenario(
-        three, [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())]
-    )
-    scenario.checkpoint = places[2]
+    calls = [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())]
+    scenario = tools.Scenario(three, calls, checkpoint=places[2])
     found[3] = tools.run_ranks(folder, {"goes on": scenario}, 3)[0]["goes on"]
     found["back at 1"] = tools.run_here(
         one, [("states", ()), *update(tools, batches[4], (1,)), ("states", ())], checkpoint=places[3]
@@ -130,15 +122,6 @@ def test_a_state_of_another_model_is_refused(saved):
     for name, said in (("lm_head.weight", "none"), ("model.norm.weight", r"\[32\]")):
         with pytest.raises(ValueError, match=rf"of another model or .* {name}/master must be \[64\], it has {said}"):
             state.read(name, torch.Size([64]))
-
-
-def test_every_rank_writes_its_share(travels):
-    for ranks, place in travels[1].items():
-        names = sorted(path.name for path in (Path(place) / "training_state").iterdir())
-        files = [f"random_state_{rank}.pt" for rank in range(ranks)] + [
-            f"rank_{rank}_0.safetensors" for rank in range(ranks)
-        ]
-        assert names == sorted(["progress.json", *files])
 
 
 def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_path, monkeypatch):

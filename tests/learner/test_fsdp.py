@@ -108,9 +108,6 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
         ]
         scenarios[f"{name}, bf16"] = tools.Scenario(config, calls)
     config = tools.make_config(untied_policy, learner=LAST_ROW, objective=OBJECTIVE, ranks=2)
-    for counts in ((7, 1), (3, 0)):
-        calls = [*tools.waves(tools.deal(samples, counts), totals, lockstep=False), ("gradients", ())]
-        scenarios[f"{counts}"] = tools.Scenario(config, calls)
     scenarios["free"] = tools.Scenario(config, free_ranks(tools, samples, folder))
     config = tools.make_config(
         untied_policy, learner=replace(EVERY_ROW, offload_optimizer=True), objective=OBJECTIVE, ranks=2
@@ -126,13 +123,6 @@ def assert_equal_gradients(found, expected, factor=1.0):
         torch.testing.assert_close(
             gradient * factor, expected[name], rtol=1e-4, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
-
-
-@pytest.mark.parametrize("counts", [(7, 1), (3, 0)])
-def test_gradient_reduced_with_the_last_row_is_the_plain_one(tools, two_ranks, samples, untied_policy, counts):
-    _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
-    for rank in two_ranks:
-        assert_equal_gradients(rank[f"{counts}"][-1], expected)
 
 
 @pytest.mark.parametrize("grad_sync", ["every_row", "last_row"])

@@ -45,11 +45,3 @@ def test_bad_ids_have_no_probability_in_the_learner_either(tools, untied_policy)
     assert step["learner/entropy"] == pytest.approx(entropy, rel=1e-5)
     with pytest.raises(RuntimeError, match="they do not run the same policy"):
         tools.run_here(config_with(tools, untied_policy, []), calls)
-
-
-def test_a_filling_row_gives_no_gradient_when_its_id_is_masked(tools, untied_policy):
-    totals = tools.totals_of(masked_samples(tools, untied_policy)[0])
-    _, gradients = tools.run_here(
-        config_with(tools, untied_policy, BAD), [("accumulate", (None, totals)), ("gradients", ())]
-    )
-    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients.values())

@@ -28,8 +28,13 @@ DEALS = {
 
 
 @pytest.fixture(scope="module")
-def plain(tools, tied_policy, untied_policy):
-    return {path: tools.plain_updates(path, OBJECTIVE, LEARNER) for path in (tied_policy, untied_policy)}
+def paths(tied_policy, untied_policy):
+    return {"tied": tied_policy, "untied": untied_policy}
+
+
+@pytest.fixture(scope="module")
+def plain(tools, paths):
+    return {name: tools.plain_updates(path, OBJECTIVE, LEARNER) for name, path in paths.items()}
 
 
 def ten_updates(tools, path, settings, history, folder, deal=None):
@@ -46,9 +51,10 @@ def ten_updates(tools, path, settings, history, folder, deal=None):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
+def two_ranks(tools, plain, paths, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
-    samples = plain[tied_policy][0][0][0]
+    tied_policy, untied_policy = paths.values()
+    samples = plain["tied"][0][0][0]
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE)
     scenarios = {
         name: tools.Scenario(
@@ -57,22 +63,22 @@ def two_ranks(tools, plain, tied_policy, untied_policy, tmp_path_factory):
         for name, counts in DEALS.items()
     }
     for backend, settings in tools.BACKENDS.items():
-        for name, path in (("tied", tied_policy), ("untied", untied_policy)):
+        for name, path in paths.items():
             granularity = "full" if settings.get("zero_stage") == 3 else "selective"
             recompute = (
                 {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
             )
             scenarios[f"{backend}, {name}"] = ten_updates(
-                tools, path, settings | recompute, plain[path][0], folder / backend / name
+                tools, path, settings | recompute, plain[name][0], folder / backend / name
             )
-    for name, path in (("tied", tied_policy), ("untied", untied_policy)):
+    for name, path in paths.items():
         settings = {
             "grad_sync": "last_row",
             "max_tokens_per_micro_batch": 32,
             "activation_checkpointing": int(name == "untied"),
         }
         scenarios[f"passes, {name}"] = ten_updates(
-            tools, path, settings, plain[path][0], folder / "passes" / name, deal_groups
+            tools, path, settings, plain[name][0], folder / "passes" / name, deal_groups
         )
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     totals = tools.totals_of(bf16)
@@ -116,7 +122,7 @@ def test_in_float16_the_gradient_of_a_large_update_does_not_underflow_on_two_ran
 
 @pytest.mark.parametrize("deal", DEALS)
 def test_gradient_on_two_ranks_equals_the_plain_one(two_ranks, plain, tools, tied_policy, deal):
-    samples = plain[tied_policy][0][0][0]
+    samples = plain["tied"][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(tied_policy), samples, OBJECTIVE)
     for rank in two_ranks[0]:
         assert_tensors_close(rank[deal][-1], expected, rtol=1e-4, atol=1e-6)
@@ -127,7 +133,7 @@ def test_gradient_on_two_ranks_equals_the_plain_one(two_ranks, plain, tools, tie
 def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows_or_passes(
     tools, plain, untied_policy, count, checkpointing
 ):
-    samples = plain[untied_policy][0][0][0]
+    samples = plain["untied"][0][0][0]
     _, expected = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
     in_passes, (every, granularity) = count == "passes", checkpointing
     rows = by_prompt(samples) if in_passes else tools.cut(samples, count)
@@ -143,14 +149,6 @@ def test_gradient_on_one_rank_equals_the_plain_one_for_any_number_of_rows_or_pas
         assert [row["row_tokens"] for row in found] == tokens  # every prompt once
 
 
-@pytest.mark.parametrize("name", ["tied", "untied"])
-def test_ten_updates_in_passes_on_two_ranks_that_run_free_equal_plain_adamw(
-    two_ranks, plain, tied_policy, untied_policy, name
-):
-    results = two_ranks[0][0][f"passes, {name}"]
-    same_run(*plain[{"tied": tied_policy, "untied": untied_policy}[name]], results, results[-2])
-
-
 def same_run(history, expected, results, parameters):
     """Losses, gradient norms and weights of ten updates are those of the plain process."""
     steps = [result for result in results if isinstance(result, dict) and "learner/loss" in result]
@@ -162,24 +160,23 @@ def same_run(history, expected, results, parameters):
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_ten_updates_on_one_rank_equal_plain_adamw(tools, plain, tied_policy, untied_policy, name):
-    path = {"tied": tied_policy, "untied": untied_policy}[name]
-    history, expected = plain[path]
+def test_ten_updates_on_one_rank_equal_plain_adamw(tools, plain, paths, name):
+    history, expected = plain[name]
     calls = []
     for samples, _, _ in history:
         calls += [("accumulate", (row, PROVISIONAL)) for row in tools.cut(samples, 2)] + [
             ("step", (tools.totals_of(samples),))
         ]
     results = tools.run_here(
-        tools.make_config(path, learner=LEARNER, objective=OBJECTIVE), [*calls, ("parameters", ())]
+        tools.make_config(paths[name], learner=LEARNER, objective=OBJECTIVE), [*calls, ("parameters", ())]
     )
     same_run(history, expected, results, results[-1])
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_ten_updates_on_two_ranks_equal_plain_adamw(tools, two_ranks, plain, tied_policy, untied_policy, backend, name):
+def test_ten_updates_on_two_ranks_equal_plain_adamw(two_ranks, plain, backend, name):
     results = two_ranks[0][0][f"{backend}, {name}"]
-    same_run(*plain[{"tied": tied_policy, "untied": untied_policy}[name]], results, results[-2])
+    same_run(*plain[name], results, results[-2])
 
 
 def test_both_ranks_report_the_same_metrics_and_only_rank_0_exports(two_ranks, tools):

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
-from infsample_rl.controller.start_table import setting_warnings
 from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, keep_in_host_memory
 from infsample_rl.model.logprobs import load_frozen_policy
 from infsample_rl.model.packing import pack_row, pack_samples
-from infsample_rl.plan.placement import reference_text, worker_groups
+from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import Prompt
 from tests.tiny_models import assert_tensors_close, finished
 
@@ -151,22 +150,6 @@ def test_updates_at_one_rank_are_those_with_reference_workers(tools, tied_policy
     )
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
-def test_logprobs_are_those_of_a_reference_worker(tools, tied_policy, frozen, samples, kind):
-    config = config_of(tools, tied_policy, frozen, kind)
-    worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
-    worker.setup("127.0.0.1", 0, None)
-    totals = tools.totals_of(samples)
-    worker.accumulate(samples, totals)  # the policy moves, the reference does not
-    worker.step(totals)
-    row = pack_samples(samples, "cpu").row
-    expected = np.concatenate([sample.reference_logprobs for sample in with_reference(on_workers(config), samples)])
-    own = worker.reference.logprobs(row, None)
-    np.testing.assert_allclose(own.numpy(), expected, atol=1e-5)
-    assert not own.requires_grad
-    assert (worker.policy(row, tools.TEMPERATURE)[0] - own).abs().max() > 0.01
-
-
 def test_no_reference_is_loaded_without_a_kl_in_the_loss(tools, tied_policy):
     for objective in (ObjectiveConfig(kl="none"), ObjectiveConfig(kl_coef=0.0)):
         config = replace(
@@ -211,11 +194,8 @@ def check_offload(tools, path, device, samples):
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(offloaded(row, 0.7)[0], plain(row, 0.7)[0])
-    one_layer, rest = (
-        len(list(offloaded.decoder_layers()[0].parameters())),
-        len(held) - 2 * len(list(offloaded.decoder_layers()[0].parameters())),
-    )
-    assert [sum(parameters) for parameters in moved] == [one_layer + rest] * 4
+    one_layer = len(list(offloaded.decoder_layers()[0].parameters()))
+    assert [sum(parameters) for parameters in moved] == [len(held) - one_layer] * 4  # of two layers
     assert all(
         parameter.data_ptr() == address and parameter.device.type == "cpu" for parameter, address in held.items()
     )
@@ -234,14 +214,5 @@ def test_an_offloaded_reference_keeps_its_weights_in_host_memory(tools, tied_pol
 def test_a_run_with_the_reference_on_its_learner_has_no_reference_worker(tools, tied_policy):
     config = replace(tools.make_config(tied_policy), cluster=ClusterConfig(learner_ranks=2, reference_workers=3))
     assert [group.role for group in worker_groups(config)] == ["rollout", "reward", "learner", "reference"]
-    assert reference_text(config) == "the policy as the run starts, in 3 reference workers"
     config = replace(config, reference=ReferenceConfig(placement="learner", path="other", offload=True))
     assert [group.role for group in worker_groups(config)] == ["rollout", "reward", "learner"]
-    assert reference_text(config) == "other, on the learner ranks: sharded over them, beside the policy"
-    assert (
-        "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any case"
-        in setting_warnings(config)
-    )
-    config = replace(config, reference=HERE, learner=LORA)
-    assert reference_text(config) == "on the learner ranks: the policy without its adapters"
-    assert reference_text(replace(config, objective=ObjectiveConfig(kl="none"))) == "none: no KL term is used"

@@ -143,15 +143,6 @@ def test_several_updates_of_rows_in_passes_are_those_of_rows_of_one(tools, untie
     assert found[32][1]["learner/kl"] > 0
 
 
-def test_totals_may_not_change_inside_an_update(tools, untied_policy, samples):
-    calls = [
-        ("accumulate", (samples, tools.totals_of(samples))),
-        ("accumulate", (samples, tools.totals_of(samples[1:]))),
-    ]
-    with pytest.raises(ValueError, match="totals must stay the same"):
-        tools.run_here(tools.make_config(untied_policy, learner=LEARNER), calls)
-
-
 def test_a_resumed_run_goes_on_bit_for_bit(tools, untied_policy, tmp_path):
     learner = replace(LEARNER, lr_schedule="cosine")
     config = tools.make_config(untied_policy, learner=learner, deterministic=True)

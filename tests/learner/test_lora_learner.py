@@ -11,8 +11,6 @@ import torch
 from peft import PeftModel
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
-from infsample_rl.learner.loss import policy_loss
-from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
 from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.types import LossTotals
@@ -32,52 +30,12 @@ if importlib.util.find_spec("deepspeed") is not None:
     TWO_RANKS |= {f"deepspeed {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
 
 
-def plain_gradients(tools, lm, samples):
-    """Loss and gradients of the adapters, one sample at a time, by peft's and transformers' own forward."""
-    lm.zero_grad()
-    total = 0.0
-    for sample in samples:
-        logprobs, _ = tools.plain_logprobs(lm, sample.prompt_ids, sample.response_ids)
-        advantages, ids = torch.full_like(logprobs, sample.advantage), torch.zeros(len(logprobs), dtype=torch.long)
-        reference = torch.from_numpy(sample.reference_logprobs)
-        totals = tools.totals_of(samples)
-        loss, _ = policy_loss(
-            logprobs, logprobs.detach(), advantages, ids, objective=OBJECTIVE, totals=totals, ref_logprobs=reference
-        )
-        loss.backward()
-        total += loss.item()
-    return total, {name: parameter.grad.clone() for name, parameter in lm.named_parameters() if parameter.requires_grad}
-
-
-def train_plainly(tools, path, count=10):
-    """Updates of plain AdamW on peft's model: [(samples, loss, norm)], and the model after them."""
-    lm = tools.load_plain(path)
-    adapted = add_adapters(lm, LEARNER, seed=0, path=path)
-    trained = [parameter for parameter in lm.parameters() if parameter.requires_grad]
-    betas = (LEARNER.beta1, LEARNER.beta2)
-    optimizer = torch.optim.AdamW(
-        trained, lr=LEARNER.lr, betas=betas, eps=LEARNER.adam_epsilon, weight_decay=LEARNER.weight_decay
-    )
-    history = []
-    for update in range(count):
-        optimizer.param_groups[0]["lr"] = lr_at(update, 10, LEARNER)
-        samples = tools.make_samples(lm, seed=update)
-        loss, _ = plain_gradients(tools, lm, samples)
-        norm = torch.nn.utils.clip_grad_norm_(trained, LEARNER.max_grad_norm).item()
-        optimizer.step()
-        history.append((samples, loss, norm))
-    return history, adapted
-
-
 @pytest.fixture(scope="module")
 def plain(tools, tied_policy):
-    history, adapted = train_plainly(tools, tied_policy)
-    adapters = {
-        name: parameter.detach().clone()
-        for name, parameter in adapted.get_base_model().named_parameters()
-        if parameter.requires_grad
-    }
-    after = tools.make_samples(adapted.get_base_model(), seed=9)
+    lm = tools.load_plain(tied_policy)
+    adapted = add_adapters(lm, LEARNER, seed=0, path=tied_policy)
+    history, adapters = tools.plain_updates(tied_policy, OBJECTIVE, LEARNER, lm=lm)
+    after = tools.make_samples(lm, seed=9)
     merged = {name: parameter.detach() for name, parameter in adapted.merge_and_unload().named_parameters()}
     return history, adapters, merged, after
 
@@ -124,35 +82,11 @@ def exported(tools, path, published, dtype=torch.float32):
     return dict(lm.named_parameters())
 
 
-def test_gradients_of_the_adapters_are_pefts_one_sample_at_a_time(tools, tied_policy, plain):
-    (samples, _, _), *_ = plain[0]
-    lm = tools.load_plain(tied_policy)
-    add_adapters(lm, LEARNER, seed=0, path=tied_policy)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # B is zero at first, and with it A's gradient: take a policy some updates on
-        for name, parameter in lm.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    samples = tools.make_samples(lm, seed=5)
-    loss, expected = plain_gradients(tools, lm, samples)
-    totals = tools.totals_of(samples)
-    for settings in ({}, {"activation_checkpointing": 1}):
-        worker = tools.rank_main.LearnerWorker(
-            tools.make_config(tied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE), 0, 1, 10
-        )
-        worker.setup("127.0.0.1", 0, None)
-        worker.policy.lm.load_state_dict(lm.state_dict())
-        for row in tools.cut(samples, 3):
-            worker.accumulate(row, totals)
-        assert worker.sums.loss == pytest.approx(loss, rel=1e-5)
-        gradients = tools.rank_main.gradients(worker)
-        assert len(expected) == 28
-        assert_tensors_close(gradients, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_ten_updates_at_one_rank_equal_pefts_merged_model(tools, plain, tied_policy):
+@pytest.mark.parametrize("every", [0, 1])
+def test_ten_updates_at_one_rank_equal_pefts_merged_model(tools, plain, tied_policy, every):
     history, adapters, merged, _ = plain
-    config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE)
+    learner = replace(LEARNER, activation_checkpointing=every)
+    config = tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE)
     results = tools.run_here(
         config, [*updates(tools, history, [(2,)] * 10), ("parameters", ()), ("export_weights", (3,))]
     )

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from infsample_rl.learner.row_plan import (
-    PAIR_COST,
     RowPlanner,
     assemble,
     balanced_waves,
@@ -36,13 +35,6 @@ def test_short_groups_share_a_row():
     assert planner.add_group(specs(1, [3])) == []  # 3 + 2 + 2, then 2 + 3: exactly 12
     assert names(planner.flush()) == [[(0, 0), (0, 1), (1, 0)]]
     assert planner.flush() == []
-
-
-def test_a_group_that_does_not_fit_behind_the_open_row_starts_its_own():
-    planner = RowPlanner(11, {0: 3, 1: 2})
-    planner.add_group(specs(0, [2, 2]))
-    assert names(planner.add_group(specs(1, [3]))) == [[(0, 0), (0, 1)]]
-    assert names(planner.flush()) == [[(1, 0)]]
 
 
 def test_a_long_group_is_split_and_its_prompt_repeated():
@@ -105,25 +97,6 @@ def test_every_sample_is_in_one_row_and_no_row_is_above_the_budget():
         for group, prompt in zip(groups, prompts, strict=True):
             if prompts[prompt] + sum(spec.length for spec in group) <= 60:
                 assert sum(any(spec in row for spec in group) for row in plans[0]) == 1  # its prompt is computed once
-
-
-def test_the_cost_of_a_row_written_out():
-    # tokens 4 + 2 + 3 = 9; pairs: prompt 4 * 5 / 2 = 10, responses 2 * 4 + 3 = 11 and 3 * 4 + 6 = 18
-    assert row_cost(specs(0, [2, 3]), {0: 4}) == 9 + PAIR_COST * 39
-    # another prompt of 1 token with a response of 1: 2 tokens, pairs 1 + 1 + 1
-    assert row_cost(specs(0, [2, 3]) + specs(1, [1]), {0: 4, 1: 1}) == 11 + PAIR_COST * 42
-    assert row_cost([], {}) == 0
-
-
-def test_waves_of_similar_rows_written_out():
-    rows = [specs(0, [10]), specs(1, [50]), specs(2, [11]), specs(3, [48]), specs(4, [30])]
-    prompts = dict.fromkeys(range(5), 1)
-    # dearest first; the rank that got 50 takes the cheaper one of the next wave, and the last row goes to the rank with
-    # less
-    dealt = [[row and row[0].prompt_index for row in wave] for wave in balanced_waves(rows, 2, prompts)]
-    assert dealt == [[1, 3], [2, 4], [0, None]]
-    assert balanced_waves([], 2, {}) == []
-    assert balanced_waves(rows[:1], 3, prompts) == [[rows[0], None, None]]
 
 
 def test_every_row_is_dealt_once_and_ranks_differ_by_no_more_than_a_wave_does():

@@ -7,8 +7,6 @@ from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Starcoder2Config,
@@ -85,9 +83,6 @@ NOISY = {
             bos_token_id=0,
             eos_token_id=1,
         )
-    ),
-    "in front of a router": lambda: MixtralForCausalLM(
-        MixtralConfig(**FEW, num_key_value_heads=2, intermediate_size=48, num_local_experts=4, router_jitter_noise=0.5)
     ),
 }
 

@@ -32,7 +32,8 @@ for call in calls:
     except ValueError as error:
         print(json.dumps([str(error), time.time() - started]))
 cached = ModelConfig(path="someone/tiny")
-print(json.dumps([len(load_tokenizer(cached)), load_model_config(cached).hidden_size, load_model(cached).config.hidden_size]))
+configs = load_model_config(cached), load_model(cached).config
+print(json.dumps([len(load_tokenizer(cached)), *(config.hidden_size for config in configs)]))
 """
 
 

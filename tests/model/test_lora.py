@@ -200,14 +200,6 @@ def settings_for(base, **learner):
     )
 
 
-def test_what_is_trained_is_said_before_any_model_is_loaded(saved):
-    architecture = tiny().config
-    assert check_lora(settings_for(saved[0], lora_rank=0), architecture, None) == "all weights"
-    # rank 4 on q (64 x 32) and v (32 x 32) of two layers
-    text = "LoRA of rank 4 on 4 layers (q_proj, v_proj): 1,280 parameters, 4.96% of the model's"
-    assert check_lora(settings_for(saved[0], lora_targets=["q_proj", "v_proj"]), architecture, None) == text
-
-
 def test_a_checkpoint_of_other_adapters_is_refused_before_any_model_is_loaded(saved):
     base, checkpoint, _ = saved
     architecture = tiny().config

@@ -139,15 +139,6 @@ def test_a_head_that_adds_its_gradient_itself_gives_autograds_and_in_16_bits_a_c
     assert (own < 0.3 * other) if dtype == torch.bfloat16 else (own < 1e-4 and other < 1e-4), (own, other)
 
 
-def test_masked_ids_are_sorted_once_each_and_checked():
-    assert masked_index([7, 2, 7], 8, "cpu").tolist() == [2, 7]
-    assert masked_index([], 8, "cpu") is None
-    with pytest.raises(ValueError, match=r"rollout.bad_token_ids must be ids of the tokenizer, 0 to 7, got \[8\]"):
-        masked_index([2, 8], 8, "cpu")
-    with pytest.raises(ValueError, match="rollout.bad_token_ids must leave an id to sample, got all 8"):
-        masked_index(range(8), 8, "cpu")
-
-
 def test_a_packed_row_with_masked_ids_and_a_float32_head():
     torch.manual_seed(0)
     lm = LlamaForCausalLM(LlamaConfig(**TINY_SIZES, initializer_range=0.2)).bfloat16()

@@ -21,9 +21,6 @@ SIZES = {
     "initializer_range": 0.2,  # large, so that greedy continuations do not repeat one token
 }
 FAMILIES = {  # what differs from SIZES
-    "mistral": {"sliding_window": None},
-    "phi3": {"pad_token_id": 0},
-    "glm4": {"pad_token_id": 0},
     "gpt_neox": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},

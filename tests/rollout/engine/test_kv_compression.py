@@ -38,14 +38,6 @@ def random_tokens(count, heads=2, dims=8):
     return tuple(torch.randn(count, heads, dims, generator=generator) * size for _ in range(2))
 
 
-def test_bytes_of_a_page_count_its_scales():
-    qwen = KVShape(num_layers=28, num_kv_heads=8, head_dim=128)
-    assert qwen.page_bytes(16, torch.int8) == 28 * 2 * (16 * 8 * 128 + 8 * 4) == 919_296
-    assert qwen.page_bytes(16, torch.float8_e4m3fn) == 919_296
-    kv = make_kv("int8", pages=3, size=16, heads=2, dims=16, layers=2)
-    assert kv.page_bytes == kv.shape.page_bytes(16, torch.int8) == 2080 and kv.nbytes == 4 * 2080
-
-
 def test_a_larger_token_makes_the_scale_grow_and_rounds_the_page_again():
     kv = make_kv("int8")
     kv.write(0, torch.tensor([8]), column(1.0), column(0.5))

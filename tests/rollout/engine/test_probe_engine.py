@@ -123,21 +123,6 @@ def test_steps_as_captured_and_launched_ahead_teach_the_same(countdown, tokenize
     )
 
 
-def test_every_observation_is_of_what_its_state_had_seen(countdown, tokenizer):
-    engine = make_engine(countdown, tokenizer, **BUDGET)
-    sample(engine, 1)
-    report = engine.learn()
-    count, column_sums = report.statistics.counts.sum(), report.statistics.xx[:, -1].sum(0)
-    assert count > 300
-    assert column_sums[:64].sum() == pytest.approx(8 * count, rel=1e-3)  # a state is one 8
-    # after token t, t tokens are left: sum of log t over observations, by the state's place
-    logs = torch.tensor([0.0] + [math.log(token) for token in range(1, 64)], dtype=torch.float64)
-    assert report.statistics.xy[:, -1].sum() == pytest.approx(
-        float((logs * torch.from_numpy(column_sums[:64]) / 8).sum()), rel=1e-3
-    )
-    assert column_sums[0] == column_sums[START] == 0  # a sample that has ended is not asked about
-
-
 @pytest.mark.parametrize("kind", ["constant", "reversed", "tiny"])
 @pytest.mark.parametrize("settings", [BUDGET, SLOTS | {"schedule": "lpt"}, SLOTS | {"schedule": "fptas"}], ids=str)
 def test_wrong_predictions_change_no_sample_and_end(countdown, tokenizer, kind, settings):

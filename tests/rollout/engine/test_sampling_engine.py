@@ -10,7 +10,6 @@ from infsample_rl.rollout.engine.attention import attention_with_lse, plain_atte
 from tests import engines
 from tests.engines import PROMPTS, assert_logprobs_close, ends_of, full_logprobs, greedy, tokens_of
 
-TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, kv heads, head size, float32
 make_engine = partial(engines.make_engine, schedule="arrival")
 
 
@@ -25,7 +24,7 @@ def expected(model, tokenizer):
     return make_engine(model, tokenizer).generate(PROMPTS, seed=4, step=2)
 
 
-OTHERS = ["mistral", "olmo2", "phi3", "gemma", "gpt_neox", "opt", "qwen3_moe", "glm4"]  # through their own modules
+OTHERS = ["gemma", "gpt_neox", "opt", "qwen3_moe"]  # through their own modules
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", *OTHERS])
@@ -50,8 +49,8 @@ def test_log_probabilities_equal_a_full_forward(make_model, tokenizer, settings)
     "settings",
     [
         {"schedule": "full_group"},
-        {"schedule": "naive"},
-        {"schedule": "fixed_slot"},
+        {"slots": 4, "prompts_at_once": 3, "schedule": "naive"},
+        {"slots": 4, "prompts_at_once": 3, "schedule": "fixed_slot"},
         {"schedule": "fptas"},
         {"schedule": "lpt", "slots": 4},
         {"schedule": "sjf", "prompts_at_once": 2},
@@ -64,9 +63,6 @@ def test_log_probabilities_equal_a_full_forward(make_model, tokenizer, settings)
         {"schedule": "token_budget", "max_rows": 2},
         {"slots": 1},
         {"slots": 10, "prompts_at_once": 2},
-        {"slots": 4, "prompts_at_once": 3, "schedule": "naive"},
-        {"slots": 4, "prompts_at_once": 3, "schedule": "fixed_slot"},
-        {"deterministic": True},
         {"deterministic": True, "prompts_at_once": 2, "slots": 5},
     ],
     ids=str,
@@ -134,20 +130,6 @@ def test_prefix_kv_stays_while_pages_allow_and_every_rebuild_is_one_step_more(mo
     assert rebuilt == 0 if budget == 1000 else 0 < rebuilt <= waiting
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"prompts_at_once": 2, "slots": 5}, {"schedule": "infinite", "predictor": "bert", "prefix_tokens": 4}],
-)
-def test_the_default_pool_holds_slots_full_responses_and_the_resident_prompts(model, tokenizer, settings):
-    engine = make_engine(model, tokenizer, group_size=16, page_size=4, **settings)
-    engine.generate(PROMPTS, seed=0)
-    stats, config = engine.stats, engine.config
-    # a prompt of 7 tokens has two pages of 4
-    assert stats.kv_pool_bytes == (config.slots * 24 + config.prompts_at_once * 8) * TOKEN_BYTES
-    assert 0 < stats.peak_kv_bytes <= stats.kv_pool_bytes
-    assert stats.peak_kv_bytes % (4 * TOKEN_BYTES) == 0
-
-
 def test_the_first_micro_group_arrives_before_the_last_sample_ends(model, tokenizer, expected):
     engine = make_engine(model, tokenizer)
     steps, sizes, prompts = [], [], []
@@ -189,8 +171,6 @@ def test_dynamic_slot_keeps_the_first_to_finish(model, tokenizer, expected):
     for completion in group:
         if completion.sample_index < 6:
             assert completion.token_ids.tolist() == expected[0][completion.sample_index].token_ids.tolist()
-    with pytest.raises(ValueError, match="contiguous"):
-        engine.generate(PROMPTS[:1], seed=4, sample_indices=[[0, 2]])
 
 
 def test_stop_ids_come_from_generation_config_tokenizer_and_settings(make_model, make_tokenizer):
@@ -261,7 +241,6 @@ def test_models_and_tokenizers_that_cannot_work_are_refused(make_model, make_tok
         ({"prompt_ids": [[1] * 240]}, "context of 256; the nearest that works is max_new_tokens=16"),
         ({"prompt_ids": [[1]], "sample_indices": [[1, 1]]}, "must differ"),
         ({"prompt_ids": [[1]], "sample_indices": []}, "equally long"),
-        ({"prompt_ids": [[1]], "temperature": -1.0}, "temperature must be 0 .* or >= 0.001"),
     ],
 )
 def test_bad_requests_are_refused_before_anything_is_sampled(model, tokenizer, arguments, message):

@@ -94,29 +94,6 @@ def test_a_tokenizer_that_drops_spaces_after_decoding_is_decoded_whole(tiny_qwen
     fuzz(tokenizer, seed=3, rounds=50)
 
 
-def test_a_string_across_token_borders_ends_the_sample_at_the_token_that_completes_it(bytes_only):
-    stop = StopStrings(bytes_only, ["</answer>", "\u4f60"])
-    ids = bytes_only("<answer>3</answer>", add_special_tokens=False)["input_ids"]
-    assert len(ids) == 18 and found_end(stop, ids) == 18 and found_end(stop, ids[:-1]) is None
-    ids = bytes_only("a\u4f60b", add_special_tokens=False)["input_ids"]
-    assert len(ids) == 5 and found_end(stop, ids) == 4  # a character of three bytes
-    assert not stop.ends([])
-    assert not StopStrings(bytes_only, []).ends(ids)
-
-
-def test_a_leading_space_counts_and_is_not_there_at_the_start(sentencepiece):
-    is_word, mark, here = (sentencepiece.convert_tokens_to_ids(piece) for piece in ("\u2581is", "\u2581", "he"))
-    stop = StopStrings(sentencepiece, [" is"])
-    assert sentencepiece.decode([is_word, is_word]) == "is is"
-    assert [stop.ends([is_word]), stop.ends([is_word, is_word]), stop.ends([here] * 30 + [is_word])] == [
-        False,
-        True,
-        True,
-    ]
-    space = StopStrings(sentencepiece, [" "])
-    assert [space.ends([here]), space.ends([here, mark])] == [False, True]
-
-
 def test_a_run_of_byte_tokens_is_never_cut_inside_a_character(sentencepiece):
     here, newline = (sentencepiece.convert_tokens_to_ids(piece) for piece in ("he", "<0x0A>"))
     hello = [sentencepiece.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "\u4f60\u597d".encode()]

@@ -20,7 +20,8 @@ def test_one_openmp_runtime_is_mapped_and_it_is_torchs():
 import torch
 from infsample_rl.rollout.kernels import cpu_kernels
 cpu_kernels.load().linear(torch.randn(8, 64), torch.randn(512, 64))
-print({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line} == {cpu_kernels._openmp_path()}, cpu_kernels._openmp_path())
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
+print(mapped == {cpu_kernels._openmp_path()}, cpu_kernels._openmp_path())
 """  # on its own: other libraries of this process may have brought one
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("True ") and "torch" in done.stdout

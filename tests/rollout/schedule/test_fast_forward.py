@@ -8,11 +8,6 @@ from hypothesis import strategies as st
 
 from infsample_rl.config.rollout import SCHEDULES
 from infsample_rl.rollout import simulator
-from infsample_rl.rollout.schedule.fast_forward import repeat_steps
-from infsample_rl.rollout.schedule.kv_pool import KVPool
-from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule.step_planner import StepPlanner
-from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.rollout.simulator import simulate_prompts
 
 
@@ -83,37 +78,3 @@ def test_strides_change_nothing_where_many_are_preempted(monkeypatch):
             assert fast == step_by_step(monkeypatch, groups, "token_budget", arguments)
             preempted += fast.preemptions
     assert preempted > 100
-
-
-def test_pages_are_taken_from_the_back_of_the_line_first():
-    settings = GroupSettings("token_budget", 3, 3)
-    group = PromptGroup(0, [0], [0, 1, 2], settings, lambda _: 0)
-    planner = StepPlanner(
-        [group], KVPool(15, 1), num_slots=3, prompts_at_once=1, max_new_tokens=12, policy=TokenBudgetPolicy(1, 12)
-    )
-    for tokens, pages in ((5, 4), (7, 2), (6, 3)):
-        sample = Sample(group, tokens, tokens, 0, num_tokens=tokens, pages=planner.pool.take(pages))
-        planner.line.append(sample)
-    while not planner.is_settled:
-        planner.next_step()
-    assert ([len(sample.pages) for sample in planner.line], planner.pool.num_free) == ([4, 2, 3], 2)
-    assert repeat_steps(planner, 2) == 2  # three rows: 6 pages
-    # the one with most tokens has least work left: it gives all it has, then the one with 6
-    assert ([len(sample.pages) for sample in planner.line], planner.pool.num_free) == ([4, 0, 1], 0)
-
-
-def test_a_stride_is_cut_where_pages_run_out_and_waits_for_a_step_without_changes():
-    group = PromptGroup(0, [0], [0, 1], GroupSettings("arrival", 2, 2), lambda _: 0)
-    planner = StepPlanner([group], KVPool(19, 1), num_slots=2, prompts_at_once=1, max_new_tokens=9)
-    assert repeat_steps(planner, 5) == 0  # nothing runs
-    planner.next_step()
-    assert repeat_steps(planner, 5) == 0  # rows came
-    planner.next_step()
-    assert repeat_steps(planner, 5) == 5
-    rows = planner.running
-    assert [sample.num_tokens for sample in rows] == [7, 7] and [len(sample.pages) for sample in rows] == [6, 6]
-    assert (planner.running_steps, planner.num_tokens, planner.pool.num_free) == (7, 14, 19 - 1 - 12)
-    planner.pool.take(3)
-    assert repeat_steps(planner, 5) == 1  # 3 of 6 pages are left, a step takes 2
-    planner.end_step([rows[0]])
-    assert repeat_steps(planner, 5) == 0  # a row has left

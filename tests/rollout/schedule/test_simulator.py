@@ -2,14 +2,13 @@
 
 import itertools
 import math
-import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infsample_rl.config.rollout import RolloutConfig
+from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts, slot_bound, token_bound
 
@@ -23,15 +22,6 @@ def test_a_worked_example():
     assert result.completed == [1, 2, 0, 3, 5, 4]
     assert result.finish_steps == [1, 5, 6, 7, 10, 11]
     assert result.peak_kv_tokens <= 2 * 6 and (result.preemptions, result.recomputed_tokens) == (0, 0)
-
-
-STEPS = {"full_group": 6, "naive": 6 + 4 + 5, "fixed_slot": 6 + 4 + 5, "lpt": 11, "sjf": 12, "fptas": 11}
-
-
-def test_running_steps_of_two_slots_and_of_orders_by_predictions():
-    assert {name: simulate(LENGTHS, name, slots=2).running_steps for name in STEPS} == STEPS
-    longest_last = [-length + 10 for length in LENGTHS]
-    assert simulate(LENGTHS, "lpt", slots=2, predicted=longest_last).running_steps == STEPS["sjf"]
 
 
 def least_makespan(lengths, slots):
@@ -195,46 +185,27 @@ def test_each_prompt_of_a_dynamic_slot_call_keeps_its_own_size():
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.parametrize("schedule", [*(name for name in SCHEDULES if name != "dynamic_slot"), "parked"])
+@pytest.mark.filterwarnings("ignore")
 def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
-    make_model, tokenizer, disk_folder, parks, page_size
+    make_model, tokenizer, disk_folder, schedule, page_size
 ):
-    placed = {"preemption": str(disk_folder)} if parks else {"preemption": "recompute"}
-    config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, page_size=page_size, **placed)
+    parks, by_budget = schedule == "parked", schedule in ("parked", "token_budget")
+    schedule = "token_budget" if parks else schedule
+    placed = {"preemption": str(disk_folder) if parks else "recompute"} if by_budget else {}
+    config = RolloutConfig(
+        group_size=12, slots=2, max_new_tokens=24, schedule=schedule, page_size=page_size, prompts_at_once=2, **placed
+    )
     engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
     prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]
     lengths = [[len(completion.token_ids) for completion in group] for group in engine.generate(prompts, seed=4)]
-    result = simulate_prompts(
-        lengths, "token_budget", slots=2, page_size=page_size, prompt_tokens=[5, 3], max_new_tokens=24, parks=parks
-    )
+    sizes = {"slots": 2, "page_size": page_size, "prompt_tokens": [5, 3], "max_new_tokens": 24, "prompts_at_once": 2}
+    predicted = None if by_budget else [[1.0] * 12] * 2
+    result = simulate_prompts(lengths, schedule, predicted=predicted, parks=parks, **sizes)
     found, stats = (
         (result.running_steps, result.preemptions, result.recomputed_tokens, result.parked_tokens),
         engine.stats,
     )
     assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens, stats.parked_tokens) == found
-    assert result.preemptions > 5 and (result.parked_tokens > 0) == parks
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize(
-    "schedule", ["arrival", "naive", "fixed_slot", "full_group", "lpt", "sjf", "infinite", "fptas"]
-)
-def test_the_engine_takes_as_many_steps_as_the_simulator(make_model, tokenizer, schedule, page_size):
-    config = RolloutConfig(group_size=12, slots=2, max_new_tokens=24, schedule=schedule, page_size=page_size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
-    prompt = [5, 9, 7, 30, 2]
-    group = engine.generate([prompt], seed=4)[0]
-    lengths = [len(completion.token_ids) for completion in group]
-    assert len(set(lengths)) > 3
-    result = simulate(
-        lengths, schedule, slots=2, predicted=[1.0] * 12, page_size=page_size, prompt_tokens=5, max_new_tokens=24
-    )
-    stats = engine.stats
-    assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens) == (
-        result.running_steps,
-        result.preemptions,
-        result.recomputed_tokens,
-    )
     assert stats.peak_kv_bytes == result.peak_kv_tokens * 2 * 2 * 2 * 16 * 4
+    assert (result.preemptions > 5) == by_budget and (result.parked_tokens > 0) == parks

@@ -134,19 +134,3 @@ def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
             ),
             lengths,
         )
-
-
-def test_a_repeated_step_is_refused_when_pages_are_short_or_a_row_is_at_its_end():
-    settings = GroupSettings("arrival", 2, 2)
-    group = PromptGroup(0, [0] * 4, [0, 1], settings, lambda _: 0)
-    planner = StepPlanner([group], KVPool(6, 2), num_slots=2, prompts_at_once=1, max_new_tokens=4)
-    assert planner.repeat_step() is None  # nothing runs yet
-    assert len(planner.next_step().rows) == 2
-    taken = planner.pool.take(3)  # of four that are free
-    assert planner.repeat_step() is None  # the first tokens' KV needs two pages
-    planner.pool.release(taken)
-    plan = planner.repeat_step()
-    assert plan.pages_changed and [sample.num_tokens for sample in plan.rows] == [2, 2]
-    assert not planner.repeat_step().pages_changed  # the pages have room for the second
-    planner.next_step()
-    assert planner.repeat_step() is None  # four tokens: both are at their end
