@@ -141,7 +141,12 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    return {f"predictor/{name}": value for name, value in mean_accuracy(prompts).items()}
+    found = mean_accuracy(prompts)
+    return {
+        "predictor/log_error": found["log_error"],
+        "predictor/token_error": found["token_error"],
+        "predictor/tau": found["tau"],
+    }
 
 
 def update_metrics(updates: list[dict[str, float | None]]) -> Metrics:

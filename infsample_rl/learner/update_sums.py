@@ -15,7 +15,14 @@ from infsample_rl.learner.loss import effective_sample_size, engine_mismatch
 from infsample_rl.model.packing import TrainingRow
 from infsample_rl.types import TrainingSample
 
-MEANS = ("kl", "entropy", "clip_fraction", "importance_mean", "logprob_diff_mean", "logprob_diff_k3")
+MEANS = {  # metric -> its sum
+    "learner/kl": "kl",
+    "learner/entropy": "entropy",
+    "learner/clip_fraction": "clip_fraction",
+    "learner/importance_mean": "importance_mean",
+    "learner/logprob_diff_mean": "logprob_diff_mean",
+    "learner/logprob_diff_k3": "logprob_diff_k3",
+}
 
 
 @dataclasses.dataclass
@@ -73,7 +80,7 @@ class UpdateSums:
         tokens.
         """
         tokens = self.num_tokens
-        found = {f"learner/{name}": getattr(self, name) / max(1, tokens) for name in MEANS} | {
+        found = {metric: getattr(self, name) / max(1, tokens) for metric, name in MEANS.items()} | {
             "learner/logprob_diff_max": self.logprob_diff_max,
             "learner/engine_ess": effective_sample_size(self.engine_weight, self.engine_weight_square, tokens),
         }

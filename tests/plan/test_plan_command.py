@@ -254,7 +254,7 @@ def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_lin
         (["cluster.device_type=h10"], "cluster.device_type must be one of a100-40gb"),
         (["model.path=/nowhere/model"], "model.path=/nowhere/model: no model config"),
         (["rollout.group_sizes=3"], "did you mean rollout.group_size?"),
-        (["--json"], "flags are --config-dir DIR"),
+        (["--json"], "flags are --config-dir"),
         (["lengths=/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl"),
         (["lengths="], "lengths is empty"),
         (["rollout.kv_budget_bytes=1KB"], "the smallest that would do is rollout.kv_budget_tokens="),

@@ -9,7 +9,7 @@ keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,36 @@ from transformers import AttentionInterface
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
+from infsample_rl.types import MaybeNone
 
 NAME = "infsample_pool"
+
+
+class AttentionIn(NamedTuple):
+    """What leads from hidden states to query, keys and values."""
+
+    norm: Tensor
+    weights: tuple[Tensor, ...]  # of query, key and value; or one of all three
+    biases: tuple[Tensor | None, ...]
+    query_norm: Tensor | None  # Qwen3's
+    key_norm: Tensor | MaybeNone
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    epsilon: float
+
+
+class AttentionOut(NamedTuple):
+    """What leads from attention's output to the layer's."""
+
+    out: Tensor
+    out_bias: Tensor | None
+    norm: Tensor
+    gate_up: tuple[Tensor, ...]  # two, or one of both
+    gate_up_biases: tuple[Tensor | None, ...]
+    down: Tensor
+    down_bias: Tensor | None
+    epsilon: float
 
 
 class Step(Protocol):

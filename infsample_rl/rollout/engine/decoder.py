@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from infsample_rl.rollout.engine.attention import Step
+from infsample_rl.rollout.engine.attention import AttentionIn, AttentionOut, Step
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
-from infsample_rl.types import MaybeNone
 
 if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.engine.triton_layers import TritonLayers
@@ -31,33 +30,6 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 def supports(model: PreTrainedModel) -> bool:
     """Whether the decoders of this package can run `model`."""
     return type(model).__name__ in ARCHITECTURES and model.config.hidden_act == "silu"
-
-
-class AttentionIn(NamedTuple):
-    """What leads from hidden states to query, keys and values."""
-
-    norm: Tensor
-    weights: tuple[Tensor, ...]  # of query, key and value; or one of all three
-    biases: tuple[Tensor | None, ...]
-    query_norm: Tensor | None  # Qwen3's
-    key_norm: Tensor | MaybeNone
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    epsilon: float
-
-
-class AttentionOut(NamedTuple):
-    """What leads from attention's output to the layer's."""
-
-    out: Tensor
-    out_bias: Tensor | None
-    norm: Tensor
-    gate_up: tuple[Tensor, ...]  # two, or one of both
-    gate_up_biases: tuple[Tensor | None, ...]
-    down: Tensor
-    down_bias: Tensor | None
-    epsilon: float
 
 
 class FusedDecoder:

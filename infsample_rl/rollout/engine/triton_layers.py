@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infsample_rl.rollout.engine.decoder import AttentionIn, AttentionOut
+from infsample_rl.rollout.engine.attention import AttentionIn, AttentionOut
 from infsample_rl.rollout.engine.kv_cache import PagedKV
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.kernels.paged_attention import STORED_DTYPES, Workspace, paged_attention, write_tokens

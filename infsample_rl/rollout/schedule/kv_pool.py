@@ -20,14 +20,15 @@ class KVPool:
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"num_pages and page_size must be >= 1, got {num_pages} and {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
-        self._free = list(range(num_pages - 1, -1, -1))  # the next ones last: as few as possible are ever touched
+        self._released: list[int] = []  # free, the next ones last: as few as possible are ever touched
+        self._num_touched = 0  # pages from here on were never taken
         self._shares: Counter[int] = Counter()  # by page: owners beside the first
         self.peak_pages = 0
 
     @property
     def num_free(self) -> int:
         """Pages nobody holds."""
-        return len(self._free)
+        return len(self._released) + self.num_pages - self._num_touched
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -35,13 +36,16 @@ class KVPool:
 
     def take(self, count: int) -> list[int]:
         """`count` free pages. RuntimeError when there are fewer: the caller must have made room."""
-        left = len(self._free) - count
+        left = self.num_free - count
         if left < 0:
-            raise RuntimeError(f"{count} KV pages wanted, {len(self._free)} of {self.num_pages} are free")
-        pages = self._free[left:][::-1]
-        del self._free[left:]
+            raise RuntimeError(f"{count} KV pages wanted, {self.num_free} of {self.num_pages} are free")
+        again = max(0, len(self._released) - count)
+        pages = self._released[again:][::-1]
+        del self._released[again:]
+        first = self._num_touched
+        self._num_touched += count - len(pages)
         self.peak_pages = max(self.peak_pages, self.num_pages - left)
-        return pages
+        return [*pages, *range(first, self._num_touched)]
 
     def share(self, pages: Sequence[int]) -> None:
         """One more owner for every page, which somebody must hold already."""
@@ -49,14 +53,14 @@ class KVPool:
 
     def release(self, pages: Sequence[int]) -> None:
         """One owner less for every page; a page without any is free. RuntimeError for more than were taken."""
-        shares, free = self._shares, self._free
+        shares, free = self._shares, self._released
         for page in pages:
             if shares.get(page):
                 shares[page] -= 1
             else:
                 free.append(page)
-        if len(free) > self.num_pages:
-            raise RuntimeError(f"KV pages were released that nobody held: {len(free)} of {self.num_pages} are free")
+        if len(free) > self._num_touched:
+            raise RuntimeError(f"KV pages were released that nobody held: {len(free)} of {self._num_touched} are free")
 
 
 class Parking:

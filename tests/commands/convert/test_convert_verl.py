@@ -113,7 +113,7 @@ def test_dictionaries_and_the_names_of_today(convert):
     ("argument", "error"),
     [
         ("data.max_prompt_length=null", "data.max_prompt_length=None is not a value that verl 0.9.1 takes"),
-        ("actor_rollout_ref.rollout.n=1", "error: rollout.group_size must be >= 2"),  # said after it is printed
+        ("actor_rollout_ref.rollout.n=1", "error: rollout.group_size must be > 1"),  # said after it is printed
     ],
 )
 def test_a_value_that_is_not_taken_is_one_line(refused, argument, error):
