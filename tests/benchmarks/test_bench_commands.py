@@ -57,21 +57,6 @@ def test_kv_stays_within_the_pool_and_the_pool_within_the_memory(engine_records)
     assert engine_records["generate/equal_kv"]["peak_kv_bytes"] <= budget
 
 
-@pytest.mark.slow
-def test_ours_has_the_time_of_a_step_and_rivals_their_variants(engine_records):
-    profile = engine_records["ours/arrival"]["profile"]
-    assert (profile["rows"], profile["kernels"], profile["launches"], profile["device_allocations"]) == (6, 0, 0, 0)
-    for name, record in engine_records.items():
-        assert (record["c0"] is not None) == (record["step_seconds"] is not None) == name.startswith("ours/")
-        if record["step_seconds"]:
-            seconds = [record["step_seconds"][rows] for rows in ("1", "3")]  # two points give the line itself
-            assert [record["c0"] + record["c1"] * rows for rows in (1, 3)] == pytest.approx(seconds)
-    variants = engine_records["generate"]["variants"]
-    assert [variant["settings"]["cache"] for variant in variants] == ["dynamic", "static"]
-    fastest = min(variants, key=lambda variant: variant["seconds"])
-    assert engine_records["generate"]["settings"] == fastest["settings"]
-
-
 @pytest.mark.gpu
 def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmark):
     sizes = ["group_size=4", "slots=4", "max_new_tokens=8", "prompt_tokens=9", "rows=[]", "profile=6"]
@@ -79,14 +64,6 @@ def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmar
     found = json.loads(run_benchmark("engine", *sizes, *shown))["profile"]
     assert found["launches"] <= 2 and found["host_syncs"] == 0 and found["device_allocations"] == 0
     assert found["kernels"] > 20
-
-
-@pytest.mark.slow
-def test_without_json_there_is_a_table_and_a_figure(engine_records, tmp_path, capsys):
-    figures.print_records(list(engine_records.values()), figures.ENGINE_COLUMNS)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:2] == ["name", "s"] and [line.split()[0] for line in lines[1:]] == list(engine_records)
-    assert figures.draw_engine(list(engine_records.values()), tmp_path / "figures").read_bytes()[:4] == PNG
 
 
 @pytest.mark.parametrize("copies", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import subprocess
@@ -142,17 +141,6 @@ def test_bad_input_is_one_line_and_status_2(recorded, tmp_path, refused, change,
     np.savez(tmp_path / "other.npz", gram=np.eye(1), place=np.array([3]), right=np.array([True]))
     given = [argument.format(npz=tmp_path / "other.npz") for argument in arguments]
     assert message in refused(group_size.main, f"recordings=[{tmp_path / 'bad.jsonl'}]", *given)
-
-
-def test_a_recording_is_cut_back_to_whole_lines(tmp_path):
-    spec = importlib.util.spec_from_file_location("record_completions", ROOT / "scripts" / "record_completions.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    path = tmp_path / "cut.jsonl"
-    assert script.whole_lines(path) == 0
-    path.write_text('{"a": 1}\n{"b": 2}\n{"c"')
-    assert script.whole_lines(path) == 2 and path.read_text() == '{"a": 1}\n{"b": 2}\n'
-    assert script.whole_lines(path) == 2
 
 
 @pytest.mark.slow  # two imports of everything

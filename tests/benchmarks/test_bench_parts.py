@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import figures, models, process
+from benchmarks import models, process
 from benchmarks.engine import EngineOptions, fit_step_time, kv_bytes_read, roofline_seconds
 from benchmarks.memory import MemoryOptions, points, record_of
 from benchmarks.rival_settings import micro_batch_rows, rival_measurements
@@ -60,20 +60,18 @@ def test_every_rival_runs_at_its_best_and_at_equal_kv():
     assert {variant["num_blocks"] for variant in found["vllm/equal_kv"]} == {19}  # 19 x 32 = 608 <= 612
 
 
-def test_weight_and_kv_bytes_of_a_shape():
-    config = models.shape_config("qwen3_1.7b")
+@pytest.mark.parametrize(
+    ("shape", "weights", "not_read", "kv_token"),
+    [
+        ("qwen3_1.7b", 3_441_149_952, 0, 114_688),  # tied: the head is read
+        ("qwen3_8b", 16_381_470_720, 151936 * 4096 * 2, 147_456),  # an embedding that is not the head is not
+    ],
+)
+def test_weight_and_kv_bytes_of_a_shape(shape, weights, not_read, kv_token):
     with torch.device("meta"):
-        model = models.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert models.weight_bytes(model) == models.weight_bytes_read(model) == 3_441_149_952  # tied: the head is read
-    assert models.kv_bytes_per_token(model) == 114_688
-
-
-def test_an_embedding_that_is_not_the_head_is_not_read():
-    config = models.shape_config("qwen3_8b")
-    with torch.device("meta"):
-        model = models.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert models.weight_bytes(model) - models.weight_bytes_read(model) == 151936 * 4096 * 2
-    assert models.kv_bytes_per_token(model) == 147_456
+        model = models.AutoModelForCausalLM.from_config(models.shape_config(shape), dtype=torch.bfloat16)
+    assert (models.weight_bytes(model), models.weight_bytes_read(model)) == (weights, weights - not_read)
+    assert models.kv_bytes_per_token(model) == kv_token
 
 
 def test_prompts_differ_and_have_the_length_asked_for(tiny_qwen3):
@@ -118,8 +116,3 @@ def test_a_process_is_ended_with_its_group_and_its_last_words_are_said(tmp_path)
     )
     with pytest.raises(RuntimeError, match="longer than timeout_s=1; last words: waiting"):
         process.run_script([sys.executable, "-c", child], {}, threads=1, timeout_s=1, environment={})
-
-
-def test_a_table_says_what_was_not_measured():
-    values = {"c0": None, "peak_kv_bytes": 2_500_000, "c1": 0.00123, "roofline_fraction": 0.614, "rows": 3}
-    assert [figures.cell(name, value) for name, value in values.items()] == [None, "2.5", "1.23", "61.4%", "3"]

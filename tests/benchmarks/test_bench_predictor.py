@@ -111,14 +111,6 @@ def test_held_out_predictions_are_written_beside_the_recordings(measured, record
         )
 
 
-def test_table_and_figure(measured, tmp_path, capsys):
-    records, _ = measured
-    predictor.print_tables(records)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["recording", "name", "k"] and lines[1].split()[:3] == ["made_n6", "none", "1"]
-    assert predictor.draw_predictor(records, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
-
-
 def test_hidden_states_are_those_of_each_response_alone(tiny_qwen3, recordings):
     recording = read_recordings(recordings)[0]
     plain, packed = (load_model(ModelConfig(path=str(tiny_qwen3)), dtype=torch.float32) for _ in range(2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import train, train_ours
-from benchmarks.train_trl_settings import batching, fastest_settings, tune_prompts, variants
+from benchmarks.train_trl_settings import fastest_settings, variants
 from benchmarks.train_workload import Run, our_settings, run_spec
 from infsample_rl.learner.advantage import group_advantages
 from infsample_rl.types import LossTotals, TrainingSample
@@ -45,16 +45,6 @@ def test_short_passes_and_recomputed_activations_train_the_same_policy(tiny_qwen
     # every prompt once, in passes of two and of one response
     assert split[0]["learner_tokens"] == 4 * 8 + 3 + 4 * 8 + 5
     assert [step["rewards"] for step in split] == [step["rewards"] for step in whole]
-
-
-def test_trl_is_tried_with_micro_batches_continuous_batching_and_checkpointing(tiny_qwen3):
-    spec = spec_of(tiny_qwen3)  # 8 samples a step
-    assert all(8 % each["rows"] == 0 for on_cuda in (True, False) for each in variants(spec, on_cuda=on_cuda))
-    assert {each["generation"] for each in variants(spec, on_cuda=False)} == {"generate", "generate_batch"}
-    in_16_bits = variants(spec | {"dtype": "bfloat16"}, on_cuda=True)
-    assert {each["weights"] for each in in_16_bits} == {"float32", "bfloat16"}
-    assert batching(spec)["num_blocks"] >= 8  # a block for every sample of 16 tokens
-    assert [tune_prompts(8, 8), tune_prompts(8, 1), tune_prompts(128, 4)] == [4, 1, 1]  # steps of 32, 8 and 32 samples
 
 
 def test_the_fastest_of_those_that_ran_is_taken(tiny_qwen3):
@@ -123,21 +113,6 @@ def test_natural_lengths_are_those_of_problems_whose_responses_end_where_they_en
     sizes = ["lengths=natural", "group_size=[16]", "max_new_tokens=64"]
     record = json.loads(run_benchmark("train", f"model={tiny_qwen3}", *sizes, *SMALL))
     assert record["lengths_as_asked"] and record["tokens"] < 16 * 64 and not record["workload"]["ignore_eos"]
-
-
-@pytest.mark.slow
-def test_without_json_there_are_a_table_settings_and_a_figure(records, tmp_path, capsys):
-    both = records + [record | {"name": "trl"} for record in records]
-    train.print_training(both)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["name", "G", "s"] and [line.split()[0] for line in lines[1:5]] == [
-        "ours",
-        "ours",
-        "trl",
-        "trl",
-    ]
-    assert "max_tokens_per_micro_batch=2048" in lines[5]
-    assert train.draw_training(both, tmp_path / "figures").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(

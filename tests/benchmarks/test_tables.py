@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from benchmarks.paper_figures import least_kept_mean
-from benchmarks.tables import TableOptions, groups_of, main, markdown, rows_of
-from infsample_rl.rollout.length_prediction.recordings import Recording
+from benchmarks.tables import TableOptions, main, markdown, rows_of
 from infsample_rl.rollout.simulator import simulate
 
 LENGTHS = [6, 5, 4, 3, 2, 1]
@@ -66,12 +65,6 @@ def test_files_of_one_name_are_kept_apart(tmp_path, capsys, monkeypatch):
     assert main() == 0
     said = capsys.readouterr().out
     assert f"## {one}\ntoy on gsm8k: 1 prompts, G = 6" in said and f"## {other}\ntoy on gsm8k: 1 prompts, G = 2" in said
-
-
-def test_noisy_predictions_stay_within_1_and_the_cap(tmp_path):
-    recording = Recording(dataset="d", model="m", prompt_id="0", lengths=[5] * 50)
-    predicted = groups_of([recording], TableOptions(sigma=10), 8)[0][0].predicted
-    assert min(predicted) == 1 and max(predicted) == 8
 
 
 def test_dynamic_slot_never_keeps_less_than_the_bound_on_average():

@@ -20,7 +20,6 @@ from infsample_rl.cluster.out_of_memory import LESS, explain, is_out_of_memory
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.observe.phases import phase
-from infsample_rl.rollout.worker import RolloutWorker
 from infsample_rl.types import LossTotals, TrainingSample
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB"  # torch 2.13's words
@@ -83,13 +82,6 @@ def test_the_innermost_phase_travels_with_an_exception():
     with pytest.raises(RuntimeError) as raised, phase("outer"), phase("inner"):
         torch.empty(2**58)
     assert what_was_raised(travelled(raised.value)).endswith("; in phase inner")
-
-
-def test_a_pool_that_does_not_fit_names_the_rollout_worker_and_a_smaller_one(tiny_qwen3, tmp_path):
-    with pytest.raises(RuntimeError) as raised:
-        RolloutWorker(config(tiny_qwen3, tmp_path, "rollout.kv_budget_bytes=900000GB"), 3)
-    line = explain(f"rollout worker 3: {what_was_raised(travelled(raised.value))}", str(tmp_path))
-    assert line.startswith("rollout worker 3 ran out of memory; take a smaller rollout.kv_budget_bytes")
 
 
 @pytest.mark.parametrize(

@@ -91,16 +91,6 @@ def test_one_that_hangs_is_given_up_in_its_time_while_others_go_on(watch):
     )
 
 
-def test_everybody_is_named_when_nothing_moves(watch):
-    decoding = watch.stream(0, Worker())
-    watch.call("learner", 0)
-    watch.after(25, working=[decoding])
-    assert watch.notes == [], "a long call is nothing to be told of while others work"
-    watch.streams.clear()
-    watch.after(10)
-    assert watch.notes == ["waiting: learner rank 0 has not moved for 30 s"]
-
-
 def test_one_that_answers_but_stands_still_is_given_up_too(watch):
     decoding = watch.stream(0, Worker())
     watch.stream(1, Worker(7))

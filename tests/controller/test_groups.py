@@ -55,29 +55,10 @@ def rewards(*values) -> RewardResult:
     )
 
 
-def dealt_samples(parts):
-    return [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
-
-
-def test_one_prompt_is_split_over_workers():
-    assert dealt_samples(deal(prompts(1), 4, 2, whole_prompts=False)) == [[(0, [0, 1])], [(0, [2, 3])]]
-
-
-def test_one_prompt_keeps_four_workers_busy():
-    assert dealt_samples(deal(prompts(1), 32, 4, whole_prompts=False)) == [
-        [(0, list(range(start, start + 8)))] for start in (0, 8, 16, 24)
-    ]
-
-
-def test_uneven_work_is_dealt_near_equally_and_completely():
-    parts = deal(prompts(3), 2, 4, whole_prompts=False)
-    flat = [(work.prompt_index, sample) for part in parts for work in part for sample in work.sample_indices]
-    assert flat == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert [sum(len(work.sample_indices) for work in part) for part in parts] == [1, 2, 1, 2]
-
-
 def test_whole_prompts_stay_on_one_worker():
-    assert dealt_samples(deal(prompts(3), 2, 2, whole_prompts=True)) == [[(0, [0, 1]), (2, [0, 1])], [(1, [0, 1])]]
+    parts = deal(prompts(3), 2, 2, whole_prompts=True)
+    dealt = [[(work.prompt_index, work.sample_indices) for work in part] for part in parts]
+    assert dealt == [[(0, [0, 1]), (2, [0, 1])], [(1, [0, 1])]]
 
 
 def test_group_is_complete_with_its_last_reward_and_advantages_span_the_group():
@@ -112,9 +93,9 @@ def test_failed_reward_is_outside_mean_and_every_denominator():
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
 
 
-def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl():
-    for kl, sent in (("none", 0), ("k3", 2)):
-        settings = config(kl=kl, kl_coef=0.01)
+def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_or_an_entropy_term():
+    for objective, sent in (({}, 0), ({"kl": "k3", "kl_coef": 0.01}, 2), ({"entropy_coef": 0.1}, 2)):
+        settings = config(**objective)
         groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
         groups.add_micro_group(0, header(0, [0, 1]))
         groups.add_rewards(0, rewards(1.0, 1.0))
@@ -200,11 +181,3 @@ def test_mini_batches_are_in_prompt_order():
     groups = StepGroups(prompts(4), config(), group_size=2, step=0, with_reference=False)
     batches = mini_batches([groups.groups[index] for index in (3, 0, 2, 1)], 2)
     assert [[group.prompt.prompt_index for group in batch] for batch in batches] == [[0, 1], [2, 3]]
-
-
-def test_a_group_without_signal_is_sent_where_the_loss_has_an_entropy_term():
-    settings = config(entropy_coef=0.1)
-    groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
-    groups.add_micro_group(0, header(0, [0, 1]))
-    groups.add_rewards(0, rewards(1.0, 1.0))
-    assert len(trainable_specs(groups.take_complete()[0], settings)) == 2

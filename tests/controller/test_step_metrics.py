@@ -61,69 +61,29 @@ def test_evaluation_counts_a_failed_reward_as_wrong():
     assert metrics["eval/pass@1"] == 0.5 and metrics["eval/length_mean"] == 5
 
 
-def end(worker, **stats):
+def end(worker, running_steps, row_utilisation, peak_kv_bytes):
+    stats = {"running_steps": running_steps, "row_utilisation": row_utilisation, "peak_kv_bytes": peak_kv_bytes}
+    stats |= {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}
+    stats["predict_seconds"] = running_steps / 10
     return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", [], 0.0))
 
 
-def test_rollout_figures_of_workers_side_by_side():
-    zero = {
-        "recomputed_tokens": 1.0,
-        "preemptions": 0.0,
-        "parked_tokens": 0.0,
-        "kv_pool_bytes": 64.0,
-        "predict_seconds": 0.25,
-    }
-    ends = [
-        end(0, running_steps=10.0, row_utilisation=1.0, peak_kv_bytes=32.0, **zero),
-        end(1, running_steps=30.0, row_utilisation=0.5, peak_kv_bytes=48.0, **zero),
-    ]
-    metrics = rollout_metrics([ends])
-    assert (metrics["rollout/running_steps"], metrics["rollout/peak_kv_bytes"], metrics["rollout/row_utilisation"]) == (
-        30,
-        48,
-        0.625,
-    )
-    # side by side: the longest
-    assert metrics["rollout/recomputed_tokens"] == 2 and metrics["predictor/seconds"] == 0.25
+SIDE_BY_SIDE = [end(0, 10.0, 1.0, 32.0), end(1, 30.0, 0.5, 48.0)]
 
 
-def test_streams_of_one_worker_come_one_after_the_other():
-    zero = {
-        "row_utilisation": 1.0,
-        "recomputed_tokens": 0.0,
-        "preemptions": 0.0,
-        "parked_tokens": 0.0,
-        "kv_pool_bytes": 64.0,
-        "peak_kv_bytes": 8.0,
-    }
-    ends = [
-        end(worker, running_steps=steps, predict_seconds=steps / 10, **zero)
-        for worker, steps in ((0, 10.0), (1, 30.0), (0, 25.0))
-    ]
-    metrics = rollout_metrics([ends])
-    assert (metrics["rollout/running_steps"], metrics["predictor/seconds"]) == (35, 3.5)
-
-
-def test_rounds_of_sampling_come_one_after_the_other():
-    zero = {
-        "recomputed_tokens": 1.0,
-        "preemptions": 0.0,
-        "parked_tokens": 0.0,
-        "kv_pool_bytes": 64.0,
-        "predict_seconds": 0.25,
-    }
-    first = [
-        end(index, running_steps=steps, row_utilisation=1.0, peak_kv_bytes=32.0, **zero)
-        for index, steps in enumerate((10.0, 30.0))
-    ]
-    second = [end(0, running_steps=20.0, row_utilisation=0.25, peak_kv_bytes=48.0, **zero)]
-    metrics = rollout_metrics([first, second])
-    assert (metrics["rollout/running_steps"], metrics["rollout/rounds"], metrics["rollout/peak_kv_bytes"]) == (
-        50,
-        2,
-        48,
-    )
-    assert metrics["rollout/row_utilisation"] == 0.75 and metrics["rollout/recomputed_tokens"] == 3
+@pytest.mark.parametrize(
+    ("rounds", "steps", "utilisation", "recomputed", "seconds"),
+    [
+        ([SIDE_BY_SIDE], 30, 0.625, 2, 3.0),  # the longest
+        ([[*SIDE_BY_SIDE, end(0, 25.0, 1.0, 8.0)]], 35, 50 / 65, 3, 3.5),  # streams of one worker, one after the other
+        ([SIDE_BY_SIDE, [end(0, 20.0, 0.25, 32.0)]], 50, 0.5, 3, None),  # rounds too
+    ],
+)
+def test_rollout_figures_of_workers_streams_and_rounds(rounds, steps, utilisation, recomputed, seconds):
+    metrics = rollout_metrics(rounds)
+    assert metrics["rollout/running_steps"] == steps and metrics["rollout/row_utilisation"] == utilisation
+    assert metrics["rollout/recomputed_tokens"] == recomputed and seconds in (None, metrics["predictor/seconds"])
+    assert metrics["rollout/peak_kv_bytes"] == 48 and metrics["rollout/rounds"] == len(rounds)
 
 
 def test_a_steps_updates_are_averaged_and_skipped_ones_counted():

@@ -10,9 +10,7 @@ import pytest
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.step_records import (
-    TEXT_END,
     completion_records,
-    ends_of,
     sample_records,
     text_reader,
 )
@@ -94,15 +92,3 @@ def test_completions_show_the_text_rewards_saw(strings, text):
     records = completion_records(book(), text_reader(fetched, TOKENIZER, strings), 2, step=3)
     assert [(record["response"], record["prompt_index"]) for record in records] == [(text, 0), (text, 1)]
     assert records[0]["reward"] is None and records[0]["length"] == 4 and records[0]["policy_version"] == 0
-
-
-def test_of_a_long_text_both_ends_are_kept():
-    assert ends_of("a" * 100 + "b" * 100) == "a" * TEXT_END + " ... " + "b" * TEXT_END
-    assert ends_of("a" * (2 * TEXT_END + 5)) == "a" * (2 * TEXT_END + 5)
-
-
-def test_prompts_with_timelines_are_spread_over_the_batch_and_bounded():
-    chosen = {
-        prompts: list(load_config([f"data.prompts_per_step={prompts}"]).timeline_prompts) for prompts in (8, 5, 2, 1)
-    }
-    assert chosen == {8: [0, 4], 5: [0, 3], 2: [0, 1], 1: [0]}

@@ -57,67 +57,6 @@ def some_puzzles(count: int, seed: int = 5) -> list[tuple[kk.Puzzle, list[str], 
     return [(puzzle, kk.random_names(rng, len(puzzle.solution)), rng) for puzzle in puzzles]
 
 
-def test_generated_puzzles_have_one_solution():
-    for row in kk.make_records(200, seed=1):
-        assert solutions_of_text(row["question"], row["names"]) == [row["solution"]]
-
-
-def test_every_assignment_is_the_solution_about_equally_often():
-    solutions = [tuple(row["solution"]) for row in kk.make_records(2000, seed=2)]
-    for count in (2, 3):
-        of_size = [s for s in solutions if len(s) == count]
-        for assignment in itertools.product((True, False), repeat=count):
-            assert of_size.count(assignment) == pytest.approx(len(of_size) / 2**count, rel=0.3)
-
-
-def test_canonical_form_ignores_inhabitant_order_and_nothing_else():
-    for puzzle, _, rng in some_puzzles(100):
-        order = rng.sample(range(len(puzzle.solution)), len(puzzle.solution))
-        moved = [None] * len(order)
-        for speaker, statement in enumerate(puzzle.statements):
-            parts = tuple(kk.Literal(order[part.person], part.knight) for part in statement.parts)
-            moved[order[speaker]] = kk.Statement(statement.operator, parts)
-        assert kk.canonical_form(moved) == kk.canonical_form(puzzle.statements)
-    liar = kk.Statement("is", (kk.Literal(1, False),))
-    friend = kk.Statement("is", (kk.Literal(0, True),))
-    foe = kk.Statement("is", (kk.Literal(0, False),))
-    assert kk.canonical_form([liar, friend]) != kk.canonical_form([liar, foe])
-
-
-def test_careful_reasoning_ends_in_the_solution():
-    for puzzle, names, rng in some_puzzles(200):
-        response = kk.reasoning_text(puzzle, names, "careful", rng)
-        assert kk.parse_answer(response, names) == list(puzzle.solution)
-        assert kk.style_of(response) == "careful"
-        tries = [line for line in response.splitlines() if line.startswith("Try")]
-        assert len(set(tries)) == len(tries)
-
-
-def test_hasty_reasoning_is_right_only_by_chance():
-    right = [
-        kk.parse_answer(kk.reasoning_text(puzzle, names, "hasty", rng), names) == list(puzzle.solution)
-        for puzzle, names, rng in some_puzzles(2000)
-    ]
-    chance = kk.SHARE_OF_TWO / 4 + (1 - kk.SHARE_OF_TWO) / 8
-    assert sum(right) / len(right) == pytest.approx(chance, abs=0.04)
-
-
-@pytest.mark.parametrize(
-    ("response", "parsed"),
-    [
-        ("Answer: Ava is a knight, Ben is a knave.", [True, False]),
-        ("Answer: Ava is a knave. Answer: Ava is a knight, Ben is a knight.", [True, True]),
-        ("Answer: Ava is a knight.", None),
-        ("Answer: Ava is a knight, Ben is a knave, Ava is a knave.", None),
-        ("Answer: Ava is a knight, Ben is a knave, Cal is a knave.", None),
-        ("Ava is a knight, Ben is a knave.", None),
-        ("", None),
-    ],
-)
-def test_parse_answer(response, parsed):
-    assert kk.parse_answer(response, ["Ava", "Ben"]) == parsed
-
-
 @pytest.mark.parametrize("name", ["train.jsonl", "test.jsonl"])
 def test_shipped_rows_are_true_to_their_text(name):
     for row in read_rows(name):

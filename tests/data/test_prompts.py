@@ -73,13 +73,6 @@ def test_prompts_are_numbered_by_their_place_in_the_batch_and_carry_their_column
     assert stream.num_rows == 7
 
 
-def test_a_file_shorter_than_a_batch_wraps_several_times(tmp_path, qwen_tokenizer):
-    stream = build_train_prompts(
-        config(write(tmp_path / "two.jsonl", 2), prompts_per_step=5, shuffle=False), qwen_tokenizer, None
-    )
-    assert rows_of(stream, 2) == [[1, 2, 1, 2, 1], [2, 1, 2, 1, 2]]
-
-
 @pytest.mark.parametrize(("rows", "per_step"), [(7, 3), (6, 3), (2, 5)])
 def test_a_stream_restored_after_any_step_goes_on_as_if_never_stopped(tmp_path, qwen_tokenizer, rows, per_step):
     settings = config(write(tmp_path / "a.jsonl", rows), prompts_per_step=per_step)

@@ -19,7 +19,7 @@ import pytest
 
 from infsample_rl.config import DataConfig
 from infsample_rl.data import sources
-from infsample_rl.data.fields import BadRow, gold_answer, last_boxed
+from infsample_rl.data.fields import BadRow, gold_answer
 from infsample_rl.data.sources import hub_rows, load_problems
 
 USER = [{"role": "user", "content": "1 + 1 = ?"}]
@@ -97,10 +97,6 @@ def test_a_gold_answer_that_is_no_number_is_a_bad_row(value):
         gold_answer(value, "answer")
 
 
-def test_an_unclosed_box_is_no_box():
-    assert last_boxed(r"\boxed{1") is None
-
-
 def test_blank_lines_count_as_lines_and_the_byte_order_mark_does_not(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\r\n\r\n" + json.dumps(GOOD).encode())
@@ -163,17 +159,6 @@ def test_content_in_text_parts_is_joined(tmp_path):
     parts = [{"type": "text", "text": "1 + 1"}, {"type": "text", "text": " = ?"}]
     (problem,) = load(jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": parts}]}]))
     assert problem.messages == USER
-
-
-def test_kk_tiny_is_read_from_the_assets_by_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "ASSETS", tmp_path)
-    (tmp_path / "kk_tiny").mkdir()
-    row = {"question": "Who?", "answer": "Ava is a knight.", "names": ["Ava"], "solution": [True]}
-    data = DataConfig(source="kk_tiny", eval_source="kk_tiny")
-    for split in ("train", "test"):
-        jsonl(tmp_path / "kk_tiny" / f"{split}.jsonl", [{**row, "form": split}])
-        expected = {k: v for k, v in {**row, "form": split}.items() if k != "question"}
-        assert load_problems(data, evaluation=split == "test")[0].columns == expected
 
 
 @pytest.fixture

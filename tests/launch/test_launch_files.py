@@ -74,7 +74,7 @@ def test_the_ray_job_has_what_the_operator_needs_and_no_root(ray_job):
 def instructions() -> list[tuple[str, str]]:
     """(instruction, arguments) of the Dockerfile, continued lines joined."""
     text = re.sub(r"\\\n", " ", (ROOT / "docker" / "Dockerfile").read_text())
-    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]  # type: ignore[misc]
+    return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def test_the_images_are_staged_pinned_and_not_root():
@@ -112,9 +112,3 @@ def test_what_the_images_copy_is_there_and_is_all_the_package_needs():
         *project["tool"]["setuptools"]["package-dir"].values(),
     }
     assert needed <= set(copied)
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
-def test_hadolint_finds_nothing():
-    done = subprocess.run(["hadolint", ROOT / "docker" / "Dockerfile"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

@@ -32,10 +32,6 @@ def test_the_overview_shows_metrics_that_exist(dashboard):
     assert [name for _, names in dashboard.OVERVIEW for name in names if name not in METRICS] == []
 
 
-def test_an_unknown_argument_is_one_line(dashboard, refused):
-    assert "did you mean project=...?" in refused(dashboard.main, "projct=x")
-
-
 def test_without_the_package_one_line_says_what_to_install(dashboard, refused, monkeypatch):
     for name in (
         "wandb_workspaces",

@@ -97,17 +97,6 @@ def test_rows_show_how_far_they_are_and_where_they_are_expected_to_end():
     assert quarter < half < whole
 
 
-def test_the_source_is_asked_once_a_second_and_no_more_once_it_is_over():
-    asked = []
-    view = view_of()
-    view.watch(lambda: asked.append(1) or ClusterNow([], 0, {}))
-    for _ in range(5):
-        texts(view, 80)
-    assert len(asked) == 1
-    view.watch(None)
-    assert not any(line.startswith("now") for line in texts(view, 80))
-
-
 @pytest.mark.parametrize("owed", [0, 1])
 def test_rows_that_were_told_of_are_gone_once_all_samples_are_in(owed):
     assert any(line.startswith("rollout 0 ") for line in texts(view_of(owed=owed), 80)) == bool(owed)

@@ -41,8 +41,3 @@ def test_every_metric_of_the_table_is_written_by_a_source():
     found = written()
     missing = {name for name in METRICS if re.sub("<.*?>", "{}", name) not in found}
     assert missing == set()
-
-
-def test_every_group_has_metrics_and_every_metric_a_group_unit_and_meaning():
-    assert {name.partition("/")[0] for name in METRICS} == set(GROUPS)
-    assert all(metric.unit and metric.meaning and not metric.meaning.endswith(".") for metric in METRICS.values())

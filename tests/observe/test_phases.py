@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.cluster.interruption import Interruption
-from infsample_rl.observe import phases
 from infsample_rl.observe.phases import current, phase, phase_of, report_phases, status, watch_log
 from infsample_rl.types import Phase
 
@@ -80,15 +79,6 @@ def test_a_phase_that_is_not_over_is_not_reported_as_settled():
         report = report_phases("rollout", 3, "here")
         assert report.phases == [] and before <= report.until <= current()[1]
     assert [found.name for found in report_phases("rollout", 3, "here").phases] == ["decode"]
-
-
-def test_nobody_takes_them_and_the_oldest_are_dropped(monkeypatch):
-    monkeypatch.setattr(phases, "KEPT", 3)
-    monkeypatch.setattr(phases, "_recorder", phases._Recorder())
-    for name in ("a", "b", "c", "d", "e"):
-        with phase(name):
-            pass
-    assert [found.name for found in take_phases()] == ["c", "d", "e"]
 
 
 CHILD = """

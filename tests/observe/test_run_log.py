@@ -11,7 +11,6 @@ import pytest
 
 from infsample_rl.observe.records import RecordFile, read_records
 from infsample_rl.observe.run_log import RunLogger
-from infsample_rl.observe.screen import aligned, duration
 from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
 from tests.observe.logged import logged_config, sample
 
@@ -120,33 +119,6 @@ def test_a_new_run_sets_older_files_aside(tmp_path):
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_plain_output_is_one_readable_line_a_step(tmp_path, capsys):
-    logger = RunLogger(logged_config(), tmp_path, total_steps=20, start_step=0)
-    logger.note(aligned("Derived", [("prompts a step", "8"), ("KV pool", "1.0 MB")]))
-    logger.note(f"first prompt: [bold]{ESCAPE}[31m\u03b1")
-    logger.start_progress()
-    metrics = {
-        "reward/mean": 0.4312,
-        "response/length_mean": 57.2,
-        "timing/tokens_per_s": 1234.4,
-        "timing/step": 12.04,
-        "eval/accuracy": 0.51,
-    }
-    logger.log_step(1, metrics, [])
-    logger.log_step(20, {"reward/mean": None, "response/length_mean": 8.0}, [])
-    logger.close()
-    expected = [
-        "Derived",
-        "  prompts a step  8",
-        "  KV pool         1.0 MB",
-        "first prompt: [bold]\\x1b[31m\u03b1",
-        "step  1/20  reward 0.431  length 57  1,234 tok/s  12.0 s  held-out accuracy 0.510  3 min 49 s left",
-        "step 20/20  length 8",
-    ]
-    assert capsys.readouterr().out.splitlines() == expected
-    assert [line[20:] for line in (tmp_path / "run.log").read_text().splitlines()] == expected
-
-
 def test_without_progress_only_notes_and_warnings_are_printed(tmp_path, capsys):
     logger = RunLogger(logged_config(progress=False), tmp_path, total_steps=2, start_step=0)
     logger.log_step(1, {"reward/mean": 0.5}, [])
@@ -190,20 +162,13 @@ def test_a_warning_of_every_step_is_said_once_in_twenty(tmp_path, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
-)
-def test_durations_read_as_words(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
 SCRIPT = r"""
 import sys
 from pathlib import Path
 from infsample_rl.observe.run_log import RunLogger
 from tests.observe.logged import logged_config
 logger = RunLogger(logged_config(), Path(sys.argv[1]), total_steps=9, start_step=0)
-logger.note("Derived\n  G  \u03b1")
+logger.note("Derived\n  G  [bold]\x1b[31m\u03b1")
 logger.log_step(1, {"reward/mean": 0.25, "response/length_mean": 7.0}, [])
 print("a worker's line")
 logger.log_step(9, {"reward/mean": 0.75, "response/length_mean": 7.0}, [])
@@ -217,7 +182,7 @@ def test_an_ascii_pipe_gets_no_escape_codes_and_wandb_disabled_is_not_imported(t
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=ROOT)
     assert ESCAPE not in done.stdout
-    assert done.stdout.splitlines()[1] == "  G  \\u03b1"
+    assert done.stdout.splitlines()[1] == "  G  [bold]\\x1b[31m\\u03b1"
     assert done.stdout.splitlines()[-2:] == ["step 9/9  reward 0.750  length 7", "wandb imported: False"]
 
 

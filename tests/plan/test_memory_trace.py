@@ -27,22 +27,13 @@ def test_storages_count_once_while_they_live_and_views_are_not_counted():
     assert {name: size for name, size in trace.fullest["last"].items() if size} == {"later": 6400, "last": 400}
 
 
-def test_attention_on_the_meta_device_keeps_what_the_cpus_does_and_no_scores():
-    tokens, heads, size = 512, 4, 16
-    query, key, value = (torch.empty(1, heads, tokens, size, device="meta", requires_grad=True) for _ in range(3))
-    row = pack_row([(np.zeros(tokens - 8, np.int32), [np.zeros(8, np.int32)])], "cpu")
-    with MemoryTrace([query, key, value]) as trace:
-        folded_attention(query, key, value, None, _on_meta(row).cuts)
-    assert sum(trace.fullest["forward"].values()) < 4 * heads * tokens * tokens  # of float32 scores
-
-
-def test_a_rows_mask_is_made_where_it_is_first_read_and_counted():
+def test_attention_on_the_meta_device_keeps_no_scores_and_a_rows_mask_is_made_where_it_is_first_read_and_counted():
     row = pack_row([(np.zeros(300, np.int32), [np.zeros(200, np.int32)])], "cpu")
-    query, key, value = (torch.empty(1, 2, 500, 16, device="meta") for _ in range(3))
+    query, key, value = (torch.empty(1, 4, 500, 16, device="meta", requires_grad=True) for _ in range(3))
     planned = _on_meta(row).cuts
     with MemoryTrace([query, key, value]) as trace:
         folded_attention(query, key, value, None, planned)
     assert "mask" not in vars(row.cuts.folds[0]), "of 131,072 tokens it would take 17 GB"
     assert planned.folds[0].mask.device.type == "meta" and planned.folds[0].mask.shape == (200, 500)
-    assert sum(trace.fullest["forward"].values()) > 200 * 500
+    assert 200 * 500 < sum(trace.fullest["forward"].values()) < 4 * 4 * 500 * 500  # of float32 scores
     assert torch.equal(row.cuts.folds[0].mask, torch.ones(200, 500, dtype=torch.bool).tril(300))

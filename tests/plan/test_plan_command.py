@@ -11,15 +11,12 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from infsample_rl.config.cluster import DEVICE_TYPES
 from infsample_rl.config.loading import load_config
 from infsample_rl.plan.__main__ import main
-from infsample_rl.plan.advice import advise
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like
-from infsample_rl.plan.learner_memory import row_groups
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import device_of, plan_role
+from infsample_rl.plan.processes import plan_role
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 
 
@@ -135,20 +132,6 @@ def test_a_gpu_that_is_found_is_the_known_one_it_is_named_like(name, gib, known)
     assert device_like(name, gib * 2**30).name == known
 
 
-def test_a_reference_that_does_not_fit_is_told_what_helps(qwen3_8b, capsys):
-    arguments = (
-        "+experiment=math_qwen3_8b",
-        f"model.path={qwen3_8b}",
-        "model.dtype=float32",
-        "cluster.device_type=rtx4090",
-    )
-    config = load_config(list(arguments))
-    model = ModelOutline.of(config)
-    device = device_of(config, "reference")
-    advice = advise(config, model, plan_role(config, model, "reference"), device)
-    assert "model.dtype=bfloat16" in advice
-
-
 @pytest.mark.slow
 def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen3_8b, capsys):
     arguments = ["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}", "cluster.device_type=rtx4090"]
@@ -172,21 +155,6 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
     )
     more = with_settings(fewer, learner__max_tokens_per_micro_batch=int(1.1 * tokens))
     assert plan_role(more, model, "learner").sum_bytes > room.usable_bytes
-
-
-def test_the_default_experiment_prints_a_table_for_every_process(capsys):
-    assert main([]) == 0
-    printed = capsys.readouterr().out
-    for text in (
-        "2 x rollout, CPU",
-        "2 x learner, CPU",
-        "KV pool: prompts",
-        "activations",
-        "sum",
-        "fits in host memory",
-        "running steps",
-    ):
-        assert text in printed
 
 
 def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
@@ -270,12 +238,3 @@ def test_without_a_gpu_a_run_on_gpus_asks_for_the_device(qwen3_8b, capsys, monke
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert main(["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}"]) == 2
     assert "cluster.device_type must be set where no GPU is found" in capsys.readouterr().err
-
-
-def test_every_device_type_has_figures():
-    assert tuple(DEVICES) == DEVICE_TYPES
-
-
-def test_the_fullest_row_is_cut_at_its_tokens_and_at_the_samples_there_are():
-    assert row_groups(4, 10, 30, 2, 8) == [(4, [10, 10]), (4, [2])]
-    assert row_groups(4, 10, 100, 2, 2) == [(4, [10, 10]), (4, [10, 10])]

@@ -165,13 +165,6 @@ KEPT_APART = {
         ("learner.max_tokens_per_micro_batch=700", "learner.logprob_chunk_tokens=128", "model.dtype=bfloat16"),
     ),
     "llama tied, rollout": ("llama", 9000, (384, 6, 1024, 6, 6, 64, True), "rollout", ("rollout.slots=150",)),
-    "qwen3 untied, rollout": (
-        "qwen3",
-        6000,
-        (512, 3, 1536, 8, 4, 64, False),
-        "rollout",
-        ("rollout.kv_budget_bytes=150MB",),
-    ),
     "qwen2 tied, reference": (
         "qwen2",
         8000,
@@ -186,13 +179,6 @@ KEPT_APART = {
     "qwen3, 8-bit KV": (
         *("qwen3", 5000, (320, 6, 900, 5, 5, 64, True), "rollout"),
         ("rollout.kv_budget_bytes=120MB", "rollout.kv_dtype=int8", "objective.importance=token_tis"),
-    ),
-    "llama bf16, rollout": (
-        "llama",
-        8000,
-        (448, 4, 1200, 7, 7, 64, True),
-        "rollout",
-        ("rollout.kv_budget_bytes=120MB", "model.dtype=bfloat16"),
     ),
 }
 

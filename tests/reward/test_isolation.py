@@ -317,7 +317,7 @@ def test_a_function_that_stands_in_the_home_folder_is_not_given_the_home_folder(
 
 
 TELLS = {
-    "printed and raised": "key = os.environ['JUDGE_API_KEY']; print('the key is', key, flush=True); raise ValueError(key)",
+    "printed and raised": "k = os.environ['JUDGE_API_KEY']; print('the key is', k, flush=True); raise ValueError(k)",
     "returned": "'key = 1'; return_value = os.environ['JUDGE_API_KEY']",
     "quoted": "raise ValueError('Invalid header value %r' % ('Bearer ' + os.environ['JUDGE_API_KEY']).encode())",
     "cut": "raise ValueError('x' * 285 + ' ' + os.environ['JUDGE_API_KEY'])",
@@ -347,44 +347,12 @@ def test_a_key_in_what_a_users_file_raises_at_import_is_not_seen(tmp_path, monke
     assert KEY[:8] not in str(error.value) and "<JUDGE_API_KEY" in str(error.value)
 
 
-CHAIN = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.setsid()
-for _ in range(600):
-    open(f"{sys.argv[1]}/{os.getpid()}", "w").close()
-    if os.fork():
-        time.sleep(600)
-open(f"{sys.argv[1]}/deep", "w").close()
-time.sleep(600)
-"""
-
-
-def test_a_chain_of_processes_longer_than_pythons_stack_is_deep_ends_with_the_pool(open_pool, tmp_path):
-    chain, folder = tmp_path / "chain.py", tmp_path / "pids"
-    chain.write_text(CHAIN)
-    folder.mkdir()
-    pool = open_pool("do", memory_limit="64GB", timeout_s=300.0)  # 600 interpreters start one after the other
-    started = f"subprocess.Popen([sys.executable, '-S', {str(chain)!r}, {str(folder)!r}])"
-    assert call(pool, f"{started}\nwhile not os.path.exists({str(folder / 'deep')!r}): time.sleep(0.05)") == (1.0, "")
-    pool.close()
-    (folder / "deep").unlink()
-    assert len(list(folder.iterdir())) >= 600 and alive(folder) == []
-
-
 def test_what_calls_leave_running_is_bounded(open_pool, monkeypatch):
     pool = open_pool("do", memory_limit="64GB")
     leave = "[subprocess.Popen(['sleep', '600'], start_new_session=True) for _ in range(350)]"
     assert [call(pool, leave)[0] for _ in range(2)] == [1.0, 1.0]
     value, problem = call(pool, leave + "; time.sleep(20)")
     assert value is None and "processes, what earlier calls left among them; at most 1,000 may run at a time" in problem
-
-
-def test_blank_lines_in_the_replies_do_not_lengthen_a_call(open_pool):
-    flood = "end = time.time() + 20\nwhile time.time() < end: to_replies(b'\\n' * 4096)"
-    began = time.monotonic()
-    assert call(open_pool("do", timeout_s=2.0), flood) == (None, "timed out after 2 s")
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("size", [0, 500_000])

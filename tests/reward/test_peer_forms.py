@@ -36,7 +36,8 @@ def only_maths(completions, kind, log_extra=None, log_metric=None, **kwargs):
         log_extra("words", [str(len(completion[0]["content"].split())) for completion in completions])
         log_extra("tokens", [len(ids) for ids in kwargs["completion_ids"]])
     if log_metric:
-        log_metric("mean_words", sum(len(completion[0]["content"].split()) for completion in completions) / len(completions))
+        words = [len(completion[0]["content"].split()) for completion in completions]
+        log_metric("mean_words", sum(words) / len(words))
     return scores
 
 def only_code(completions, kind, **kwargs):
@@ -83,8 +84,9 @@ class Tensor:  # what a torch tensor is to its caller
 
 def reward_func(queries, prompts, labels, **kwargs):
     responses = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
-    rewards = [1.0 if response.strip() == label.split("####")[1].strip() else 0.0 for response, label in zip(responses, labels)]
-    return {"rewards": Tensor(rewards), "scores": Tensor(rewards), "extra_logs": {"length": Tensor([float(len(responses[0]))])}}
+    golds = [label.split("####")[1].strip() for label in labels]
+    rewards = Tensor([1.0 if response.strip() == gold else 0.0 for response, gold in zip(responses, golds)])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"length": Tensor([float(len(responses[0]))])}}
 
 def labelled(queries, prompts, labels):
     return Tensor([float(label) if isinstance(label, int) else -1.0 for label in labels])

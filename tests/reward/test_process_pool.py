@@ -12,7 +12,7 @@ import pytest
 
 from infsample_rl.config import RewardConfig, RewardFunctionConfig
 from infsample_rl.reward import process_pool
-from infsample_rl.reward.process_pool import FunctionProcess, ProcessPool
+from infsample_rl.reward.process_pool import ProcessPool
 
 PROMPT = pickle.dumps({"row": 1, "messages": [], "text": "1 + 2 = ?", "columns": {"answer": "3"}})
 ROOT = Path(__file__).parents[2]
@@ -83,14 +83,6 @@ def test_processes_work_side_by_side(open_pool):
     pool = open_pool(processes=2, timeout_s=20.0)
     meeting = [submit(pool, "meet") for _ in range(2)]
     assert [future.result()[0].values for future in meeting] == [[4.0], [4.0]]
-
-
-def test_a_process_imports_nothing_heavy():
-    functions = [RewardFunctionConfig(name="gsm8k"), RewardFunctionConfig(name="kk")]
-    process = FunctionProcess(RewardConfig(functions=functions), functions)
-    resident_kib = int(Path(f"/proc/{process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
-    assert resident_kib < 60_000  # torch alone is above 150,000
-    process.kill()
 
 
 def test_close_leaves_no_process_even_while_one_hangs(open_pool):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig, RolloutConfig
-from infsample_rl.reward.worker import RewardWorker, Scored, failure_lines, weighted_sums
+from infsample_rl.reward.worker import RewardWorker, Scored, weighted_sums
 from infsample_rl.types import Completion, Prompt
 
 PROMPT = Prompt(
@@ -154,12 +154,3 @@ def test_a_reward_that_no_advantage_could_hold_is_said(open_worker):
     result = open_worker(":huge").score_texts(PROMPT, ["a", "b"])
     assert result.rewards == [None, 1.0]
     assert result.failures == ["huge: no reward: a weighted value is above 1e+18 on prompt row 17 (1 sample)"]
-
-
-def test_equal_failures_are_one_line():
-    problems = {"gsm8k": ["late", "", "late"], "kk": ["bad", "late", ""]}
-    assert failure_lines(problems, 3) == [
-        "gsm8k: late on prompt row 3 (2 samples)",
-        "kk: bad on prompt row 3 (1 sample)",
-        "kk: late on prompt row 3 (1 sample)",
-    ]

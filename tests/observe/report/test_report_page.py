@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from infsample_rl.observe.report.page import embedded, write_report
+from infsample_rl.observe.report.page import write_report
 
 HOSTILE = '</script><img src=x onerror="alert(1)"><!--<script>\u2028]]>&lt;\ud800\x00\u202e'
 
@@ -84,11 +84,6 @@ def test_what_a_model_wrote_cannot_leave_its_place(recorded_run, page_in):
     page = page_in(recorded_run / "report.html")
     assert page["completions"]["rows"][0]["response"] == HOSTILE and page["completions"]["prompts"] == [HOSTILE]
     assert page["timelines"]["groups"][0]["samples"][0]["text"] == HOSTILE
-
-
-def test_no_markup_can_begin_or_end_in_the_embedded_values():
-    value = {"a": [HOSTILE.replace("\ud800", ""), 1.5, None]}
-    assert not set(embedded(value)) & set("<>&\u2028\u2029") and json.loads(embedded(value)) == value
 
 
 def test_the_page_loads_nothing_and_runs_nothing_but_its_own(recorded_run):
