@@ -22,7 +22,7 @@ def test_misuse_is_an_error_not_a_wrong_count():
     pool = KVPool(2, 16)
     with pytest.raises(RuntimeError, match="3 KV pages wanted, 2 of 2 are free"):
         pool.take(3)
-    with pytest.raises(RuntimeError, match="released that nobody held: 3 of 2 are free"):
+    with pytest.raises(RuntimeError, match="released that nobody held"):
         pool.release([0])
 
 
