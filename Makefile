@@ -58,7 +58,7 @@ $(DOCS)/.ready: requirements-docs.lock
 	touch $@
 
 smollm2: $(READY)
-	$(BIN)/python -m infsample_rl.model.fetch_smollm2
+	$(BIN)/python scripts/fetch_smollm2.py
 
 # torch comes first and by itself, so that one lock serves CPU and CUDA builds. uv is ten times faster; pip is the fallback.
 $(READY): requirements.lock pyproject.toml

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from infsample_rl.rollout.engine import SamplingEngine
+    from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
     from infsample_rl.types import Completion
 
 PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
@@ -21,7 +21,7 @@ def make_engine(
 ) -> SamplingEngine:
     """An engine whose warnings are not of interest; `settings` beside those of six samples in three slots."""
     from infsample_rl.config import RolloutConfig
-    from infsample_rl.rollout.engine import SamplingEngine
+    from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
     config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
     options = {"deterministic": deterministic, "max_prompt_tokens": max_prompt_tokens}

@@ -203,7 +203,7 @@ def _check_folders(config: Config) -> None:
     if not folder.is_absolute():
         return  # a hub name
     if not folder.is_dir():
-        makes_it = "; `make smollm2` (python -m infsample_rl.model.fetch_smollm2) makes it"
+        makes_it = "; `make smollm2` makes it"
         raise ValueError(f"model.path={folder} is not a folder{makes_it if cache_folder() in folder.parents else ''}")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")

