@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,41 +21,11 @@ from typing import Any
 from benchmarks import figures
 from benchmarks.process import end_with_terminate, measure, measure_points
 from benchmarks.rival_settings import Measurement, measure_vllm, rival_measurements
-from benchmarks.workload import Workload
-from infsample_rl.config.command_line import option, run_with_options
-from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES
+from benchmarks.workload import EngineOptions
+from infsample_rl.config.command_line import run_with_options
 
 NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
-
-
-@dataclass(kw_only=True)
-class EngineOptions(Workload):
-    """Arguments of this command."""
-
-    group_size: int = option(32, "G, completions of every prompt", low=1)
-    ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
-    repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
-    schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
-    preemptions: list[str] = option(
-        ["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS
-    )
-    rivals: list[str] = option(
-        ["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch")
-    )
-    vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
-    rows: list[int] = option(
-        [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
-    )
-    profile: int = option(0, "steps of G rows of ours whose kernels, waits and allocations are counted; 0: none", low=0)
-    json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
-    out: str = option("bench_out", "folder of the figure")
-
-    def __post_init__(self) -> None:
-        if len(set(self.rows)) == 1:
-            raise ValueError(
-                f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"
-            )
 
 
 def main() -> int:

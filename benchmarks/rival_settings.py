@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.process import run_script
-
-if TYPE_CHECKING:
-    from benchmarks.engine import EngineOptions
+from benchmarks.workload import EngineOptions
 
 VLLM_SCRIPT = Path(__file__).with_name("vllm_rival.py")
 VLLM_BLOCK = 32  # tokens; on CPU a multiple of 32 is needed

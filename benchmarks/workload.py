@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from infsample_rl.config import DTYPES
 from infsample_rl.config.command_line import option
+from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES
 
 TINY_POLICY = str(Path(__file__).resolve().parents[1] / "infsample_rl" / "assets" / "kk_tiny" / "policy")
 SHAPES = ("qwen3_1.7b", "qwen3_8b")
@@ -45,3 +46,32 @@ class Workload(ModelOptions):
     def kv_budget_tokens(self) -> int:
         """Tokens of KV that every engine gets: slots x max_new_tokens + prompt_tokens."""
         return self.slots * self.max_new_tokens + self.prompt_tokens
+
+
+@dataclass(kw_only=True)
+class EngineOptions(Workload):
+    """Arguments of benchmarks.engine."""
+
+    group_size: int = option(32, "G, completions of every prompt", low=1)
+    ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
+    repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
+    schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
+    preemptions: list[str] = option(
+        ["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS
+    )
+    rivals: list[str] = option(
+        ["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch")
+    )
+    vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
+    rows: list[int] = option(
+        [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
+    )
+    profile: int = option(0, "steps of G rows of ours whose kernels, waits and allocations are counted; 0: none", low=0)
+    json: bool = option(False, "one JSON object per measurement on stdout, and nothing else there")
+    out: str = option("bench_out", "folder of the figure")
+
+    def __post_init__(self) -> None:
+        if len(set(self.rows)) == 1:
+            raise ValueError(
+                f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"
+            )

@@ -1,4 +1,4 @@
-"""Engines on tiny models for the tests, and what is asked of their completions. Needs neither Ray nor Hydra, as GPU runs."""
+"""Engines on tiny models for the tests, and what is asked of their completions. Needs neither Ray nor Hydra."""
 
 from __future__ import annotations
 

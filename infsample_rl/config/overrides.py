@@ -13,7 +13,10 @@ from typing import Any, NoReturn
 from infsample_rl.config import Config
 from infsample_rl.config.removed import why_removed
 
-SECTIONS: dict[str, type] = {spec.name: spec.default_factory for spec in dataclasses.fields(Config)}  # type: ignore[misc]  # all have one
+SECTIONS: dict[str, type] = {  # every section of a Config has a factory
+    spec.name: spec.default_factory  # type: ignore[misc]
+    for spec in dataclasses.fields(Config)
+}
 PACKAGE = Path(__file__).resolve().parents[1]
 
 

@@ -1,7 +1,7 @@
 """Which settings a source tree reads, traced by the types of what they are read from, never by their names alone.
 
-Known are a parameter with an annotation (`config: Config`, `rollout: RolloutConfig`), what a function that is annotated
-so returns, an alias (`rollout = config.rollout`), an attribute that was given one of them (`self._config = config`), and
+Known are a parameter with an annotation (`config: Config`, `rollout: RolloutConfig`), what a function annotated so
+returns, an alias (`rollout = config.rollout`), an attribute that was given one of them (`self._config = config`), and
 any chain of these. What the settings' own classes read counts where a property does it that is read itself; checks of
 bounds and contradictions do not count.
 """
@@ -137,7 +137,7 @@ class _Tracer:
 
 
 def _pattern(name: ast.expr) -> str:
-    """What the name that getattr() is given may be: f"{role}_gpus" -> ".*_gpus"; of a name that is worked out: nothing."""
+    """What the name that getattr() is given may be: f"{role}_gpus" -> ".*_gpus"; of one that is worked out: nothing."""
     if isinstance(name, ast.Constant):
         return re.escape(str(name.value))
     if isinstance(name, ast.JoinedStr) and any(isinstance(part, ast.Constant) for part in name.values):

@@ -19,8 +19,8 @@ from infsample_rl.config.loading import compose, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = re.compile(
-    r"^(?:[A-Z_]+=\S+ "
-    r")*(?:python|make|launch/\S+\.sh|\./\S+|infsample_rl|pip|docker|sbatch|kubectl|ray|wandb|head|cat|export|\.|for|tensorboard) "
+    r"^(?:[A-Z_]+=\S+ )*(?:python|make|launch/\S+\.sh|\./\S+|infsample_rl|pip|docker|sbatch|kubectl|ray|wandb|head|cat|"
+    r"export|\.|for|tensorboard) "
 )
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
 
