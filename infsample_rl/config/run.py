@@ -91,6 +91,9 @@ class LoggingConfig:
     mlflow: str | None = setting(
         None, "also log to MLflow at this tracking URI, e.g. sqlite:///FILE or http://HOST:5000; none: no MLflow"
     )
+    upload_completions: bool = setting(
+        False, "W&B and MLflow also get samples as text (completions.jsonl, report.html); false: numbers and settings"
+    )
     record_every: int = setting(
         0, "steps between recordings of all samples for python -m infsample_rl replay; 0: none", low=0
     )

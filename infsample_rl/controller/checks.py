@@ -103,6 +103,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     start.table = [*derived_table(config, architecture, **sizes), ("trained", trained)]
     start.warnings += [
         *_folder_warnings(config, run_dir, start),
+        *_data_warnings(config, prompts.num_rows),
         *([unplanned] if unplanned else []),
         *setting_warnings(config),
         *context_warnings(architecture, context),
@@ -147,6 +148,15 @@ def _folder_warnings(config: Config, run_dir: Path, start: Start) -> list[str]:
     return [
         *(f"{path} is of a step that is done again: it goes to {path.parent / 'superseded'}" for path in again),
         *(f"changed since this run began: {change}" for change in changed),
+    ]
+
+
+def _data_warnings(config: Config, num_rows: int) -> list[str]:
+    if config.data.prompts_per_step <= num_rows:
+        return []
+    return [
+        f"data.prompts_per_step={config.data.prompts_per_step} is above the {num_rows} rows of data.source: a step has "
+        "some of them more than once"
     ]
 
 

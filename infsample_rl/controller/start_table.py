@@ -7,12 +7,13 @@ import os
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, RolloutConfig
 from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.model.generation import stop_ids_of, unused_generation_settings
 from infsample_rl.model.weight_sync.transport import choose_transport
+from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.plan.placement import reference_text, total_gpus, worker_groups
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
@@ -30,6 +31,13 @@ def setting_warnings(config: Config) -> list[str]:
         "rollout.predictor=probe": rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none",
         "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a "
         "trained length predictor": rollout.predictor == "bert" and rollout.predictor_path is None,
+        f"rollout.slots={rollout.slots} says nothing of memory beside a KV budget, and with rollout.schedule=token_budget "
+        "nothing of rows: it is the samples of a micro-group": (
+            rollout.has_budget
+            and rollout.schedule == "token_budget"
+            and rollout.micro_group_size is None
+            and rollout.slots != RolloutConfig.slots
+        ),
         f"set, but nothing reads it here: {', '.join(unread)}": bool(unread),
         "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the "
         "range of float32": config.model.dtype == "float16",
@@ -109,6 +117,7 @@ def derived_table(
         ("processes", ", ".join(["1 driver", *processes])),
         ("devices", device),
         ("run folder", str(config.run.dir)),
+        ("sent away", _sent_text(config)),
     ]
 
 
@@ -166,6 +175,14 @@ def _learner_text(config: Config) -> str:
     else:
         sharded = f"FSDP2 over {learner.shard_ranks or ranks} of {ranks} ranks"
     return f"{sharded}; weights to the engines: {choose_transport(config.cluster)}"
+
+
+def _sent_text(config: Config) -> str:
+    """Who beside the run folder gets what of the run."""
+    places = [f"W&B, {mode}"] if (mode := check_trackers(config)) == "online" else []
+    places += [f"MLflow, {config.logging.mlflow}"] if config.logging.mlflow is not None else []
+    what = "numbers, settings and samples as text" if config.logging.upload_completions else "numbers and settings"
+    return f"{what}, to {' and '.join(places)}" if places else "nothing"
 
 
 def _evaluation_text(config: Config) -> str:

@@ -40,6 +40,7 @@ class RunLogger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
+        self._uploads_completions = config.logging.upload_completions
         sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
         self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
         steps = {"total_steps": total_steps, "start_step": start_step}
@@ -97,7 +98,7 @@ class RunLogger:
         samples = json_value([{"step": step, **completion} for completion in completions[: self._completions_per_step]])
         self.append(METRICS_FILE, [{"step": step, **values}])
         self.append(COMPLETIONS_FILE, samples)
-        self._track(step, values, samples)
+        self._track(step, values, samples if self._uploads_completions else [])
         self._screen.step(step, _known(values))
         for finding in findings:
             self.warn(finding.text, finding.rule)

@@ -26,19 +26,12 @@ from infsample_rl.model.loading import load_tokenizer
 from tests.config.setting_reads import unread_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = [
-    "arithmetic_smollm2",
-    "gsm8k_qwen3_1.7b",
-    "gsm8k_qwen3_8b",
-    "gsm8k_smollm2",
-    "kk_qwen3_1.7b",
-    "kk_qwen3_8b",
-    "kk_tiny",
-]
+LARGE = [f"{data}_qwen3_{size}" for data in ("gsm8k", "kk", "math") for size in ("1.7b", "8b")]
+NAMED = ["arithmetic_smollm2", "gsm8k_smollm2", "kk_tiny", *LARGE, *(f"{name}_paper" for name in LARGE)]
 
 
 def test_experiments_are_the_promised_ones():
-    assert experiments() == [*NAMED, "math_qwen3_1.7b", "math_qwen3_8b"]
+    assert experiments() == sorted(NAMED)
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -51,7 +44,7 @@ def test_bare_command_is_kk_tiny():
 
 
 def test_paper_setting():
-    rollout = load_config(["+experiment=math_qwen3_8b"]).rollout
+    rollout = load_config(["+experiment=math_qwen3_8b_paper"]).rollout
     assert (rollout.schedule, rollout.predictor, rollout.prefix_tokens, rollout.epsilon) == (
         "infinite",
         "bert",
@@ -67,9 +60,16 @@ def test_paper_setting():
     ) == (32, 4, 0.8, 1024, 1)
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_model_fills_the_memory_there_is(name):
+    rollout = load_config([f"+experiment={name}"]).rollout
+    assert (rollout.schedule, rollout.kv_budget_bytes, rollout.predictor) == ("token_budget", "auto", "probe")
+    assert rollout.prompts_at_once == load_config([f"+experiment={name}"]).data.prompts_per_step
+
+
 def test_group_choice_overrides_the_experiment():
     config = load_config(
-        ["+experiment=math_qwen3_8b", "rollout=default", "objective=paper_section_3_4", "rollout.slots=2"]
+        ["+experiment=math_qwen3_8b_paper", "rollout=default", "objective=paper_section_3_4", "rollout.slots=2"]
     )
     assert (config.rollout.schedule, config.rollout.slots, config.objective.advantage) == (
         "token_budget",

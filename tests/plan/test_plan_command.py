@@ -51,7 +51,7 @@ def lines(process):
 def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its_lines(qwen3_8b, capsys):
     status, plan = plan_json(
         capsys,
-        "+experiment=math_qwen3_8b",
+        "+experiment=math_qwen3_8b_paper",
         f"model.path={qwen3_8b}",
         "cluster.device_type=h100",
         "rollout.group_size=64",
@@ -65,7 +65,7 @@ def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its
     parameters = 8_190_735_360
     assert lines(rollout)["weights"] == 2 * parameters
     page = 36 * 2 * 16 * 8 * 128 * 2  # layers, keys and values, tokens, kv heads, head size, bytes
-    settings = load_config(["+experiment=math_qwen3_8b", f"model.path={qwen3_8b}"])
+    settings = load_config(["+experiment=math_qwen3_8b_paper", f"model.path={qwen3_8b}"])
     pages = settings.rollout.slots * -(-settings.rollout.max_new_tokens // 16)
     assert lines(rollout)["KV pool: responses"] == (pages + 1) * page
     assert lines(learner)["optimizer's moments"] == 8 * parameters // 4

@@ -15,7 +15,7 @@ from typing import Any
 
 from infsample_rl.config import Config
 
-ARTIFACTS = ("config.yaml", "completions.jsonl", "report.html")
+WITH_SAMPLES = ("completions.jsonl", "report.html")
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
 MOST_PARAMETERS = 100  # in a request
 # its own would wait for minutes
@@ -45,6 +45,7 @@ class MlflowTracker:
 
         self.said: list[str] = []
         self._run_dir, self._uri = run_dir, config.logging.mlflow
+        self._uploads_completions = config.logging.upload_completions
         try:
             self._client = MlflowClient(tracking_uri=self._uri)
             self._run_id = self._start(config, kept_id)
@@ -78,7 +79,7 @@ class MlflowTracker:
         self._try(lambda client: client.log_batch(self._run_id, metrics=metrics))
 
     def close(self, *, failed: bool) -> None:
-        for name in ARTIFACTS:
+        for name in ("config.yaml", *(WITH_SAMPLES if self._uploads_completions else ())):
             if (self._run_dir / name).exists():
                 self._try(lambda client, name=name: client.log_artifact(self._run_id, str(self._run_dir / name)))
         self._try(lambda client: client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED"))

@@ -37,8 +37,9 @@ def test_metrics_settings_and_samples_arrive_and_a_resumed_run_goes_on(log_run, 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     log_run(tmp_path / "run", range(1, 4), mlflow=uri)
     run_id = (tmp_path / "run" / "mlflow_id").read_text().strip()
-    log_run(tmp_path / "run", range(3, 5), start_step=2, mlflow=uri, failed=True)
     client = MlflowClient(tracking_uri=uri)
+    assert {file.path for file in client.list_artifacts(run_id)} == {"config.yaml"}
+    log_run(tmp_path / "run", range(3, 5), start_step=2, mlflow=uri, failed=True, upload_completions=True)
     (run,) = client.search_runs([client.get_experiment_by_name("infsample_rl").experiment_id])
     assert (
         run.info.run_id == run_id == (tmp_path / "run" / "mlflow_id").read_text().strip()

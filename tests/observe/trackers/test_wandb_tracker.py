@@ -60,7 +60,7 @@ def rows(found: list) -> list[dict]:
 
 
 def test_offline_file_has_every_group_over_step_and_a_table(offline, log_run, tmp_path):
-    log_run(tmp_path, range(1, 3), wandb="offline")
+    log_run(tmp_path, range(1, 3), wandb="offline", upload_completions=True)
     (store,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     found = finished_records(store)
     defined = {
@@ -84,7 +84,8 @@ def test_online_run_reports_to_the_server_and_a_resumed_one_goes_on_under_its_id
     upserts = [variables for name, variables in recorder.queries if name == "UpsertBucket"]
     assert {variables["name"] for variables in upserts} == {run_id} and upserts[0]["project"] == "infsample_rl"
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3]
+    assert not any("completions" in name for name in recorder.uploaded), "samples only where they are asked for"
+    log_run(tmp_path, range(3, 5), start_step=2, wandb="online", upload_completions=True)
     assert any("media/table/completions" in name for name in recorder.uploaded)
-    log_run(tmp_path, range(3, 5), start_step=2, wandb="online")
     assert {variables["name"] for name, variables in recorder.queries if name == "UpsertBucket"} == {run_id}
     assert [row["step"] for row in recorder.history() if "reward/mean" in row] == [1, 2, 3, 3, 4]
