@@ -12,6 +12,7 @@ from transformers import GenerationConfig, Qwen3Config
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.config.overrides import SECTIONS, ConfigError, experiments, sweep
+from infsample_rl.controller import start_table
 from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,
@@ -347,6 +348,7 @@ def test_what_is_told_of_sampling_before_a_run():
             "cluster.reference_workers, cluster.reference_gpus",
         ),
         (["objective=cispo", "objective.clip_low=0.1"], "objective.clip_low"),
+        (["rollout.slots=8", "rollout.kv_budget_tokens=4096"], "rollout.slots=8 is but the samples of a micro-group"),
     ],
 )
 def test_what_nothing_reads_is_told(overrides, said):
@@ -423,6 +425,23 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
     qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))["length predictor"] == text
     assert config.uses_probe == text.startswith("probe")
+
+
+@pytest.mark.parametrize(
+    ("logging", "sent"),
+    [
+        (["logging.wandb=offline"], "nothing"),
+        (["logging.wandb=online"], "numbers and settings, to W&B, online"),
+        (
+            ["logging.mlflow=http://host:5000", "logging.upload_completions=true"],
+            "numbers, settings and samples as text, to MLflow, http://host:5000",
+        ),
+    ],
+)
+def test_who_gets_what_of_a_run_is_told(logging, sent, monkeypatch):
+    monkeypatch.setattr(start_table, "check_trackers", lambda config: config.logging.wandb)
+    qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    assert dict(derived_table(load_config(logging), qwen, total_steps=1, step=0, num_rows=8))["sent away"] == sent
 
 
 def test_value_with_equals_sign_works_when_quoted():
