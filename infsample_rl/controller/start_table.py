@@ -31,8 +31,8 @@ def setting_warnings(config: Config) -> list[str]:
         "rollout.predictor=probe": rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none",
         "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a "
         "trained length predictor": rollout.predictor == "bert" and rollout.predictor_path is None,
-        f"rollout.slots={rollout.slots} is but the samples of a micro-group with rollout.schedule=token_budget and a KV "
-        "budget, which decide on memory and rows": (
+        f"rollout.slots={rollout.slots} is but the samples of a micro-group with rollout.schedule=token_budget and a "
+        "KV budget, which decide on memory and rows": (
             rollout.has_budget
             and rollout.schedule == "token_budget"
             and rollout.micro_group_size is None
