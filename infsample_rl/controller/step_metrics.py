@@ -110,7 +110,7 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
         "rollout/recomputed_tokens": sum(stream["recomputed_tokens"] for stream in streams),
         "rollout/parked_tokens": sum(stream["parked_tokens"] for stream in streams),
         "rollout/preemptions": sum(stream["preemptions"] for stream in streams),
-        "predictor/seconds": max((_largest_worker(ends, "predict_seconds") for ends in rounds if ends), default=None),
+        "predictor/seconds": sum(_largest_worker(ends, "predict_seconds") for ends in rounds if ends),
     }
 
 
