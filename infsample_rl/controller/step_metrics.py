@@ -141,11 +141,11 @@ def forecast_metrics(groups: StepGroups) -> Metrics:
     ]
     if not prompts:
         return {}
-    found = mean_accuracy(prompts)
+    mean = mean_accuracy(prompts)
     return {
-        "predictor/log_error": found["log_error"],
-        "predictor/token_error": found["token_error"],
-        "predictor/tau": found["tau"],
+        "predictor/log_error": mean["log_error"],
+        "predictor/token_error": mean["token_error"],
+        "predictor/tau": mean["tau"],
     }
 
 
