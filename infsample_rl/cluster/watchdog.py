@@ -6,7 +6,7 @@ import time
 from typing import NamedTuple
 
 from infsample_rl.cluster.arrivals import PendingCall, Return, Stream
-from infsample_rl.cluster.calls import POLL_S, SHOWN, Calls, Requests, standing, status_of
+from infsample_rl.cluster.calls import POLL_S, SHOWN, Calls, Requests, standing
 from infsample_rl.cluster.workers import Handle, worker_name
 from infsample_rl.config import Config
 
@@ -31,6 +31,8 @@ class Watchdog:
         self._moved: dict[Worker, float] = {}  # when
         self._starting: set[Worker] = set()  # at the last look
         self._questions = Requests(lambda handle: handle.progress.remote())
+        self._standings = Requests(lambda handle: handle.status.remote())
+        self._late: set[Worker] = set()  # at the last look
         self._asked: dict[Handle, Worker] = {}
         self._progress: dict[Handle, int] = {}
         # Often enough that a worker which still works has been asked, and has answered, well within its limit.
@@ -58,7 +60,7 @@ class Watchdog:
         quiet = {item.handle: worker for worker, item in waited.items() if item.idle_s >= self._every_s}
         self._asked |= quiet
         self._questions.ask(quiet)
-        return {worker: self._give_up(worker, item) for worker, item in waited.items() if item.idle_s > item.limit_s}
+        return self._give_up({worker: item for worker, item in waited.items() if item.idle_s > item.limit_s})
 
     def _waited(self, now: float, in_flight: list[Stream | PendingCall | Return]) -> dict[Worker, Waited]:
         cluster, found = self._config.cluster, dict[Worker, Waited]()
@@ -99,10 +101,16 @@ class Watchdog:
                 self.moved(*self._asked[handle])
             self._progress[handle] = progress
 
-    def _give_up(self, worker: Worker, item: Waited) -> str:
-        said = (
-            f"it has not moved for {item.idle_s:.0f} s "
-            f"(cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
-        )
-        self._note(f"{worker_name(*worker)}: {said}; {standing(status_of(item.handle))}")
-        return said
+    def _give_up(self, late: dict[Worker, Waited]) -> dict[Worker, str]:
+        """Those that were late at the last look already, and so had the time to say where they stand: nobody waits."""
+        said, given_up = self._standings.take(), dict[Worker, str]()
+        for worker in self._late & late.keys():
+            item = late[worker]
+            given_up[worker] = (
+                f"it has not moved for {item.idle_s:.0f} s "
+                f"(cluster.progress_timeout_s={self._config.cluster.progress_timeout_s:g})"
+            )
+            self._note(f"{worker_name(*worker)}: {given_up[worker]}; {standing(said.get(item.handle))}")
+        self._late = late.keys() - given_up.keys()
+        self._standings.ask(late[worker].handle for worker in self._late)
+        return given_up
