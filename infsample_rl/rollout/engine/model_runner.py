@@ -48,7 +48,6 @@ class ModelRunner:
         check_architecture(model)
         self.model, self.deterministic, self.lm_head_fp32 = model, deterministic, lm_head_fp32
         self.shape = KVShape.of(model.config)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]  # rows of the head
         self.context = context_of(model.config)  # None: unbounded
         self.device, self.dtype = model.device, model.dtype
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
@@ -75,6 +74,11 @@ class ModelRunner:
                 self.decoder = CompiledDecoder(self.model, self.kernels)
             else:
                 self.decoder = FusedDecoder(self.model, self.kernels, joins=self.device.type == "cuda")
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.model.get_output_embeddings().weight.shape[0]
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pool; the one before is freed first."""
