@@ -90,9 +90,8 @@ class TrainOptions(ModelOptions):
 
 ARITHMETIC = {  # configs/data/arithmetic.yaml
     "source": "reasoning_gym:products",
-    "generator_kwargs": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "generator_kwargs": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 512},
     "instruction": "Give only the number.",
-    "size": 512,
     "max_prompt_tokens": 256,
 }
 
