@@ -9,6 +9,7 @@ the other ranks until reduce_with_next_backward().
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from infsample_rl.learner.optimizer import load_moments, moments, step
 from infsample_rl.model.packing import PackedRow
 
 
-class Backend:
+class Backend(ABC):
     """The same few calls for every way of sharding; what is here holds for an optimizer that steps `masters`."""
 
     policy: Any
@@ -32,11 +33,11 @@ class Backend:
         """(log-probabilities [R], entropies [R]) of the row, as PackedPolicy.forward."""
         return self.policy(row, temperature)
 
+    @abstractmethod
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, this rank's part of a sum over all ranks and rows."""
-        raise NotImplementedError
 
-    def reduce_with_next_backward(self) -> None:
+    def reduce_with_next_backward(self) -> None:  # noqa: B027  # nothing to reduce without other ranks
         """grad_sync=last_row: let the next backward(), the update's last on every rank, reduce the gradients over the
         ranks."""
 
@@ -57,10 +58,10 @@ class Backend:
         self.optimizer.zero_grad(set_to_none=True)
         self._take_masters()
 
+    @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the model's dtype) of every parameter, a tied one once, one at a time; run
         it to its end."""
-        raise NotImplementedError
 
     def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """(name, full float32 tensors master, exp_avg, exp_avg_sq) of every trained parameter, moments from the first
@@ -79,7 +80,7 @@ class Backend:
         self.optimizer_steps = saved.optimizer_steps
         self._take_masters()
 
-    def _take_masters(self) -> None:
+    def _take_masters(self) -> None:  # noqa: B027  # nothing to do where they are the parameters
         """Let forward passes read the masters as they are now."""
 
     def _gathered(self, part: Tensor) -> Tensor:
