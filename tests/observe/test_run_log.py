@@ -217,7 +217,7 @@ def test_wandb_goes_offline_with_one_warning_when_the_server_cannot_be_reached(n
     no_wandb_key.setenv("WANDB_API_KEY", "local-" + "0" * 40)
     no_wandb_key.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     no_wandb_key.setenv("WANDB_INIT_TIMEOUT", "1")
-    log_steps(tmp_path, range(1, 2), wandb="online", progress=False)
+    log_steps(tmp_path, range(1, 2), wandb="online", upload_completions=True, progress=False)
     out, err = capfd.readouterr()
     assert [line.split(":")[0] for line in out.splitlines()] == ["warning", "W&B"] and "W&B goes offline" in out
     assert err == ""
