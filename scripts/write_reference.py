@@ -25,6 +25,7 @@ BENCHMARKS = ROOT / "benchmarks"
 OUT = ROOT / "docs" / "reference"
 WRITTEN = "Written by `python scripts/write_reference.py`; a test fails when it is not what the code says.\n"
 LAUNCHERS = ("local.sh", "submit.sh", "slurm.sbatch")
+sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
 
 def pages() -> dict[str, str]:
