@@ -148,7 +148,7 @@ def sample(config: Config) -> int:
     )
     worker.load_weights(manifest, (bucket.numpy() for bucket in buckets))
     generator, size = np.random.default_rng(0), config.rollout.group_size
-    for place in range(config.rollout.prompts_at_once):
+    for place in range(config.rollout.planned_prompts):
         ids = generator.integers(0, len(worker.engine.tokenizer), config.data.max_prompt_tokens).astype(np.int32)
         work = RolloutWork(prompt_index=place, prompt_ids=ids, sample_indices=list(range(size)))
         for _ in worker.stream([work], step=0):

@@ -188,7 +188,6 @@ def config_of(spec: Spec, *, on_cuda: bool) -> Config:
         rollout=RolloutConfig(
             group_size=spec["group_size"],
             slots=min(spec["slots"], spec["group_size"] * spec["prompts_per_step"]),
-            prompts_at_once=min(spec["prompts_per_step"], 4),
             max_new_tokens=spec["max_new_tokens"],
             predictor="none",
             **{"temperature": spec["temperature"], "top_p": 1.0, "top_k": 0, "min_p": 0.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from infsample_rl.config.fields import check_bounds, check_temperature, parse_bytes, setting
@@ -24,6 +25,8 @@ PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need pr
 PAPER_PREFIX_TOKENS = 16  # k of the paper
 KV_DTYPES = ("auto", "fp8", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
+MOST_ROWS = 256  # of token_budget, where rollout.max_rows does not say
+PLANNED_PROMPTS = 2  # whose KV the default budget adds to its full responses with rollout.prompts_at_once=auto
 
 _PREDICTED = f"rollout.schedule={'|'.join(PREDICTED_SCHEDULES)}"
 PAIRS = (  # (when, needs, why): see pairs.py
@@ -83,8 +86,10 @@ class RolloutConfig:
     bad_token_ids: list[int] = setting(
         [], "ids never sampled; the policy is the softmax over the others, in engine, learner and reference"
     )
-    prompts_at_once: int = setting(
-        2, "prompts resident in one worker at a time; rows a prompt's tail leaves idle go to the next", low=1
+    prompts_at_once: str = setting(
+        "auto",
+        "prompts resident in one worker at a time; auto: another one whenever rows and pages that the samples of the "
+        "resident ones cannot fill are idle, within the KV budget",
     )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
     kv_budget_tokens: int | None = setting(
@@ -100,7 +105,7 @@ class RolloutConfig:
         "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head",
         choices=KV_DTYPES,
     )
-    max_rows: int | None = setting(None, "most rows of token_budget at a time; none: 256", low=1)
+    max_rows: int | None = setting(None, f"most rows of token_budget at a time; none: {MOST_ROWS}", low=1)
     preemption: str = setting(
         "auto",
         "KV of a preempted sample: recompute, or park outside the pool (with GPUs in host memory, else in a file of "
@@ -112,9 +117,15 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if isinstance(self.kv_budget_bytes, int):
             self.kv_budget_bytes = str(self.kv_budget_bytes)
+        if isinstance(self.prompts_at_once, int):
+            self.prompts_at_once = str(self.prompts_at_once)
         check_bounds("rollout", self)
         check_temperature("rollout.temperature", self.temperature)
         check_pairs(PAIRS, rollout=self)
+        if self.prompts_at_once != "auto" and not re.fullmatch("0*[1-9][0-9]*", self.prompts_at_once):
+            raise ValueError(
+                f"rollout.prompts_at_once must be auto or a whole number >= 1, got {self.prompts_at_once!r}"
+            )
         if "" in self.stop_strings:
             raise ValueError(
                 f"rollout.stop_strings must not hold an empty string, got {self.stop_strings}; take it out"
@@ -159,11 +170,7 @@ class RolloutConfig:
     def num_slots(self) -> int:
         """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for
         `full_group`."""
-        return (
-            self.group_size
-            if self.schedule == "full_group"
-            else min(self.slots, self.group_size * self.prompts_at_once)
-        )
+        return self.group_size if self.schedule == "full_group" else self._filled(self.slots)
 
     @property
     def has_budget(self) -> bool:
@@ -173,11 +180,22 @@ class RolloutConfig:
     @property
     def most_rows(self) -> int:
         """Most rows that decode at a time."""
-        return (
-            min(self.max_rows or 256, self.group_size * self.prompts_at_once)
-            if self.schedule == "token_budget"
-            else self.num_slots
-        )
+        return self._filled(self.max_rows or MOST_ROWS) if self.schedule == "token_budget" else self.num_slots
+
+    def _filled(self, rows: int) -> int:
+        """Of so many rows those that the samples of the resident prompts can fill."""
+        return rows if self.prompts_at_once == "auto" else min(rows, self.group_size * int(self.prompts_at_once))
+
+    @property
+    def most_prompts(self) -> int:
+        """Most prompts resident together: those of prompts_at_once; auto: one a row."""
+        return self.most_rows if self.prompts_at_once == "auto" else int(self.prompts_at_once)
+
+    @property
+    def planned_prompts(self) -> int:
+        """Prompts whose KV the default budget adds to that of its full responses. With auto more of them may be
+        resident, in pages that no response needs."""
+        return PLANNED_PROMPTS if self.prompts_at_once == "auto" else int(self.prompts_at_once)
 
     @property
     def micro_group(self) -> int:

@@ -148,7 +148,7 @@ def _pool_text(config: Config, per_token: int) -> str:
     if rollout.kv_budget_bytes == "auto":
         beside = " and the learner's planned peak" if config.cluster.colocate else ""
         return f"0.9 of what is free after the weights{beside}"
-    prompts = [config.data.max_prompt_tokens] * rollout.prompts_at_once
+    prompts = [config.data.max_prompt_tokens] * rollout.planned_prompts
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
     text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"

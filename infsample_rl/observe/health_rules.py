@@ -160,7 +160,9 @@ def idle_rows(config: Config, steps: Steps) -> Verdict:
     if unfilled:
         do = f"a worker has {samples:.0f} samples a step; set rollout.slots={max(1, int(samples))}"
     else:
-        do = f"the last decode nearly alone; set data.prompts_per_step={2 * prompts} or rollout.prompts_at_once higher"
+        do = f"the last decode nearly alone; set data.prompts_per_step={2 * prompts}"
+        if rollout.prompts_at_once != "auto":
+            do += " or rollout.prompts_at_once=auto"
     return 1 / max(fmean(used), 1e-3), (
         f"{1 - fmean(used):.0%} of the decode rows stood idle over the last {RECENT} steps: {do}"
     )

@@ -58,8 +58,8 @@ def _of_rollout(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
             yield {"rollout__schedule": "token_budget", "rollout__slots": limits["slots"]}
         else:
             yield {"rollout__slots": limits["slots"]}
-    if config.rollout.prompts_at_once > 1:
-        yield {"rollout__prompts_at_once": 1, "rollout__slots": 1}
+    if config.rollout.most_prompts > 1:
+        yield {"rollout__prompts_at_once": "1", "rollout__slots": 1}
     if config.rollout.kv_dtype == "auto":
         yield {"rollout__kv_dtype": "int8", "objective__importance": "token_tis"}
     if config.model.dtype == "float32":

@@ -49,7 +49,7 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
         groups,
         rollout.schedule,
         slots=rollout.num_slots,
-        prompts_at_once=rollout.prompts_at_once,
+        prompts_at_once=rollout.most_prompts,
         kv_budget_tokens=None if rollout.schedule == "full_group" else pages * rollout.page_size,
         page_size=rollout.page_size,
         prompt_tokens=config.data.max_prompt_tokens,
@@ -59,8 +59,9 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
     )
     token_bytes = pool_page_bytes(config, model) / rollout.page_size
     own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.running_steps
-    resident = min(rollout.prompts_at_once, prompts) * config.data.max_prompt_tokens
     rows = found.busy_row_steps / found.running_steps
+    # of the fewest prompts that so many rows are of
+    resident = min(rollout.most_prompts, prompts, rows / rollout.group_size) * config.data.max_prompt_tokens
     read = size * model.parameters_read + token_bytes * (own + resident)
     seconds = max(read / device.bandwidth, 2 * model.parameters_read * rows / device.flops)
     return DecodeTime(

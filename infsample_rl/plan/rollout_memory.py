@@ -55,7 +55,7 @@ def pool_page_bytes(config: Config, model: ModelOutline) -> int:
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
     """Pages of the pool, where `free` bytes are free after the weights; of rollout.kv_budget_bytes=auto at least the
     fewest with which a run starts, so that a plan says what they need where they do not fit."""
-    rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.prompts_at_once
+    rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.most_prompts
     if rollout.kv_budget_bytes == "auto":
         least = kv_pages(1, rollout.max_new_tokens, prompts[:1], rollout.page_size)
         if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
@@ -70,8 +70,8 @@ def parked_bytes(config: Config, model: ModelOutline, device: Device) -> int:
 
 
 def prompt_pages(config: Config) -> int:
-    """Pages of the prompts that are resident together, each of data.max_prompt_tokens."""
-    return config.rollout.prompts_at_once * -(-config.data.max_prompt_tokens // config.rollout.page_size)
+    """Pages that a budget counts for resident prompts, each of data.max_prompt_tokens."""
+    return config.rollout.planned_prompts * -(-config.data.max_prompt_tokens // config.rollout.page_size)
 
 
 def response_pages(config: Config) -> int:
@@ -116,21 +116,26 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
             "rows of a step": _rows_on_cuda(config, model, rows, device.multiprocessors),
             "cuBLAS workspaces": CUBLAS_WORKSPACE,
         }
-        lines["logits and drawing"] = _drawing(config, model, min(rows, HEAD_ROWS))
+        at_a_time = min(rows, HEAD_ROWS)
     else:
         lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
-        lines["logits and drawing"] = _drawing(
-            config, model, min(rows, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
-        )
+        at_a_time = min(rows, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
+    lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if choose_transport(config.cluster) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
     return lines | {"prefill of a prompt": _prefill(config, model)}
 
 
+def _prompts(config: Config, rows: int) -> int:
+    """Prompts that are resident together at most, in a step or an evaluation: each of them has a row."""
+    asked = max(config.data.prompts_per_step, config.run.eval_prompts if config.has_evaluations else 0)
+    return min(config.rollout.most_prompts, rows, asked)
+
+
 def _tables(config: Config, rows: int) -> int:
     """Of RowBatch, and its copy for numpy."""
-    prompts = config.rollout.prompts_at_once
-    return rows * (2 * 4 * response_pages(config) + 5 * 8 + 3 * 4) + 4 * prompt_pages(config) + 12 * prompts
+    prompts, pages = _prompts(config, rows), -(-config.data.max_prompt_tokens // config.rollout.page_size)
+    return rows * (2 * 4 * response_pages(config) + 5 * 8 + 3 * 4) + prompts * (4 * pages + 12)
 
 
 def _is_compiled(config: Config, model: ModelOutline) -> bool:
@@ -172,18 +177,14 @@ def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessor
     return 2 * kept + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
 
 
-def _drawing(config: Config, model: ModelOutline, rows: int) -> int:
-    """Logits of so many rows, their float32 probabilities, the noise, and the logits kept of every resident prompt."""
+def _drawing(config: Config, model: ModelOutline, rows: int, prompts: int) -> int:
+    """Logits of so many rows, their float32 probabilities, the noise, and the logits kept of the resident `prompts`."""
     vocab, size = model.architecture.vocab_size, 4 if config.model.lm_head_fp32 else _item(config)
     blocks, block = split_vocabulary(vocab)
     scaled = 4 if config.rollout.temperature != 1 and size < 4 else 0
     padded = 4 if blocks * block != vocab else 0
     noise = 8 * (blocks + block)  # float64, with its logarithms and what is added to them
-    return (
-        rows * (vocab * (size + scaled + 4 + padded) + 4 * noise)
-        + vocab * size * config.rollout.prompts_at_once
-        + noise
-    )
+    return rows * (vocab * (size + scaled + 4 + padded) + 4 * noise) + vocab * size * prompts + noise
 
 
 def _prefill(config: Config, model: ModelOutline) -> int:

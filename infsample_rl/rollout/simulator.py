@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from infsample_rl.config.fields import kv_pages
+from infsample_rl.config.rollout import MOST_ROWS, PLANNED_PROMPTS
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
@@ -85,7 +86,7 @@ def simulate_prompts(
     schedule: str,
     *,
     slots: int = 4,
-    prompts_at_once: int = 2,
+    prompts_at_once: int | None = None,
     predicted: Sequence[Sequence[float]] | None = None,
     repredicted: Sequence[Repredicted] | None = None,
     kv_budget_tokens: int | None = None,
@@ -99,7 +100,8 @@ def simulate_prompts(
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
-    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle.
+    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle
+    (default: as rollout.prompts_at_once=auto, as many as that takes).
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
     each sample the predicted total length once it has generated that many tokens, which token_budget follows.
     kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts).
@@ -119,11 +121,12 @@ def simulate_prompts(
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = _group_sizes(groups, schedule, group_size), _each("prompt_tokens", prompt_tokens, len(groups))
     num_slots = max(sizes) if schedule == "full_group" else slots
-    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once)
+    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once or PLANNED_PROMPTS)
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
     num_slots = min(num_slots, useful, budget // page_size)
     orders = _orders(groups, schedule, predicted, repredicted)
+    most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
     rules = [GroupSettings(schedule, num_slots, samples) for samples in sizes]
     planned = [
         PromptGroup(place, [0] * tokens, list(range(samples)), rules[place], lambda _: 0, lengths=orders[place])
@@ -133,8 +136,8 @@ def simulate_prompts(
     planner = StepPlanner(
         planned,
         pool,
-        num_slots=min(max_rows or max(sizes) * prompts_at_once, pool.num_pages) if by_budget else num_slots,
-        prompts_at_once=prompts_at_once,
+        num_slots=min(most_rows, pool.num_pages) if by_budget else num_slots,
+        prompts_at_once=prompts_at_once or len(groups),
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
         parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,

@@ -150,7 +150,11 @@ def test_turns_are_taken_in_the_order_they_were_asked_for():
 
 
 def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
-    made = config(rollout=RolloutConfig(group_size=4, max_new_tokens=24, kv_budget_bytes="auto", predictor="none"))
+    made = config(
+        rollout=RolloutConfig(
+            group_size=4, max_new_tokens=24, kv_budget_bytes="auto", prompts_at_once=2, predictor="none"
+        )
+    )
     planned = sum(learner_lines(made, ModelOutline.of(made))[0].values())
     growth = planned - planned // 3
     monkeypatch.setattr("infsample_rl.model.peak_memory.PeakMemory.held_bytes", lambda memory: planned // 3)
@@ -164,7 +168,7 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
         found.setup("127.0.0.1", 0, None)
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
-    assert pages == {100: made.rollout.prompts_at_once * (4 * 2 + 1), 6: 5}
+    assert pages == {100: made.rollout.most_prompts * (4 * 2 + 1), 6: 5}
     monkeypatch.setattr("infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)

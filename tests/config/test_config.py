@@ -58,14 +58,20 @@ def test_paper_setting():
         rollout.temperature,
         rollout.max_new_tokens,
         rollout.prompts_at_once,
-    ) == (32, 4, 0.8, 1024, 1)
+    ) == (32, 4, 0.8, 1024, "1")
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_model_fills_the_memory_there_is(name):
     rollout = load_config([f"+experiment={name}"]).rollout
     assert (rollout.schedule, rollout.kv_budget_bytes, rollout.predictor) == ("token_budget", "auto", "probe")
-    assert rollout.prompts_at_once == load_config([f"+experiment={name}"]).data.prompts_per_step
+    assert (rollout.prompts_at_once, rollout.most_prompts) == ("auto", 256)
+
+
+def test_prompts_at_once_is_auto_or_a_count():
+    assert RolloutConfig(prompts_at_once=3).most_prompts == RolloutConfig(prompts_at_once=3).planned_prompts == 3
+    assert (RolloutConfig().most_prompts, RolloutConfig().planned_prompts) == (256, 2)
+    assert RolloutConfig(schedule="arrival", slots=6).most_prompts == 6
 
 
 def test_group_choice_overrides_the_experiment():
@@ -88,6 +94,13 @@ def test_choices_and_bounds_raise_value_error_in_python():
 
 WRONG = [
     (["rollout.grop_size=3"], "rollout.grop_size is not a setting; did you mean rollout.group_size?"),
+    *[
+        (
+            [f"rollout.prompts_at_once={wrong}"],
+            f"rollout.prompts_at_once must be auto or a whole number >= 1, got '{wrong}'",
+        )
+        for wrong in ("0", "-1", "1.5", "all")
+    ],
     (["group_size=4"], "group_size is not a setting; did you mean rollout.group_size?"),
     (["rollot.slots=4"], "rollot.slots is not a setting; did you mean rollout.slots?"),
     (["rollout.group_size=abc"], "rollout.group_size must be a whole number, got 'abc'; the default is 8"),

@@ -29,7 +29,7 @@ class EnginePool:
         # of a size that no prompt changes; else it grows with the longest so far
         self.is_fixed = config.has_budget and (config.kv_budget_bytes != "auto" or max_prompt_tokens is not None)
         if max_prompt_tokens is not None or self.is_fixed:
-            self.allocate([max_prompt_tokens or 1] * config.prompts_at_once)
+            self.allocate([max_prompt_tokens or 1] * config.most_prompts)
 
     def allocate(self, prompts: Sequence[int]) -> None:
         """Allocate the pool for prompts of so many tokens, if the one there is does not do; that one is freed first."""

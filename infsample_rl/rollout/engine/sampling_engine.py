@@ -224,7 +224,7 @@ class SamplingEngine:
             groups,
             KVPool(self.runner.kv.num_pages, config.page_size),
             num_slots=most_rows,
-            prompts_at_once=config.prompts_at_once,
+            prompts_at_once=config.most_prompts,
             max_new_tokens=config.max_new_tokens,
             policy=policy,
             parking=parking,
@@ -236,7 +236,9 @@ class SamplingEngine:
         """The tensors of one call, whose prompts have up to `longest` tokens."""
         runner, page_size, groups, most_rows = self.runner, config.page_size, list(planner.waiting), planner.num_slots
         # deterministic: the same shapes whatever part of a step is asked for
-        prompts = config.prompts_at_once if runner.deterministic else min(config.prompts_at_once, max(len(groups), 1))
+        prompts = min(config.most_prompts, most_rows)
+        if not runner.deterministic:
+            prompts = min(prompts, max(len(groups), 1))
         pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
         batch = RowBatch(most_rows, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         ends_text = self._stop_strings.ends if config.stop_strings else None
@@ -268,4 +270,4 @@ class SamplingEngine:
 
 def _plain(config: RolloutConfig) -> RolloutConfig:
     """For few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples."""
-    return replace(config, schedule="token_budget", predictor="none", prefix_tokens=0, prompts_at_once=config.most_rows)
+    return replace(config, schedule="token_budget", predictor="none", prefix_tokens=0, prompts_at_once="auto")

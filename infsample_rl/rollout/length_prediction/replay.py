@@ -53,7 +53,7 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
             lengths,
             schedule,
             slots=config.num_slots,
-            prompts_at_once=config.prompts_at_once,
+            prompts_at_once=config.most_prompts,
             kv_budget_tokens=settings.num_pages * config.page_size,
             page_size=config.page_size,
             prompt_tokens=prompts,

@@ -14,24 +14,26 @@ AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill
 def num_pool_pages(
     config: RolloutConfig, *, page_bytes: int, prompts: Sequence[int], free_bytes: int | MaybeNone = None
 ) -> int:
-    """Pages of the pool for prompts of these numbers of tokens, of which the longest prompts_at_once may be resident
-    together.
+    """Pages of the pool for prompts of these numbers of tokens, of which rollout.prompts_at_once may be resident
+    together; the default budget counts the longest.
 
     `free_bytes`: what is free for the pool, read for rollout.kv_budget_bytes=auto alone. Raises ValueError, with the
     smallest budget that would do, when one prompt and one full response do not fit.
     """
-    page_size, longest = config.page_size, sorted(prompts, reverse=True)[: config.prompts_at_once]
+    page_size, longest = config.page_size, sorted(prompts, reverse=True)
     if config.kv_budget_tokens is not None:
         pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
     elif config.kv_budget_bytes == "auto":
-        most = kv_pages(config.group_size * len(longest), config.max_new_tokens, longest, page_size)
+        longest = longest[: config.most_prompts]
+        rows = min(config.most_rows, config.group_size * len(longest))
+        most = kv_pages(rows, config.max_new_tokens, longest, page_size)
         pages = min(most, int(AUTO_SHARE * free_bytes) // page_bytes)  # more could never be used
         given = f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
     elif config.kv_budget_bytes is not None:
         pages = parse_bytes(config.kv_budget_bytes) // page_bytes
         given = f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
     else:
-        return kv_pages(config.num_slots, config.max_new_tokens, longest, page_size)
+        return kv_pages(config.num_slots, config.max_new_tokens, longest[: config.planned_prompts], page_size)
     check_pages(pages, config, longest[0], "a prompt", given=given, page_bytes=page_bytes)
     return pages
 

@@ -138,8 +138,8 @@ class Rounds:
         self._waiting = set(range(max(0, min(self._slots, self._num_samples - self._round_start))))
 
     def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, has a sample in a later round."""
-        return self._round_start + self._slots + slot < self._num_samples
+        """Whether `slot`, free now, has a sample in this round or a later one."""
+        return slot in self._waiting or self._round_start + self._slots + slot < self._num_samples
 
     @property
     def has_waiting(self) -> bool:

@@ -155,12 +155,17 @@ class StepPlanner(Residents):
                 return  # slots of token_budget are all alike
 
     def _next_of_slot(self, slot: int) -> Sample | None:
-        """Fixed slots: what the groups' schedules start in `slot`, if a full response fits."""
+        """Fixed slots: what the groups' schedules start in `slot`, if a full response fits, and beside it one in every
+        slot that earlier prompts wait for: so a later prompt delays none, and several prompts together take no more
+        steps than one after another."""
+        earlier: list[PromptGroup] = []
         for group in self._groups_with_samples():
-            # Kept prefixes give way, so they do not count; nor do, where nothing runs, the prompts of others.
-            prompts = [other for other in self.resident if other.pages and (self.running or other is group)]
-            held = sum(len(other.pages) for other in prompts) + (len(self.running) + 1) * self._full_pages
-            if held + self._missing_prompt_pages(group) > self.pool.num_pages:
+            # Kept prefixes give way, so they do not count; nor do, where nothing runs or waits, the prompts of others.
+            prompts = [other for other in self.resident if other.pages and (self.running or earlier or other is group)]
+            kept = [free for free in self._free_slots if any(other.holds(free) for other in earlier)]
+            held = sum(len(other.pages) for other in prompts) + (len(self.running) + len(kept) + 1) * self._full_pages
+            earlier.append(group)
+            if held + sum(map(self._missing_prompt_pages, earlier)) > self.pool.num_pages:
                 return None
             if group not in self.resident:
                 self.resident.append(self.waiting.popleft())

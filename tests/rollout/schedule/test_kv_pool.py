@@ -35,6 +35,7 @@ def test_prompt_and_response_are_rounded_to_pages():
     ("settings", "pages"),
     [
         ({}, 4 * 2 + 2 * 3),  # slots x full responses, and two prompts of 40 tokens
+        ({"prompts_at_once": 2}, 4 * 2 + 2 * 3),
         ({"prompts_at_once": 1}, 4 * 2 + 3),
         ({"prompts_at_once": 4}, 4 * 2 + 3 + 3 + 1),  # there are three
         ({"schedule": "full_group"}, 8 * 2 + 2 * 3),
@@ -42,7 +43,8 @@ def test_prompt_and_response_are_rounded_to_pages():
         ({"kv_budget_bytes": "10KB"}, 10),
         ({"kv_budget_bytes": "10KiB"}, 10),
         ({"kv_budget_bytes": "auto"}, 18),  # 0.9 of 20,000 bytes
-        ({"kv_budget_bytes": "auto", "group_size": 1}, 2 * 2 + 2 * 3),  # more could never be used
+        ({"kv_budget_bytes": "auto", "group_size": 1, "prompts_at_once": 2}, 2 * 2 + 2 * 3),  # more could never be used
+        ({"kv_budget_bytes": "auto", "max_rows": 1}, 1 * 2 + 3),  # one row is of one prompt
     ],
 )
 def test_pages_of_every_kind_of_budget(settings, pages):
