@@ -81,7 +81,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)
-    prompts, held_out = (build(config, tokenizer, context) for build in (build_train_prompts, build_eval_prompts))
+    prompts, held_out = build_train_prompts(config, tokenizer, context), build_eval_prompts(config, tokenizer, context)
     check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
     check_columns(config, needs, held_out, evaluation=True)
     probe = None
