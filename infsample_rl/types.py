@@ -1,8 +1,5 @@
-"""The records that cross process borders.
-
-Arrays are numpy, so Ray's object store hands them over without a copy. Records have no __slots__: those that have are
-pickled field by field in Python.
-"""
+"""The records that cross process borders. Arrays are numpy, which Ray's object store hands over without a copy; no
+record has __slots__, since those that have are pickled field by field in Python."""
 
 from __future__ import annotations
 
@@ -43,6 +40,12 @@ class Prompt:
     text: str  # the rendered prompt
     token_ids: np.ndarray  # [prompt tokens] int32
     columns: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward functions
+    source: str = ""  # its name among data.sources
+
+    @property
+    def place(self) -> int | str:
+        """Its row, "SOURCE:ROW" where there are several sources: one of a kind."""
+        return f"{self.source}:{self.row}" if self.source else self.row
 
 
 class RowStay(NamedTuple):

@@ -17,7 +17,7 @@ class ExpectedLengths:
     def __init__(self, state: dict[str, Any] | None = None) -> None:
         """`state`: what state() gave."""
         state = state or {"rows": [], "newest": 1.0}
-        self._by_row: dict[int, float] = dict(state["rows"])  # row of the data source -> tokens
+        self._by_row: dict[int | str, float] = dict(state["rows"])  # Prompt.place -> tokens
         self._newest: float = state["newest"]
 
     def state(self) -> dict[str, Any]:
@@ -26,9 +26,9 @@ class ExpectedLengths:
 
     def __call__(self, prompt: Prompt) -> float:
         """Tokens, > 0."""
-        return self._by_row.get(prompt.row, self._newest)
+        return self._by_row.get(prompt.place, self._newest)
 
-    def observe(self, lengths_by_row: dict[int, list[int]]) -> None:
+    def observe(self, lengths_by_row: dict[int | str, list[int]]) -> None:
         """Take the lengths of a step's samples."""
         for row, lengths in lengths_by_row.items():
             if lengths:

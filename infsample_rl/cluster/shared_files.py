@@ -28,8 +28,8 @@ def needed_files(config: Config) -> Files:
         ("model.tokenizer_path", config.model.tokenizer_path),
         ("reference.path", config.reference.path),
         ("rollout.predictor_path", config.rollout.predictor_path),
-        ("data.source", config.data.source),
-        ("data.eval_source", config.data.held_out),
+        *(("data.source", part.source) for part in config.data.parts.values()),
+        *(("data.eval_source", part.held_out) for part in config.data.parts.values()),
         ("run.resume", None if config.run.resume in ("auto", "never") else config.run.resume),
     ]
     for function in config.reward.functions:

@@ -14,7 +14,9 @@ problem with c of n samples right, and its mean over problems. Intervals are 95 
 are not independent: where every problem's figure is 0 or 1 (one sample a problem, or k = n) Wilson's, which also holds
 when all are equal; else the bootstrap's percentiles, problems drawn with replacement, 10,000 times.
 
-The engine and the reward functions of training, without Ray. Exit codes: 0 done; 1 it failed; 2 an input is wrong.
+A sample whose reward failed is outside every figure, and a problem outside pass@k with fewer than k others.
+The engine and the reward functions of training, without Ray. Exit codes: 0 done; 1 it failed, or a reward did; 2 an
+input is wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.model.architecture import context_of
 from infsample_rl.model.generation import response_text
 from infsample_rl.model.loading import load_tokenizer
-from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.reward.columns import check_columns
+from infsample_rl.reward.worker import RewardWorker, check_reward_functions
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, Prompt, RewardResult
 
@@ -96,17 +99,19 @@ def evaluation_config(checkpoint: str, options: EvaluateOptions, overrides: list
         )
     for name in names & {"run.eval_samples", "rollout.group_size"}:
         raise ValueError(f"{name} is of a run; give samples= here")
+    if names & {"data", "data.source"}:
+        ours.append("data.sources=[]")  # of the run
     config = load_run_config(run_dir, [*ours, f"rollout.group_size={options.samples}", *overrides])
-    has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names
+    has_own_data = bool(names & {"data", "data.source"}) and "data.eval_source" not in names and config.data.source
     if has_own_data:
         config.data = dataclasses.replace(config.data, eval_source=config.data.source)
-    if config.data.held_out is None:
-        raise ValueError(
-            f"data.eval_source is none for data.source={config.data.source}: give data.source=FILE or data.eval_source "
-            "to evaluate on"
-        )
+    held_out = [part.held_out for part in config.data.parts.values() if part.held_out is not None]
+    if not held_out:
+        sources = ", ".join(part.source for part in config.data.parts.values())
+        hint = "give data.source=FILE or data.eval_source to evaluate on"
+        raise ValueError(f"data.eval_source is none for data.source={sources}: {hint}")
     given = config.run.eval_prompts
-    if config.data.held_out.startswith("reasoning_gym:"):  # there are as many as one asks for
+    if any(source.startswith("reasoning_gym:") for source in held_out):  # there are as many as one asks for
         given = given or RunConfig().eval_prompts
     elif given == 0 or (run_dir is None or has_own_data) and "run.eval_prompts" not in names:
         given = ALL_PROBLEMS  # of data that the run was not evaluated on
@@ -160,6 +165,9 @@ class Estimate:
     interval: str  # "wilson" or "bootstrap"
 
 
+Figures = dict[str, Estimate | float | int | None]
+
+
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """The chance that k of a problem's samples, drawn without replacement, hold a right one. ValueError unless 1 <= k
     <= num_samples."""
@@ -190,19 +198,21 @@ def _wilson(right: int, count: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), "wilson")
 
 
-def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> dict[str, Estimate | float | int]:
-    """Figures by name. A failed reward counts 0 and does not pass."""
-    rewards = [[reward or 0.0 for reward in sampled.rewards.values()] for sampled in found]
-    right = [
-        sum(reward is not None and reward >= options.threshold for reward in sampled.rewards.values())
-        for sampled in found
-    ]
+def summarise(found: list[Sampled], options: EvaluateOptions, *, seed: int) -> Figures:
+    """Figures by name, of the samples that have a reward; None where too few have one."""
+    scored = [(s.prompt.source, [reward for reward in s.rewards.values() if reward is not None]) for s in found]
+    scored = [(source, rewards) for source, rewards in scored if rewards]
     completions = [completion for sampled in found for completion in sampled.completions.values()]
     lengths = [[len(completion.token_ids) for completion in sampled.completions.values()] for sampled in found]
-    figures: dict[str, Estimate | float | int] = {"problems": len(found), "samples": options.samples}
-    figures["reward"] = mean_over_problems([statistics.fmean(group) for group in rewards], seed=seed)
+    values = {"reward": [statistics.fmean(rewards) for _, rewards in scored]}
     for k in options.k:
-        figures[f"pass@{k}"] = mean_over_problems([pass_at_k(options.samples, count, k) for count in right], seed=seed)
+        groups = [rewards for _, rewards in scored if len(rewards) >= k]
+        right = [sum(reward >= options.threshold for reward in rewards) for rewards in groups]
+        values[f"pass@{k}"] = [pass_at_k(len(group), count, k) for group, count in zip(groups, right, strict=True)]
+    for source in dict.fromkeys(sampled.prompt.source for sampled in found if sampled.prompt.source):
+        values[f"reward of {source}"] = [statistics.fmean(rewards) for own, rewards in scored if own == source]
+    figures: Figures = {"problems": len(found), "samples": options.samples}
+    figures |= {name: mean_over_problems(each, seed=seed) if each else None for name, each in values.items()}
     figures["length"] = mean_over_problems([statistics.fmean(group) for group in lengths], seed=seed)
     figures["longest"] = max(max(group) for group in lengths)
     figures["cut"] = sum(completion.finish_reason == "length" for completion in completions) / len(completions)
@@ -218,18 +228,18 @@ def write_completions(found: list[Sampled], path: Path, config: Config) -> None:
             for index in sorted(sampled.completions):
                 completion = sampled.completions[index]
                 text = response_text(tokenizer, completion.token_ids.tolist(), stop_strings)
-                record: dict[str, Any] = {"row": sampled.prompt.row, "sample_index": index}
+                record: dict[str, Any] = {"row": sampled.prompt.place, "sample_index": index}
                 record |= {"prompt": sampled.prompt.text, "response": text}
                 record |= {"reward": sampled.rewards[index], "components": sampled.components[index]}
                 record |= {"length": len(completion.token_ids), "finish_reason": completion.finish_reason}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def show(figures: dict[str, Estimate | float | int], title: str) -> None:
+def show(figures: Figures, title: str) -> None:
     """The figures as a table."""
     rows = []
     for name, value in figures.items():
-        row = {"name": name, "value": f"{value:,}" if isinstance(value, int) else "", "interval": "", "method": ""}
+        row = {"name": name, "value": f"{value:,}" if isinstance(value, int) else "-", "interval": "", "method": ""}
         if isinstance(value, float):
             row["value"] = f"{value:.4f}"
         elif isinstance(value, Estimate):
@@ -244,7 +254,8 @@ def show(figures: dict[str, Estimate | float | int], title: str) -> None:
 
 def _check_out(path: Path, config: Config) -> None:
     """ValueError for a file that could not be written when all is sampled, or that is read."""
-    read = [Path(source).expanduser().resolve() for source in (config.data.source, config.data.eval_source) if source]
+    sources = [source for part in config.data.parts.values() for source in (part.source, part.eval_source)]
+    read = [Path(source).expanduser().resolve() for source in sources if source]
     if path.resolve() in read:
         raise ValueError(f"out={path} is the data that is evaluated on; give another file")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -256,19 +267,28 @@ def _run(arguments: list[str]) -> int:
     config = evaluation_config(checkpoint, options, overrides)
     if options.out is not None:
         _check_out(Path(options.out).absolute(), config)
+    needs = check_reward_functions(config.reward)
     lm = load_policy_folder(config.model, "cuda" if torch.cuda.is_available() else "cpu")
     prompts = build_eval_prompts(config, load_tokenizer(config.model), context_of(lm.config.get_text_config()))
-    found = evaluate(config, lm, [dataclasses.replace(prompt, prompt_index=i) for i, prompt in enumerate(prompts)])
+    check_columns(config, needs, prompts, evaluation=True)
+    found = evaluate(config, lm, prompts)
     if options.out is not None:
         write_completions(found, Path(options.out), config)
     figures = summarise(found, options, seed=config.run.seed)
     if options.json:
         print(json.dumps(figures, default=dataclasses.asdict))
-        return 0
-    temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
-    title = f"{checkpoint} on {config.data.held_out}, temperature {temperature:g}"
-    show(figures, f"{title}, a sample passes at a reward of {options.threshold:g}")
+    else:
+        show(figures, _title(checkpoint, config, options))
+    if failed := figures["failed rewards"]:
+        raise RuntimeError(f"{failed} of {len(found) * options.samples} rewards failed, they are outside all figures")
     return 0
+
+
+def _title(checkpoint: str, config: Config, options: EvaluateOptions) -> str:
+    temperature = config.rollout.temperature if config.run.eval_temperature is None else config.run.eval_temperature
+    sources = " and ".join(part.held_out for part in config.data.parts.values() if part.held_out is not None)
+    title = f"{checkpoint} on {sources}, temperature {temperature:g}"
+    return f"{title}, a sample passes at a reward of {options.threshold:g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Every setting, its bounds and its meaning: `schema` holds a run's, the other files a section each."""
 
 from infsample_rl.config.cluster import ClusterConfig
-from infsample_rl.config.data import DATA_NAMES, DataConfig
+from infsample_rl.config.data import DATA_NAMES, DataConfig, DataSourceConfig
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
 from infsample_rl.config.rollout import RolloutConfig
@@ -15,6 +15,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "DataSourceConfig",
     "LearnerConfig",
     "LoggingConfig",
     "ModelConfig",

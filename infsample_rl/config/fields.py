@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
+Entry = TypeVar("Entry")
 SCALARS = {
     "int": (Integral, "a whole number"),
     "float": (Real, "a number"),
@@ -59,6 +60,25 @@ def check_bounds(section: str, config: Any) -> None:
         must, hint = out_of_bounds(value, spec.metadata)
         if must:
             raise ValueError(f"{name} {must}, got {value!r}{hint}")
+
+
+def read_entry(name: str, entry: Any, kind: type[Entry], first: str) -> Entry:
+    """An entry of a list of settings as a checked `kind`: of its keys, or a text alone for the key `first`.
+
+    Example: read_entry("reward.functions[0]", "kk", RewardFunctionConfig, "name"). ValueError for an unknown key, a
+    value out of bounds, and what is neither.
+    """
+    if not isinstance(entry, kind):
+        given = {first: entry} if isinstance(entry, str) else entry
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be a {first} or {{{first}: ...}}, got {entry!r}")
+        keys = [spec.name for spec in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        for key in given:
+            if key not in keys:
+                raise ValueError(f"{name.partition('[')[0]}: an entry takes {', '.join(keys)}, not {key}")
+        entry = kind(**given)
+    check_bounds(name, entry)
+    return entry
 
 
 def out_of_bounds(value: Any, bound: Mapping[str, Any]) -> tuple[str, str]:

@@ -8,10 +8,11 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infsample_rl.config import DATA_NAMES, Config, RewardFunctionConfig
+from infsample_rl.config import DATA_NAMES, Config
 from infsample_rl.config.fields import default_of
 from infsample_rl.config.files import check_experiments, where_set, where_written
 from infsample_rl.config.overrides import (
@@ -82,7 +83,6 @@ def load_config(overrides: list[str], config_dir: str | None = None) -> Config:
     settings, choices = _compose(overrides, config_dir)
     _make_paths_absolute(settings)
     try:
-        settings["reward"]["functions"] = [RewardFunctionConfig(**entry) for entry in settings["reward"]["functions"]]
         config = Config(**{name: section(**settings[name]) for name, section in SECTIONS.items()})
         check_no_secrets(config, os.environ)
         return config
@@ -104,19 +104,11 @@ def _one_line(error: Exception) -> str:
     types = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "bool": "true or false"}
     wrong_type = re.match(r"Value '(.*?)' (?:of type '\w+' )?(?:could not be converted to|is not a valid) (\w+)", first)
     if wrong_type:
-        key = (
-            f"reward.functions: an entry's {key}"
-            if key in {spec.name for spec in dataclasses.fields(RewardFunctionConfig)}
-            else key
-        )
         return (
             f"{key} must be {types.get(wrong_type.group(2), wrong_type.group(2))}, got "
             f"{wrong_type.group(1)!r}{_default_of(key)}"
         )
     unknown = re.search(r"Key '(\w+)' (?:is )?not in '?(\w+)'?", text)
-    if unknown and unknown.group(2) == RewardFunctionConfig.__name__:
-        takes = ", ".join(spec.name for spec in dataclasses.fields(RewardFunctionConfig))
-        return f"reward.functions: an entry takes {takes}, not {unknown.group(1)}"
     if unknown:
         return not_a_setting(key or unknown.group(1))
     return (f"{key}: " if key and key not in first else "") + first
@@ -160,15 +152,35 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
     ):
         section[key] = _absolute_if_local(section[key])
     for key in ("source", "eval_source"):
-        data[key] = data[key] if data[key] in DATA_NAMES else _absolute_if_local(data[key])
-    for function in settings["reward"]["functions"]:
-        path, colon, name = function["name"].rpartition(":")
-        if path.endswith(".py"):
-            function["name"] = f"{Path(path).expanduser().absolute()}{colon}{name}"
-        elif function["name"].startswith("model:"):
-            function["name"] = f"model:{_absolute_if_local(name)}"
+        data[key] = _absolute_source(data[key])
+        data["sources"] = [_with_absolute(entry, key, _absolute_source) for entry in data["sources"]]
+    for entry in (entry for entry in data["sources"] if isinstance(entry, dict)):
+        given = entry.get("reward", [])
+        entry["reward"] = [
+            _with_absolute(name, "name", _absolute_function) for name in (given if isinstance(given, list) else [given])
+        ]
     reward = settings["reward"]
+    reward["functions"] = [_with_absolute(entry, "name", _absolute_function) for entry in reward["functions"]]
     reward["read_paths"] = [str(Path(path).expanduser().absolute()) for path in reward["read_paths"]]
+
+
+def _with_absolute(entry: Any, key: str, absolute: Callable[[Any], Any]) -> Any:
+    """An entry of a list, a text or the keys of a setting, with an absolute path in it; what is neither as it is."""
+    if isinstance(entry, dict):
+        return {**entry, key: absolute(entry[key])} if isinstance(entry.get(key), str) else entry
+    return absolute(entry) if isinstance(entry, str) else entry
+
+
+def _absolute_source(source: str | None) -> str | None:
+    return source if source in DATA_NAMES else _absolute_if_local(source)
+
+
+def _absolute_function(function: str) -> str:
+    """A reward function by the absolute path of its file or of its model."""
+    path, colon, name = function.rpartition(":")
+    if path.endswith(".py"):
+        return f"{Path(path).expanduser().absolute()}{colon}{name}"
+    return f"model:{_absolute_if_local(name)}" if function.startswith("model:") else function
 
 
 def _absolute_if_local(path: str | None) -> str | None:

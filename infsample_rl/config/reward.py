@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from infsample_rl.config.fields import check_bounds, parse_bytes, setting
+from infsample_rl.config.fields import check_bounds, parse_bytes, read_entry, setting
 
 ISOLATIONS = ("none", "limits", "sandbox")
 SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries
@@ -26,6 +26,10 @@ class RewardFunctionConfig:
         {}, "keywords passed to the function; no keys: name their variables in reward.environment"
     )
 
+    def is_called(self, name: str) -> bool:
+        """Whether `name` means it: its whole name, or that of the function in its file."""
+        return name in (self.name, self.name.rpartition(".py:")[2])
+
 
 def _is_isolated(config: Any) -> bool:
     return config.reward.isolation != "none"
@@ -35,8 +39,8 @@ def _is_isolated(config: Any) -> bool:
 class RewardConfig:
     """Reward functions and the processes they run in."""
 
-    functions: list[RewardFunctionConfig] = setting(
-        [], "the functions of the weighted sum, e.g. `[{name: gsm8k}, {name: my_rewards.py:short, weight: 0.1}]`"
+    functions: list[Any] = setting(  # once checked each is a RewardFunctionConfig
+        [], "the functions of the weighted sum, e.g. `[gsm8k, {name: my_rewards.py:short, weight: 0.1}]`"
     )
     timeout_s: float = setting(
         30.0, "seconds a call may take before its process is killed and the reward is None", above=0
@@ -67,10 +71,13 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_bounds("reward", self)
-        if not self.functions:
-            raise ValueError("reward.functions is empty: give one, e.g. 'reward.functions=[{name: gsm8k}]'")
+        self.functions = [
+            read_entry(f"reward.functions[{index}]", entry, RewardFunctionConfig, "name")
+            for index, entry in enumerate(self.functions)
+        ]
         for index, function in enumerate(self.functions):
-            check_bounds(f"reward.functions[{index}]", function)
+            if not isinstance(function.kwargs, dict):
+                raise ValueError(f"reward.functions[{index}].kwargs must be {{key: value}}, got {function.kwargs!r}")
             if not function.name:
                 raise ValueError(
                     f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function "

@@ -6,14 +6,14 @@ A value out of bounds raises ValueError with the setting's name, the value and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infsample_rl.config.cluster import ClusterConfig
 from infsample_rl.config.data import DataConfig
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
-from infsample_rl.config.reward import RewardConfig
+from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
 from infsample_rl.config.rollout import RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
@@ -79,6 +79,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        self._find_rewards()
         check_pairs(PAIRS, **vars(self))
         self._check_budget()
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
@@ -96,6 +97,30 @@ class Config:
         ranks, shard = self.cluster.learner_ranks, self.learner.shard_ranks
         if shard is not None and ranks % shard != 0:
             raise ValueError(f"learner.shard_ranks must divide cluster.learner_ranks = {ranks}, got {shard}")
+
+    def _find_rewards(self) -> None:
+        """Give every entry of data.sources the names of its functions, and reward.functions those that only they
+        name."""
+        functions = list(self.reward.functions)
+        common = [function.name for function in functions]
+        for index, entry in enumerate(self.data.sources):
+            entry.reward = entry.reward or common
+            if not entry.reward:
+                raise ValueError(f"data.sources[{index}].reward and reward.functions are empty: name a function")
+            new = [name for name in entry.reward if not any(function.is_called(name) for function in functions)]
+            functions += [RewardFunctionConfig(name=name) for name in dict.fromkeys(new)]
+        if not functions:
+            raise ValueError("reward.functions is empty: give one, e.g. reward.functions=[gsm8k]")
+        self.reward = replace(self.reward, functions=functions)
+
+    def rewards_of(self, source: str) -> list[int]:
+        """Places in reward.functions of those that score prompts of a source, by its name in DataConfig.parts."""
+        names = self.data.named_sources[source].reward if source else None
+        return [
+            index
+            for index, function in enumerate(self.reward.functions)
+            if names is None or any(function.is_called(name) for name in names)
+        ]
 
     def check_warmup(self, steps: int) -> None:
         """ValueError for a warm-up longer than a run of so many steps."""
@@ -116,7 +141,7 @@ class Config:
     @property
     def has_evaluations(self) -> bool:
         """Whether held-out problems are evaluated at all."""
-        return self.run.eval_prompts > 0 and self.data.held_out is not None
+        return self.run.eval_prompts > 0 and any(part.held_out is not None for part in self.data.parts.values())
 
     @property
     def has_reference_workers(self) -> bool:

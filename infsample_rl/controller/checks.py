@@ -35,6 +35,7 @@ from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.placement import Node, refusal, total_cpus
 from infsample_rl.plan.processes import write_plan
+from infsample_rl.reward.columns import Needs, check_columns
 from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
@@ -74,19 +75,21 @@ def prepare(config: Config) -> Start:
 
 def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     checkpoint, damages = checkpoints.find_checkpoint(run_dir, config.run.resume)
-    _check_surroundings(config)
+    needs = _check_surroundings(config)
     tokenizer, architecture = load_tokenizer(config.model), load_model_config(config.model)
     check_full_attention(architecture)
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)
-    prompts = build_train_prompts(config, tokenizer, context)
+    prompts, held_out = build_train_prompts(config, tokenizer, context), build_eval_prompts(config, tokenizer, context)
+    check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
+    check_columns(config, needs, held_out, evaluation=True)
     probe = None
     if config.uses_probe:
         probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
     start = Start(
         prompts=prompts,
-        eval_prompts=build_eval_prompts(config, tokenizer, context),
+        eval_prompts=held_out,
         tokenizer=tokenizer,
         total_steps=config.run.steps or prompts.steps_for_epochs(config.run.epochs),
         checkpoint=checkpoint,
@@ -99,11 +102,12 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         _go_on_from(checkpoint, start, run_dir)
     start.lock = lock or checkpoints.lock_run_folder(run_dir)
     unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=start.total_steps)
-    sizes = {"total_steps": start.total_steps, "step": start.step, "num_rows": prompts.num_rows}
-    start.table = [*derived_table(config, architecture, **sizes), ("trained", trained)]
+    num_rows = {name: len(rows) for name, rows in prompts.sources.items()}
+    steps = {"total_steps": start.total_steps, "step": start.step}
+    start.table = [*derived_table(config, architecture, num_rows=num_rows, **steps), ("trained", trained)]
     start.warnings += [
         *_folder_warnings(config, run_dir, start),
-        *_data_warnings(config, prompts.num_rows),
+        *_data_warnings(prompts),
         *([unplanned] if unplanned else []),
         *setting_warnings(config),
         *context_warnings(architecture, context),
@@ -151,12 +155,14 @@ def _folder_warnings(config: Config, run_dir: Path, start: Start) -> list[str]:
     ]
 
 
-def _data_warnings(config: Config, num_rows: int) -> list[str]:
-    if config.data.prompts_per_step <= num_rows:
-        return []
+def _data_warnings(prompts: PromptStream) -> list[str]:
+    total, per_step = sum(prompts.weights), prompts.prompts_per_step
     return [
-        f"data.prompts_per_step={config.data.prompts_per_step} is above the {num_rows} rows of data.source: a step has "
-        "some of them more than once"
+        f"data.prompts_per_step={per_step} is above the {len(rows)} rows of data.source"
+        f"{f', of {name} with its weight {weight:g} of {total:g}' if name else ''}: a step has some of them more than "
+        "once"
+        for (name, rows), weight in zip(prompts.sources.items(), prompts.weights, strict=True)
+        if per_step * weight > len(rows) * total
     ]
 
 
@@ -178,9 +184,10 @@ def _changed_settings(config: Config, kept: Path) -> list[str]:
     ]
 
 
-def _check_surroundings(config: Config) -> None:
-    """What can be said without the model: packages, reward functions, this machine, folders."""
-    check_reward_functions(config.reward)
+def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
+    """What can be said without the model: packages, reward functions, this machine, folders. Returns the columns that
+    each reward function reads."""
+    needs = check_reward_functions(config.reward)
     choose_transport(config.cluster)
     check_optimizer(config.learner.optimizer)
     check_trackers(config)
@@ -188,6 +195,7 @@ def _check_surroundings(config: Config) -> None:
     if config.cluster.address is None:
         _check_this_machine(config)
     _check_folders(config)
+    return needs
 
 
 def _check_this_machine(config: Config) -> None:

@@ -103,9 +103,9 @@ class StepGroups:
         """The prompts of all groups."""
         return [group.prompt for group in self.groups]
 
-    def lengths_by_row(self) -> dict[int, list[int]]:
-        """Tokens of the samples that are in, by row of the data source."""
-        return {group.prompt.row: [sample.length for sample in group.samples] for group in self.groups}
+    def lengths_by_row(self) -> dict[int | str, list[int]]:
+        """Tokens of the samples that are in, by Prompt.place."""
+        return {group.prompt.place: [sample.length for sample in group.samples] for group in self.groups}
 
     def trains(self, group: Group) -> bool:
         """Whether a complete group is trained: each, or with objective.dynamic_sampling those whose rewards are not all

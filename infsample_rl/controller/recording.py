@@ -67,7 +67,7 @@ def write_recording(
         "total_steps": total_steps,
         "policy_version": groups.step,
         "prompt_indices": [group.prompt.prompt_index for group in trained],
-        "rows": [group.prompt.row for group in trained],
+        "rows": [group.prompt.place for group in trained],
         "prompts": [group.prompt.text for group in trained],
         "finish_reasons": [completion.finish_reason for completion in completions],
         "metrics": {name: value for name, value in metrics.items() if name.startswith("learner/")},

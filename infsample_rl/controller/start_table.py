@@ -85,9 +85,9 @@ def kv_bytes_per_token(architecture: PretrainedConfig, dtype: str, kv_dtype: str
 
 
 def derived_table(
-    config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: int
+    config: Config, architecture: PretrainedConfig, *, total_steps: int, step: int, num_rows: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """What follows from the settings, as (name, value) rows."""
+    """What follows from the settings and the prompts of each of DataConfig.parts, as (name, value) rows."""
     rollout, data = config.rollout, config.data
     per_token = kv_bytes_per_token(architecture, config.model.dtype, rollout.kv_dtype, rollout.page_size)
     processes = [
@@ -95,12 +95,12 @@ def derived_table(
         for group in worker_groups(config)
     ]
     device = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
-    epochs = total_steps * data.prompts_per_step / num_rows
+    epochs = total_steps * data.prompts_per_step / sum(num_rows.values())
     full_group = rollout.group_size * rollout.max_new_tokens * per_token
     return [
         ("model", f"{config.model.path} ({config.model.dtype})"),
         ("reference", reference_text(config)),
-        ("data", f"{data.source}, {num_rows:,} prompts"),
+        *(("data", line) for line in _source_lines(config, num_rows)),
         ("steps", f"{total_steps} ({epochs:.2g} epochs)" + (f", going on after step {step}" if step else "")),
         ("prompts per step", str(data.prompts_per_step)),
         ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
@@ -177,6 +177,18 @@ def _learner_text(config: Config) -> str:
     return f"{sharded}; weights to the engines: {choose_transport(config.cluster)}"
 
 
+def _source_lines(config: Config, num_rows: dict[str, int]) -> list[str]:
+    """Every data source with its rows and, where there are several, its share of all prompts and its rewards."""
+    lines, named = [], config.data.named_sources
+    for name, part in config.data.parts.items():
+        line = f"{part.source}, {num_rows[name]:,} prompts"
+        if name:
+            share = named[name].weight / sum(entry.weight for entry in named.values())
+            line += f", {share:.1%} of what is drawn, as {name}, reward {', '.join(named[name].reward)}"
+        lines.append(line)
+    return lines
+
+
 def _sent_text(config: Config) -> str:
     """Who beside the run folder gets what of the run."""
     places = [f"W&B, {mode}"] if (mode := check_trackers(config)) == "online" else []
@@ -186,8 +198,10 @@ def _sent_text(config: Config) -> str:
 
 
 def _evaluation_text(config: Config) -> str:
-    if config.data.held_out is None or config.run.eval_prompts == 0:
+    if not config.has_evaluations:
         return "none (data.eval_source, run.eval_prompts)"
+    sources = " and ".join(part.held_out for part in config.data.parts.values() if part.held_out is not None)
+    each = " each" if " and " in sources else ""
     every = f"every {config.run.eval_every} steps"
     when = every if config.run.eval_every else "before the first and after the last step"
-    return f"{config.run.eval_prompts} problems of {config.data.held_out} x {config.run.eval_samples} samples, {when}"
+    return f"{config.run.eval_prompts} problems{each} of {sources} x {config.run.eval_samples} samples, {when}"

@@ -59,7 +59,15 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     }
     if groups.with_reference:
         metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
-    return metrics | _component_means(samples)
+    return metrics | _component_means(samples) | _by_source(groups, "reward/mean")
+
+
+def _by_source(groups: StepGroups, name: str) -> Metrics:
+    """`name`/SOURCE: the mean reward of every source's samples, where there are several data.sources."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for group in groups.groups:
+        rewards[group.prompt.source] += [sample.reward for sample in group.samples if sample.reward is not None]
+    return {f"{name}/{source}": statistics.fmean(of) if of else None for source, of in rewards.items() if source}
 
 
 def _component_means(samples: list[SampleRecord]) -> Metrics:
@@ -77,18 +85,19 @@ def _component_means(samples: list[SampleRecord]) -> Metrics:
 
 
 def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
-    """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. A failed reward counts as
-    wrong."""
-    scores = [[sample.reward or 0.0 for sample in group.samples] for group in groups.groups]
-    lengths = [sample.length for group in groups.groups for sample in group.samples]
-    accuracy = statistics.fmean(score for group in scores for score in group)
+    """Held-out accuracy: mean@k over all samples, pass@1 of every problem's first sample. Samples without a reward are
+    outside both; None where none has one."""
+    everything = [sample for group in groups.groups for sample in group.samples]
+    rewards = [sample.reward for sample in everything if sample.reward is not None]
+    first = [group.samples[0].reward for group in groups.groups if group.samples[0].reward is not None]
+    accuracy = statistics.fmean(rewards) if rewards else None
     return {
         "eval/accuracy": accuracy,
-        "eval/pass@1": statistics.fmean(group[0] for group in scores),
+        "eval/pass@1": statistics.fmean(first) if first else None,
         f"eval/mean@{samples}": accuracy,
-        "eval/length_mean": statistics.fmean(lengths),
-        "eval/failed": sum(sample.reward is None for group in groups.groups for sample in group.samples),
-    }
+        "eval/length_mean": statistics.fmean(sample.length for sample in everything),
+        "eval/failed": len(everything) - len(rewards),
+    } | _by_source(groups, "eval/accuracy")
 
 
 def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:

@@ -63,9 +63,9 @@ def length_records(groups: StepGroups, config: Config, *, step: int) -> Records:
     return [
         {
             "step": step,
-            "dataset": config.data.source,
+            "dataset": group.prompt.source or config.data.source,
             "model": config.model.path,
-            "prompt_id": f"row {group.prompt.row}, step {step}",
+            "prompt_id": f"row {group.prompt.place}, step {step}",
             "prompt_tokens": len(group.prompt.token_ids),
             "max_new_tokens": config.rollout.max_new_tokens,
             "lengths": [sample.length for sample in group.samples],
@@ -93,7 +93,7 @@ def _group_record(group: Group, text_of: TextOf, step: int) -> dict[str, Any]:
     return {
         "step": step,
         "prompt_index": group.prompt.prompt_index,
-        "row": group.prompt.row,
+        "row": group.prompt.place,
         "started": started,
         "prompt": group.prompt.text[-PROMPT_CHARACTERS:],
         "samples": [_sample_record(sample, text_of(sample), started) for sample in group.samples],
@@ -130,7 +130,7 @@ def completion_records(groups: StepGroups, text_of: TextOf, most: int, *, step: 
         {
             "step": step,
             "prompt_index": prompt.prompt_index,
-            "row": prompt.row,
+            "row": prompt.place,
             "sample_index": sample.sample_index,
             "prompt": prompt.text,
             "response": text,

@@ -12,33 +12,65 @@ from typing import Any
 
 import numpy as np
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, DataConfig
 from infsample_rl.data.chat import render_all
-from infsample_rl.data.fields import Problem
 from infsample_rl.data.sources import load_problems
 from infsample_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-REWARDS_OF_ANSWERS = ("gsm8k", "math", "data_source")  # reward functions that read the column `answer`
+ONE_SOURCE = "one source"
+
+
+class Mixture:
+    """Which source item k of the stream is of: every source's share of the first k items is that of its weight, as
+    nearly as items can be divided (smooth weighted round robin). A function of k alone, in whole numbers."""
+
+    def __init__(self, weights: list[float]) -> None:
+        """`weights` > 0 count as they are written: 0.1 is a tenth."""
+        shares = [Fraction(str(weight)) for weight in weights]
+        whole = [int(share * math.lcm(*(share.denominator for share in shares))) for share in shares]
+        self._weights = [weight // math.gcd(*whole) for weight in whole]
+        self._cycle = sum(self._weights)  # items after which it starts again
+        self._due, self._dealt = list[int](), list[int]()  # of every source: its claim to the next item, its items
+        self._restart()
+
+    def __call__(self, k: int) -> tuple[int, int]:
+        """(number of the source of item k, how many items before it are of that source)."""
+        cycle, place = divmod(k, self._cycle)
+        if place < self._next:
+            self._restart()
+        source = 0
+        while self._next <= place:
+            self._next += 1
+            self._due = [due + weight for due, weight in zip(self._due, self._weights, strict=True)]
+            source = self._due.index(max(self._due))
+            self._due[source] -= self._cycle
+            self._dealt[source] += 1
+        return source, cycle * self._weights[source] + self._dealt[source] - 1
+
+    def _restart(self) -> None:
+        self._next, self._due, self._dealt = 0, [0] * len(self._weights), [0] * len(self._weights)
 
 
 class PromptStream:
-    """Batches of prompts without end. Item k is item k mod n of epoch k // n, so batches wrap over the epoch's end.
+    """Batches of prompts without end, of one source or of several in proportion to their weights.
 
-    An epoch's order depends on (run.seed, epoch) alone; the position is all there is to save.
+    Item j of a source is item j mod n of its epoch j // n, so batches wrap over its end. An epoch's order depends on
+    (run.seed, epoch, number of the source) alone; the position is all there is to save.
     """
 
-    def __init__(self, prompts: list[Prompt], *, prompts_per_step: int, seed: int, shuffle: bool) -> None:
-        self.prompts = prompts
-        self.num_rows = len(prompts)  # of one epoch
-        self.first_rendered = prompts[0].text  # for the log
-        self.prompts_per_step = prompts_per_step
-        self.seed = seed
-        self.shuffle = shuffle
+    def __init__(self, sources: dict[str, list[Prompt]], weights: list[float], *, data: DataConfig, seed: int) -> None:
+        """`sources`: prompts by the names in DataConfig.parts, one weight each."""
+        self.sources, self.weights = sources, weights
+        self.num_rows = sum(map(len, sources.values()))
+        self.first_rendered = next(iter(sources.values()))[0].text  # for the log
+        self.prompts_per_step, self.shuffle, self.seed = data.prompts_per_step, data.shuffle, seed
         self.position = 0  # items dealt since the start of the run
-        self.fingerprint = _fingerprint(prompts)
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch it is of, row positions
+        self.fingerprint = _fingerprint([prompt for prompts in sources.values() for prompt in prompts])
+        self._of_source, self._mixture = list(sources.values()), Mixture(weights)
+        # of every source the epoch that its order is of, and row positions
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def next_batch(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
         """The next `count` prompts (default: a step's), prompt_index from `first_index` on; one comes twice only when
@@ -48,7 +80,7 @@ class PromptStream:
         return [dataclasses.replace(self._item(k), prompt_index=first_index + index) for index, k in enumerate(items)]
 
     def steps_for_epochs(self, epochs: float) -> int:
-        """Steps that deal every prompt `epochs` times: ceil(epochs x rows / prompts_per_step)."""
+        """Steps that deal `epochs` times as many prompts as there are rows, of all sources together, rounded up."""
         # 0.1 is a tenth here, as written
         return math.ceil(Fraction(str(epochs)) * self.num_rows / self.prompts_per_step)
 
@@ -63,76 +95,81 @@ class PromptStream:
             "fingerprint": "the hash of all prompts and answers (data set, chat template, tokenizer)",
             "seed": "run.seed",
             "shuffle": "data.shuffle",
+            "mixture": "the mixture of data.sources (names, rows, weights)",
         }
         for name, now in self._identity().items():
-            if state[name] != now:
+            was = state.get(name, ONE_SOURCE)  # older checkpoints know of no mixture
+            if was != now:
                 raise ValueError(
-                    f"cannot resume: {meanings[name]} was {state[name]} and is {now} now; put it back, or start anew "
-                    "in another run.dir"
+                    f"cannot resume: {meanings[name]} was {was} and is {now} now; put it back, or "
+                    "start anew in another run.dir"
                 )
         self.position = int(state["position"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": self.num_rows, "fingerprint": self.fingerprint, "seed": self.seed, "shuffle": self.shuffle}
+        mixture = ", ".join(
+            f"{name} ({len(prompts)} rows) x {weight:g}"
+            for (name, prompts), weight in zip(self.sources.items(), self.weights, strict=True)
+            if name
+        )
+        known = {"num_rows": self.num_rows, "fingerprint": self.fingerprint, "seed": self.seed, "shuffle": self.shuffle}
+        return known | {"mixture": mixture or ONE_SOURCE}
 
     def _item(self, k: int) -> Prompt:
-        epoch, place = divmod(k, self.num_rows)
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.num_rows, self.seed, epoch, self.shuffle))
-        return self.prompts[self._order[1][place]]
+        source, item = self._mixture(k)
+        prompts = self._of_source[source]
+        epoch, place = divmod(item, len(prompts))
+        if self._orders.get(source, (-1,))[0] != epoch:
+            self._orders[source] = (epoch, epoch_order(len(prompts), self.seed, epoch, self.shuffle, source))
+        return prompts[self._orders[source][1][place]]
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """The order of one epoch, [num_rows] positions: a permutation made from (seed, epoch), or 0, 1, 2, ... without
-    shuffle."""
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, source: int = 0) -> np.ndarray:
+    """The order of a source's epoch, [num_rows] positions: a permutation made from (seed, epoch, source), or 0, 1, 2,
+    ... without shuffle."""
     if not shuffle:
         return np.arange(num_rows)
     # RandomState: NumPy keeps its numbers the same for ever
-    return np.random.RandomState([seed, epoch]).permutation(num_rows)
+    return np.random.RandomState([seed, epoch, source] if source else [seed, epoch]).permutation(num_rows)
 
 
 def build_train_prompts(config: Config, tokenizer: Any, context_length: int | None) -> PromptStream:
     """Load, render and check all training prompts. `context_length`: the model's, none when it has no bound.
 
-    ValueError in one line for anything that cannot work: the source, its rows, the template's keywords, the lengths.
+    ValueError in one line for anything that cannot work: the sources, their rows, the template's keywords, the lengths.
     """
-    data = config.data
-    problems = load_problems(data, evaluation=False)
-    _check_answers(problems, config, f"data.source={data.source}")
     if tokenizer.chat_template is None:
         logger.warning(
             "the tokenizer %s has no chat template: prompts are plain text, their parts joined by blank lines",
             tokenizer.name_or_path,
         )
-    prompts = render_all(problems, tokenizer, data)
-    _check_context(prompts, config, context_length, problems[0].origin)
-    return PromptStream(prompts, prompts_per_step=data.prompts_per_step, seed=config.run.seed, shuffle=data.shuffle)
+    sources = {}
+    for name, data in config.data.parts.items():
+        problems = load_problems(data, evaluation=False)
+        sources[name] = _of_source(name, render_all(problems, tokenizer, data))
+        _check_context(sources[name], config, context_length, problems[0].origin)
+    weights = [entry.weight for entry in config.data.sources] or [1.0]
+    return PromptStream(sources, weights, data=config.data, seed=config.run.seed)
 
 
 def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None) -> list[Prompt]:
-    """The first run.eval_prompts prompts of data.eval_source, in its order; none without one. Checked like the training
-    prompts."""
-    data, count = config.data, config.run.eval_prompts
-    if data.held_out is None or count == 0:
-        return []
-    problems = load_problems(data, evaluation=True, limit=count)
-    if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place
-        problems = problems[:count]
-    _check_answers(problems, config, f"data.eval_source={data.held_out}")
-    prompts = render_all(problems, tokenizer, data)[:count]
-    _check_context(prompts, config, context_length, problems[0].origin)
-    return prompts
+    """The first run.eval_prompts prompts of data.eval_source, of each where there are several data.sources, in its
+    order; none without one. Checked like the training prompts."""
+    count, found = config.run.eval_prompts, list[Prompt]()
+    for name, data in config.data.parts.items():
+        if data.held_out is None or count == 0:
+            continue
+        problems = load_problems(data, evaluation=True, limit=count)
+        if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place
+            problems = problems[:count]
+        prompts = render_all(problems, tokenizer, data)[:count]
+        _check_context(prompts, config, context_length, problems[0].origin)
+        found += _of_source(name, prompts)
+    return [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(found)]
 
 
-def _check_answers(problems: list[Problem], config: Config, label: str) -> None:
-    """A reward function that compares with a gold answer needs one."""
-    readers = [function.name for function in config.reward.functions if function.name in REWARDS_OF_ANSWERS]
-    if readers and "answer" not in problems[0].columns:
-        names = ", ".join(problems[0].columns) or "none"
-        raise ValueError(
-            f"{label}: no field is known to be the answer that reward {readers[0]} needs: set data.answer_field "
-            f"(fields: {names})"
-        )
+def _of_source(name: str, prompts: list[Prompt]) -> list[Prompt]:
+    return [dataclasses.replace(prompt, source=name) for prompt in prompts] if name else prompts
 
 
 def _check_context(prompts: list[Prompt], config: Config, context_length: int | None, origin: str) -> None:

@@ -89,7 +89,7 @@ class LiveView:
         """A step has ended (0: an evaluation before the first)."""
         self._step = step
         self._metrics = metrics if step else {}
-        if "eval/accuracy" in metrics:
+        if metrics.get("eval/accuracy") is not None:
             self._held_out = f"accuracy {metrics['eval/accuracy']:.3f}  after step {step}"
 
     def rewind(self, step: int) -> None:

@@ -41,6 +41,9 @@ METRICS = {
     "reward/groups_with_signal": Metric(
         "share", "groups in which samples have an advantage; in the others all rewards are equal: nothing to learn"
     ),
+    "reward/mean/<source>": Metric(
+        "reward", "reward/mean of one source of several in data.sources, where a step has it"
+    ),
     "reward/<function>": Metric(
         "reward", "mean of one function of several in reward.functions, before its weight; or of a number it reported"
     ),
@@ -52,10 +55,9 @@ METRICS = {
     "response/samples": Metric(
         "samples", "all samples of the step; more than it trains with objective.dynamic_sampling"
     ),
-    "eval/accuracy": Metric(
-        "reward", "mean reward over all samples of all held-out problems; a failed reward counts 0"
-    ),
-    "eval/pass@1": Metric("reward", "mean over the problems of the first sample's reward"),
+    "eval/accuracy": Metric("reward", "mean over the samples of all held-out problems that have a reward"),
+    "eval/accuracy/<source>": Metric("reward", "eval/accuracy of one source of several in data.sources"),
+    "eval/pass@1": Metric("reward", "the same over the first sample of every problem"),
     "eval/mean@<k>": Metric("reward", "eval/accuracy under the number of samples a problem, run.eval_samples"),
     "eval/length_mean": Metric("tokens", "mean length"),
     "eval/failed": Metric("samples", "samples without a reward"),

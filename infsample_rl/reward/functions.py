@@ -12,13 +12,13 @@ import math
 import numbers
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
 from infsample_rl.reward.hidden_values import without_values
-from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, form_of
+from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, columns_of, form_of
 from infsample_rl.reward.user_function import import_function
 
 RULES = {  # imported only when asked for: math-verify and reasoning_gym are slow to import
@@ -41,6 +41,7 @@ class LoadedFunction:
     function: Callable[..., Any]
     kwargs: dict[str, Any]
     path: str | None = None  # the user's file
+    needs: list[list[str]] = field(default_factory=list)  # see columns.py
 
     @property
     def per_sample(self) -> bool:
@@ -90,13 +91,21 @@ def load_function(config: RewardFunctionConfig) -> LoadedFunction:
     """Import a rule or a user's function; ValueError in one line when that is not possible or the signature does not
     fit."""
     if kind_of(config.name) == "rule":
-        function = importlib.import_module(RULES[config.name]).score
+        module = importlib.import_module(RULES[config.name])
+        function = module.score
         check_keywords(config.name, function, config.kwargs, given=("response", "columns"))
-        return LoadedFunction(form="rule", function=function, kwargs=config.kwargs)
+        return LoadedFunction(form="rule", function=function, kwargs=config.kwargs, needs=module.NEEDS)
     path, _, name = config.name.rpartition(":")
     function = import_function(path, name)
     form = form_of(config.name, function, config.kwargs)
-    return LoadedFunction(form=form, function=function, kwargs=config.kwargs, path=os.path.abspath(path))
+    columns = columns_of(form, function, config.kwargs)
+    return LoadedFunction(
+        form=form,
+        function=function,
+        kwargs=config.kwargs,
+        path=os.path.abspath(path),
+        needs=[columns] if columns else [],
+    )
 
 
 def call_function(loaded: LoadedFunction, prompt: dict[str, Any], samples: list[dict[str, Any]]) -> Called:

@@ -55,6 +55,13 @@ def form_of(label: str, function: Function, kwargs: dict[str, Any]) -> str:
     return form
 
 
+def columns_of(form: str, function: Function, kwargs: dict[str, Any]) -> list[str]:
+    """The columns that a function takes by name: parameters of TRL's form that nothing else gives."""
+    if form != "trl":
+        return []
+    return [name for name in _required(function) if name not in (*GIVEN[form], *kwargs)]
+
+
 def check_keywords(label: str, function: Function, kwargs: dict[str, Any], given: Sequence[str]) -> None:
     """ValueError when the configured keywords are not parameters of the function, or are given by the caller
     already."""

@@ -87,6 +87,7 @@ class FunctionProcess:
             raise ValueError(started["error"])
         self.pid: int = started["pid"]
         self.per_sample: list[bool] = started["per_sample"]  # of every function: one sample a call, else all in one
+        self.needs: list[list[list[str]]] = started["needs"]  # of every function: the columns it reads (columns.py)
 
     def call(self, request: bytes, sizes: list[int], timeout_s: float) -> Iterator[CallValues]:
         """Send (function, pickled prompt, calls) and yield the values of each call of `sizes` samples, each within

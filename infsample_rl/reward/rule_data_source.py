@@ -12,6 +12,7 @@ from typing import Any
 GSM8K = ("openai/gsm8k", "gsm8k")
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math")
 MATH_PREFIXES = ("aime", "math_dapo", "numina_")
+NEEDS = [["data_source", "answer"]]
 
 
 def score(response: str, columns: dict[str, Any]) -> float:

@@ -13,6 +13,8 @@ from typing import Any
 from infsample_rl.data.fields import last_boxed
 from infsample_rl.reward.final_answer import gold_answer, numbers_in
 
+NEEDS = [["answer"]]
+
 
 def score(response: str, columns: dict[str, Any]) -> float:
     """1.0 or 0.0; the right answer is the column `answer` (a number, or GSM8K's worked text with "####")."""

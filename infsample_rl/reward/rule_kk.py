@@ -17,6 +17,7 @@ from infsample_rl.reward.final_answer import explicit_answer, gold_answer
 _ROLE = r"\s*(?:\bis\b|:|=|->?)\s*(?:an?\s+|the\s+)?(knight|knave)\b"
 _BETWEEN = r"(?:[^\w?]|\d|\band\b)*"
 _END_OF_SENTENCE = re.compile(r"[ )\]}]*(?:[.;<\n]|$)")
+NEEDS = [["answer"], ["names", "solution"]]
 
 
 def score(response: str, columns: dict[str, Any]) -> float:

@@ -18,6 +18,7 @@ from infsample_rl.reward.final_answer import explicit_answer, gold_answer
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
 _EXTRACT = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+NEEDS = [["answer"]]
 
 
 def score(response: str, columns: dict[str, Any]) -> float:

@@ -17,6 +17,8 @@ import reasoning_gym
 
 from infsample_rl.reward.final_answer import explicit_answer, numbers_in
 
+NEEDS = [["task", "entry"]]  # of data.source=reasoning_gym:<task>
+
 
 def score(response: str, columns: dict[str, Any]) -> float:
     """The task's score of the response; columns `task` (name) and `entry` (question, answer, metadata)."""

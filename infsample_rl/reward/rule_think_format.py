@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 _FORMAT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
+NEEDS = list[list[str]]()
 
 
 def score(response: str, columns: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.generation import response_text
 from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.observe.phases import phase
+from infsample_rl.reward.columns import Needs
 from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.process_pool import CallValues, FunctionProcess, ProcessPool
 from infsample_rl.types import Completion, MaybeNone, Prompt, RewardResult
@@ -29,22 +30,27 @@ if TYPE_CHECKING:  # it imports torch, which rule rewards never need
 LARGEST_REWARD = 1e18  # in float32 its square is finite
 
 
-def check_reward_functions(reward: RewardConfig) -> None:
+def check_reward_functions(reward: RewardConfig) -> list[tuple[str, Needs]]:
     """Import every reward function in a process of its own and read every reward model's config, before a run starts.
+    Returns the name of each and the columns it reads, for columns.check_columns().
 
     ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a
     signature that fits no form, settings in kwargs that the function does not take, a model with more than one label, a
     reward.isolation that this system cannot hold.
     """
     models = [function for function in reward.functions if kind_of(function.name) == "model"]
-    in_processes = [function for function in reward.functions if function not in models]
+    in_processes = [function for function in reward.functions if kind_of(function.name) != "model"]
+    needs = iter(list[Needs]())
     if in_processes:
-        FunctionProcess(reward, in_processes).kill()
+        process = FunctionProcess(reward, in_processes)
+        process.kill()
+        needs = iter(process.needs)
     if models:
         from infsample_rl.reward.reward_model import check_model
 
         for function in models:
             check_model(function)
+    return [(function.name, [] if kind_of(function.name) == "model" else next(needs)) for function in reward.functions]
 
 
 @dataclass
@@ -69,6 +75,7 @@ class RewardWorker:
         self.updates_per_step, self.steps = config.objective.updates_per_step, config.run.steps
         self.names = component_names(functions)
         self.weights = [function.weight for function in functions]
+        self._of_source = {source: config.rewards_of(source) for source in config.data.parts}
         self._scored = 0  # micro-groups
         self._models: dict[int, RewardModel] = {}
         in_models = [index for index, function in enumerate(functions) if kind_of(function.name) == "model"]
@@ -103,11 +110,12 @@ class RewardWorker:
         ids = token_ids or [[] for _ in texts]
         samples = [{"text": text, "token_ids": row} for text, row in zip(texts, ids, strict=True)]
         futures = self._submit(prompt, samples, step) if samples else {}
-        scored = {name: Scored(weight) for name, weight in zip(self.names, self.weights, strict=True)}
+        chosen = self._of_source[prompt.source]
+        scored = {self.names[index]: Scored(self.weights[index]) for index in chosen}
         reported: dict[str, list[float | None]] = {}
-        for index, model in self._models.items():  # while the processes run
+        for index in (index for index in chosen if index in self._models):  # while the processes run
             of_model = scored[self.names[index]]
-            of_model.values, of_model.problems = _model_scores(model, prompt, texts)
+            of_model.values, of_model.problems = _model_scores(self._models[index], prompt, texts)
         for index, pieces in futures.items():
             name = self.names[index]
             calls = [call for future in pieces for call in future.result()]
@@ -121,7 +129,7 @@ class RewardWorker:
         return RewardResult(
             rewards=rewards,
             components={name: column.values for name, column in scored.items()} | reported,
-            failures=failure_lines({name: column.problems for name, column in scored.items()}, prompt.row),
+            failures=failure_lines({name: column.problems for name, column in scored.items()}, prompt.place),
             started_at=started_at,
             finished_at=time.time(),
         )
@@ -146,8 +154,8 @@ class RewardWorker:
         }
         pickled = pickle.dumps(columns)
         futures: dict[int, list[Future[list[CallValues]]]] = {}
-        for position, index in enumerate(self._in_pool):
-            pool = self._pool
+        for index in (index for index in self._of_source[prompt.source] if index in self._in_pool):
+            pool, position = self._pool, self._in_pool.index(index)
             calls = [[sample] for sample in samples] if pool.per_sample[position] else [samples]
             share = math.ceil(len(calls) / pool.num_processes)
             futures[index] = [
@@ -182,7 +190,7 @@ def weighted_sums(columns: list[Scored], count: int) -> list[float | None]:
     return rewards
 
 
-def failure_lines(problems: dict[str, list[str]], row: int) -> list[str]:
+def failure_lines(problems: dict[str, list[str]], row: int | str) -> list[str]:
     """One line for each different problem: "gsm8k: timed out after 30 s on prompt row 17 (4 samples)"."""
     lines = []
     for name, column in problems.items():

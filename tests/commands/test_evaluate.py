@@ -59,7 +59,26 @@ def test_a_failed_reward_never_passes():
     ended = {index: Completion(sample_index=index, **tokens, **shared) for index in range(2)}
     found = evaluate.Sampled(prompt=prompt, completions=ended, rewards={0: None, 1: 0.0})
     figures = evaluate.summarise([found], evaluate.EvaluateOptions(samples=2, k=[1], threshold=0.0), seed=0)
-    assert figures["pass@1"].value == 0.5 and figures["failed rewards"] == 1
+    assert figures["pass@1"].value == 1.0 and figures["failed rewards"] == 1
+
+
+def test_a_broken_reward_is_no_figure_and_exit_code_1_and_a_missing_column_is_told_before(arguments, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(
+        "def broken(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
+        "def level(completions, level):\n    return level\n"
+    )
+    broken = [*arguments[:2], f"reward.functions=[{tmp_path}/broken.py:broken]", *arguments[3:], "samples=2"]
+    assert evaluate.main(broken) == 1
+    shown = capsys.readouterr()
+    assert "error: 10 of 10 rewards failed" in shown.err and "broken: raised ZeroDivisionError" in shown.err
+    assert all(line.split()[1:] == ["-"] for line in shown.out.splitlines() if line.startswith(("reward", "pass")))
+    assert evaluate.main([*broken, "json=true"]) == 1
+    assert json.loads(capsys.readouterr().out)["reward"] is None
+    assert evaluate.main([*broken, f"reward.functions=[{tmp_path}/broken.py:level]"]) == 2
+    expected = (
+        f"broken.py:level needs the column 'level', which no row of data.eval_source={tmp_path}/problems.jsonl has"
+    )
+    assert f"{expected}; the columns are answer" in capsys.readouterr().err
 
 
 def test_wrong_arguments_are_one_line_and_exit_code_2(arguments, tmp_path, capsys):

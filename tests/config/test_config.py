@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, Qwen3Config
 
-from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RolloutConfig
+from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RewardFunctionConfig, RolloutConfig
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.config.overrides import SECTIONS, ConfigError, experiments, sweep
 from infsample_rl.controller import start_table
@@ -167,10 +167,18 @@ WRONG = [
     (["reward.memory_limit=much"], "reward.memory_limit must be a size as 24GB or 512MiB, got 'much'"),
     (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
     (["reward.isolation=sandbox", "reward.read_paths=[/no/folder]"], "reward.read_paths: there is no /no/folder"),
+    (["data.sources=[kk_tiny]"], "data.source=kk_tiny and data.sources are both given: take one"),
+    (["data.source=''", "data.sources=[{source: kk, weight: 0}]"], "data.sources[0].weight must be > 0, got 0"),
+    (["data.source=''", "data.sources=[{source: kk, weight: inf}]"], "data.sources[0].weight must be finite, got inf"),
+    (["data.source=''", "data.sources=[{sorce: kk}]"], "data.sources: an entry takes source, weight, reward, "),
+    (["data.source=''", "data.sources=[kk, {source: kk, reward: [3]}]"], "data.sources[1].reward must be names of"),
+    (["data.source=''", "data.sources=[kk]", "reward.functions=[]"], "data.sources[0].reward and reward.functions are"),
+    (["data.source=''", "data.sources=[kk]", "data.eval_source=math"], "data.eval_source must be auto or none with"),
+    (["reward.functions=[3]"], "reward.functions[0] must be a name or {name: ...}, got 3"),
     (["reward.functions=[{nam: kk}]"], "reward.functions: an entry takes name, weight, kwargs, not nam"),
     (["model.path=/no/such/folder"], "model.path=/no/such/folder is not a folder"),
     (["reward.functions=[{name: gsm9k}]"], "gsm8k"),
-    (["reward.functions=[{name: kk, weight: x}]"], "reward.functions: an entry's weight must be a number, got 'x'"),
+    (["reward.functions=[{name: kk, weight: x}]"], "reward.functions[0].weight must be a number, got 'x'"),
     (
         [
             "learner.backend=deepspeed",
@@ -396,7 +404,7 @@ def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     qwen = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
     assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 57_456  # 112 of them scales
-    table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))
+    table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))
     assert table["KV of a token"] == "57,456 bytes (fp8 with scales; 114,688 in bfloat16)"
 
 
@@ -436,7 +444,7 @@ def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings
 def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
     config = load_config(overrides)
     qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
-    assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows=8))["length predictor"] == text
+    assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))["length predictor"] == text
     assert config.uses_probe == text.startswith("probe")
 
 
@@ -454,7 +462,7 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
 def test_who_gets_what_of_a_run_is_told(logging, sent, monkeypatch):
     monkeypatch.setattr(start_table, "check_trackers", lambda config: config.logging.wandb)
     qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
-    assert dict(derived_table(load_config(logging), qwen, total_steps=1, step=0, num_rows=8))["sent away"] == sent
+    assert dict(derived_table(load_config(logging), qwen, total_steps=1, step=0, num_rows={"": 8}))["sent away"] == sent
 
 
 def test_value_with_equals_sign_works_when_quoted():
@@ -537,6 +545,26 @@ def test_paths_become_absolute_against_the_current_directory(tmp_path, monkeypat
         and config.reward.functions[0].name == f"{tmp_path}/rewards.py:score"
     )
     assert list(tmp_path.iterdir()) == [tmp_path / "my_model"], "composing writes nothing"
+
+
+def test_functions_and_sources_are_given_by_name_alone_on_the_command_line_and_in_yaml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "two.yaml").write_text(
+        "# @package _global_\ndefaults: [{override /model: kk_tiny}, {override /objective: no_kl}]\n"
+        "reward: {functions: [kk, rewards.py:short]}\nlearner: {max_tokens_per_micro_batch: 4096}\n"
+        "data: {sources: [kk_tiny, {source: sums.jsonl, weight: 2, reward: [short, 'other.py:f']}]}\n"
+    )
+    alone = load_config(["reward.functions=[kk, rewards.py:short]"])
+    assert alone.reward.functions == [
+        RewardFunctionConfig(name="kk"),
+        RewardFunctionConfig(name=f"{tmp_path}/rewards.py:short"),
+    ]
+    config = load_config(["+experiment=two"], "mine")
+    assert [entry.name for entry in config.reward.functions[2:]] == [f"{tmp_path}/other.py:f"]
+    assert list(config.data.parts) == ["kk_tiny", "sums"] and config.data.parts["kk_tiny"].held_out == "kk_tiny"
+    assert config.data.parts["sums"].source == str(tmp_path / "sums.jsonl")
+    assert [config.rewards_of(name) for name in config.data.parts] == [[0, 1], [1, 2]]
 
 
 def test_a_folder_that_is_called_like_a_data_set_is_not_taken_for_it(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -55,10 +56,21 @@ def test_sample_metrics_leave_failed_rewards_out_of_the_mean():
     assert metrics["response/cut"] == 0.25 and metrics["reward/groups_with_signal"] == 0.5
 
 
-def test_evaluation_counts_a_failed_reward_as_wrong():
-    metrics = evaluation_metrics(book(), 2)
-    assert metrics["eval/accuracy"] == metrics["eval/mean@2"] == 0.5
-    assert metrics["eval/pass@1"] == 0.5 and metrics["eval/length_mean"] == 5
+def test_evaluation_leaves_failed_rewards_out_and_tells_sources_apart():
+    groups = book()
+    metrics = evaluation_metrics(groups, 2)
+    assert metrics["eval/accuracy"] == metrics["eval/mean@2"] == pytest.approx(2 / 3) and metrics["eval/failed"] == 1
+    assert metrics["eval/pass@1"] == 1.0 and metrics["eval/length_mean"] == 5
+    assert not [name for name in metrics if name.count("/") > 1]
+    for group, source in zip(groups.groups, ("kk", "sums"), strict=True):
+        group.prompt = dataclasses.replace(group.prompt, source=source)
+    found = evaluation_metrics(groups, 2) | sample_metrics(groups)
+    assert (found["eval/accuracy/kk"], found["eval/accuracy/sums"]) == (0.5, 1.0)
+    assert (found["reward/mean/kk"], found["reward/mean/sums"]) == (0.5, 1.0)
+    for group in groups.groups:
+        for sample in group.samples:
+            sample.reward = None
+    assert evaluation_metrics(groups, 2)["eval/accuracy"] is None
 
 
 def end(worker, running_steps, row_utilisation, peak_kv_bytes):

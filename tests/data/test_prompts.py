@@ -132,15 +132,32 @@ def test_evaluation_takes_the_first_prompts_in_the_files_order(seven, qwen_token
         build_eval_prompts(config(seven, eval_source="missing.jsonl"), qwen_tokenizer, None)
 
 
-def test_a_reward_that_compares_answers_needs_an_answer(tmp_path, qwen_tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"question": "a", "level": 3}\n')
-    source = str(tmp_path / "a.jsonl")
+def test_several_sources_are_mixed_by_weight_and_each_deals_its_own_epochs(tmp_path, qwen_tokenizer):
+    three, ten = write(tmp_path / "three.jsonl", 3), write(tmp_path / "ten.jsonl", 10)
+    mixed = [{"source": three, "weight": 1}, {"source": ten, "weight": 2.5, "instruction": "!"}]
+
+    def stream(**changed: Any) -> PromptStream:
+        return build_train_prompts(config("", sources=mixed, eval_source=None, **changed), qwen_tokenizer, None)
+
+    dealt = [prompt for _ in range(14) for prompt in stream_of.next_batch()] if (stream_of := stream()) else []
+    for count in range(1, 43):  # a share of every prefix, not of the whole alone
+        assert abs(sum(p.source == "three" for p in dealt[:count]) - count / 3.5) < 1
+    small = [prompt.row for prompt in dealt if prompt.source == "three"]
+    assert [sorted(small[start : start + 3]) for start in range(0, 12, 3)] == [[1, 2, 3]] * 4
+    assert len({tuple(small[start : start + 3]) for start in range(0, 12, 3)}) > 1  # shuffled anew
+    assert sorted(prompt.row for prompt in dealt if prompt.source == "ten")[:20] == sorted([*range(1, 11)] * 3)[:20]
+    assert dealt[1].place == f"ten:{dealt[1].row}" or dealt[1].place == f"three:{dealt[1].row}"
+    for stop in range(0, 40, 7):  # resumed anywhere, and by steps of another size
+        resumed = stream(prompts_per_step=1)
+        resumed.restore({**stream().state(), "position": stop})
+        assert [resumed.next_batch()[0].place for _ in range(stop, 42)] == [prompt.place for prompt in dealt[stop:]]
+    assert stream().steps_for_epochs(1.0) == 5  # ceil(13 rows / 3)
+    before = stream().state()
+    mixed[0]["weight"] = 2
     with pytest.raises(
-        ValueError,
-        match=r"no field is known to be the answer that reward math needs: set data.answer_field \(fields: level\)",
+        ValueError, match=r"cannot resume: the mixture of data.sources .* was three \(3 rows\) x 1, ten"
     ):
-        build_train_prompts(config(source, reward="math"), qwen_tokenizer, None)
-    assert build_train_prompts(config(source, reward="model:judge"), qwen_tokenizer, None).num_rows == 1
+        stream().restore(before)
 
 
 def test_a_tokenizer_without_a_chat_template_is_said_once(seven, llama_tokenizer, caplog):

@@ -1,12 +1,17 @@
 """Reward functions that cannot work are refused before a run starts, in one line that says what would work."""
 
+import json
 import re
 
+import numpy as np
 import pytest
 
-from infsample_rl.config import RewardConfig, RewardFunctionConfig
+from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig, RewardFunctionConfig
+from infsample_rl.data.sources import load_problems
+from infsample_rl.reward.columns import check_columns
 from infsample_rl.reward.functions import component_names
 from infsample_rl.reward.worker import check_reward_functions
+from infsample_rl.types import Prompt
 
 
 def check(name, **kwargs):
@@ -96,3 +101,47 @@ def test_a_module_beside_the_file_can_be_imported(tmp_path):
 )
 def test_component_names_are_short_and_different(names, short):
     assert component_names([RewardFunctionConfig(name=name) for name in names]) == short
+
+
+def check_rows(tmp_path, rows, *names):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"question": "a"} | row) + "\n" for row in rows))
+    data, model = DataConfig(source=str(tmp_path / "rows.jsonl")), ModelConfig(path="model")
+    config = Config(data=data, model=model, reward=RewardConfig(functions=list(map(str, names))))
+    problems = load_problems(data, evaluation=False)
+    prompts = [
+        Prompt(prompt_index=0, row=one.row, messages=[], text="", token_ids=np.zeros(1), columns=one.columns)
+        for one in problems
+    ]
+    check_columns(config, check_reward_functions(config.reward), prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        (
+            "FILE:needs_level",
+            [{"answer": "1"}] * 2,
+            "'level', which no row of FOLDER/rows.jsonl has; the columns are answer",
+        ),
+        ("FILE:needs_level", [{"level": 1}, {"lvl": 1}], "which 1 of 2 rows of FOLDER/rows.jsonl lack (rows 2)"),
+        (
+            "math",
+            [{"level": 1}],
+            "'answer', which no row of FOLDER/rows.jsonl has; the columns are level; data.answer_field",
+        ),
+        ("kk", [{"names": ["A"]}], "'answer' (or names and solution), which no row of"),
+        ("reasoning_gym", [{"answer": "1", "task": "x"}], "'entry', which no row of"),
+        ("data_source", [{"answer": "1"}], "'data_source', which no row of"),
+    ],
+)
+def test_columns_that_a_function_needs_must_be_in_every_row(tmp_path, user_file, name, rows, message):
+    name = name.replace("FILE", str(user_file))
+    with pytest.raises(ValueError) as caught:
+        check_rows(tmp_path, rows, "think_format", name)
+    text = message.replace("FOLDER", f"data.source={tmp_path}")
+    assert str(caught.value).startswith(f"reward.functions: {name} needs the column ") and text in str(caught.value)
+
+
+def test_columns_that_are_there_or_come_from_kwargs_pass(tmp_path, user_file):
+    check_rows(tmp_path, [{"level": None, "answer": "2"}], "math", f"{user_file}:needs_level", f"{user_file}:brevity")
+    check_rows(tmp_path, [{"names": ["A"], "solution": [True]}], "kk", f"{user_file}:compute_score")

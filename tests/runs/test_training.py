@@ -255,3 +255,33 @@ def test_killed_at_any_moment_and_resumed_equals_never_killed(settings, tmp_path
         seen = len(log.read_text().splitlines())
     run([*deterministic, "run.dir=parts"], tmp_path)
     assert without_timing(metrics(tmp_path / "parts")) == without_timing(metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_two_sources_of_an_experiment_train_each_with_its_own_reward(tmp_path):
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "mixed.yaml").write_text(
+        "# @package _global_\n"
+        "defaults: [{override /model: kk_tiny}, {override /objective: no_kl}]\n"
+        "data:\n"
+        "  sources:\n"
+        "    - {source: kk_tiny, weight: 3, reward: kk}\n"
+        "    - {source: 'reasoning_gym:products', reward: reasoning_gym, generator_kwargs: {size: 5, max_digits: 1}}\n"
+        "  max_prompt_tokens: 160\n"
+        "  prompts_per_step: 4\n"
+        "rollout: {group_size: 2, slots: 2, max_new_tokens: 16}\n"
+        "learner: {max_tokens_per_micro_batch: 512, warmup_steps: 0}\n"
+        "run: {steps: 2, eval_prompts: 2, eval_every: 1}\n"
+        "logging: {wandb: disabled, completions_per_step: 8}\n"
+    )
+    done = run(["--config-dir", "mine", "+experiment=mixed", "run.dir=out"], tmp_path)
+    rows = metrics(tmp_path / "out")
+    assert [row["step"] for row in rows] == [0, 1, 2] and not undescribed(name for row in rows for name in row)
+    for row in rows:
+        assert {"eval/accuracy/kk_tiny", "eval/accuracy/products"} <= row.keys()
+    assert all({"reward/mean/kk_tiny", "reward/mean/products"} <= row.keys() for row in rows[1:])
+    lines = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    of_source = {(str(line["row"]).partition(":")[0], *line["components"]) for line in lines}
+    assert of_source == {("kk_tiny", "kk"), ("products", "reasoning_gym")}
+    assert sum(str(line["row"]).startswith("kk_tiny:") for line in lines) == len(lines) * 3 / 4
+    assert "75.0% of what is drawn, as kk_tiny, reward kk" in done.stdout

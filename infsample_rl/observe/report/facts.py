@@ -91,7 +91,9 @@ def state(run: RunFolder) -> str:
 def description(run: RunFolder) -> str:
     """Model, data, prompts, G and schedule in a line."""
     get = run.settings.get
-    model, source = (str(get(name) or "").rstrip("/").split("/")[-1] for name in ("model.path", "data.source"))
+    paths = [get("model.path"), get("data.source"), *(entry["source"] for entry in get("data.sources") or [])]
+    model, *sources = (str(path or "").rstrip("/").split("/")[-1] for path in paths)
+    source = " + ".join(filter(None, sources))
     prompts = f"{get('data.prompts_per_step')} prompts x G = {get('rollout.group_size')}"
     return " · ".join(filter(None, [model, source, prompts if source else "", str(get("rollout.schedule") or "")]))
 

@@ -1,0 +1,61 @@
+"""The columns that reward functions read, held against the rows before a run starts. Standard library only.
+
+A rule names its columns itself (NEEDS of its module), a function of TRL's form by its parameters; the other forms take
+what is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infsample_rl.config import Config
+from infsample_rl.data.fields import RAW_ANSWER
+from infsample_rl.data.rows import first_rows
+from infsample_rl.reward.functions import kind_of
+from infsample_rl.types import Prompt
+
+Needs = list[list[str]]  # sets of columns, of which a row has to have one whole; none: nothing is read
+
+NOT_GIVEN = ("prompt", "completion", RAW_ANSWER)  # columns that TRL's form has under other names
+
+
+def check_columns(
+    config: Config, needs: list[tuple[str, Needs]], prompts: list[Prompt], *, evaluation: bool = False
+) -> None:
+    """ValueError for the first function whose columns some rows lack of a source that it scores.
+
+    `needs`: name and columns of every one of reward.functions; `prompts`: all rows, those of data.eval_source with
+    `evaluation`. Example: "reward.functions: my.py:score needs the column 'level', which 2 of 9 rows of
+    data.source=a.jsonl lack (rows 3, 7); the columns are answer, topic".
+    """
+    for source, data in config.data.parts.items():
+        own = [prompt for prompt in prompts if prompt.source == source]
+        label = f"data.eval_source={data.held_out}" if evaluation else f"data.source={data.source}"
+        for index in config.rewards_of(source):
+            name, sets = needs[index]
+            lacking = {prompt.row: missing for prompt in own if (missing := _missing(name, sets, prompt.columns))}
+            if lacking:
+                raise ValueError(f"reward.functions: {name} needs the column {_where(lacking, sets, own, label)}")
+
+
+def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: str) -> str:
+    """What is missing (by row), from which rows, and what is there."""
+    columns = dict.fromkeys(column for prompt in prompts for column in prompt.columns if column not in NOT_GIVEN)
+    named = next(iter(lacking.values()))
+    others = "".join(f" (or {' and '.join(one)})" for one in sets[1:])
+    hint = "; data.answer_field names the field that holds it" if named == "answer" else ""
+    which = f"which no row of {label} has"
+    if len(lacking) < len(prompts):
+        which = f"which {len(lacking)} of {len(prompts)} rows of {label} lack (rows {first_rows(list(lacking))})"
+    return f"{named!r}{others}, {which}; the columns are {', '.join(columns) or 'none'}{hint}"
+
+
+def _missing(name: str, sets: Needs, columns: dict[str, Any]) -> str:
+    """The first column that a row lacks of the first set, or "" where one set is whole."""
+    if kind_of(name) == "rule":  # to it null is as good as nothing
+        there = {column for column, value in columns.items() if value is not None}
+    else:
+        there = columns.keys() - set(NOT_GIVEN)
+    if not sets or any(there.issuperset(one) for one in sets):
+        return ""
+    return next(column for column in sets[0] if column not in there)
