@@ -15,6 +15,7 @@ from typing import Any
 
 from infsample_rl.__main__ import COMMANDS
 from infsample_rl.config.command_line import describe
+from infsample_rl.config.data import DataSourceConfig
 from infsample_rl.config.fields import default_of
 from infsample_rl.config.overrides import SECTIONS, config_folder
 from infsample_rl.config.reward import RewardFunctionConfig
@@ -58,8 +59,9 @@ def settings_page() -> str:
     columns = ("setting", "meaning", "type", "default", "bound")
     for name, section in SECTIONS.items():
         parts += [f"## {name}\n", (section.__doc__ or "").strip() + "\n", table(columns, _settings(name, section))]
-        if name == "reward":
-            parts += ["An entry of `reward.functions`:\n", table(columns, _settings("", RewardFunctionConfig))]
+        for setting, entry in (("data.sources", DataSourceConfig), ("reward.functions", RewardFunctionConfig)):
+            if setting.startswith(f"{name}."):
+                parts += [f"An entry of `{setting}`:\n", table(columns, _settings("", entry))]
     parts += [
         "## Groups\n",
         "`GROUP=CHOICE` takes a whole file of `configs/GROUP/`, `+experiment=NAME` a whole run's:\n",
