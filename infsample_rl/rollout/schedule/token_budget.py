@@ -87,7 +87,8 @@ class TokenBudgetPolicy:
         """Index of the sample to admit next: earliest group, then not started, then fewest pages lacking; ties in the
         order given.
 
-        With predictions: earliest group, then neither started nor predicted, then most predicted to be left.
+        With predictions: prompts that hold their pages, then neither started nor predicted, then most predicted to be
+        left, of whatever group, so that a prompt is opened only once nobody of the open ones is in line.
         """
         known = any(sample.predicted is not None for sample in waiting)
         return min(range(len(waiting)), key=lambda index: self._place_in_line(waiting[index], known))
@@ -155,11 +156,11 @@ class TokenBudgetPolicy:
         keys = [(sample.group_id, -self._work_left(sample)) for sample in preempted]
         return keys.index(max(keys))
 
-    def _place_in_line(self, sample: Sample, known: bool) -> tuple[int, bool, float, float]:
+    def _place_in_line(self, sample: Sample, known: bool) -> tuple[int, int, float, float]:
         """Smaller is admitted earlier. `known`: some sample in line has a prediction."""
         if known:
             is_known = sample.num_tokens > 0 or sample.predicted is not None
-            return sample.group_id, is_known, -self._expected_left(sample), 0
+            return sample.group.pages is None, is_known, -self._expected_left(sample), sample.group_id
         lacking = -(-sample.num_tokens // self._page_size) - len(sample.pages)
         return sample.group_id, sample.num_tokens > 0, lacking, -self._work_left(sample)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ class Row:
     admitted_order: int = -1
     predicted: float | None = None
     pages: list[int] = field(default_factory=list)
+    group: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(pages=[0]))
 
 
 def test_expected_peak_is_that_of_exponential_lengths():
@@ -81,6 +83,8 @@ def test_some_predictions_order_all_that_wait():
     assert policy.next_waiting(waiting) == 0
     for _ in range(9):
         policy.observe_finished(0, 95)
+    closed = Row(0, 2, group=SimpleNamespace(pages=None))  # of a prompt that is not resident yet
+    assert policy.next_waiting([Row(10, 0, predicted=40), Row(10, 1, predicted=60), closed]) == 1
     # its group's samples turned out long: 89 of 95 left
     assert policy.next_waiting([Row(10, predicted=90), Row(5)]) == 1
 
