@@ -37,6 +37,7 @@ from infsample_rl.plan.placement import Node, refusal, total_cpus
 from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.length_prediction.run_bert import RunBert
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import Prompt
 
@@ -54,7 +55,7 @@ class Start:
     checkpoint: Path | None
     table: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str]  # what the user should know of the settings before the run begins
-    probe: RunProbe | None  # the run's length probe
+    probe: RunProbe | RunBert | None  # what of the run learns lengths
     lock: TextIO | None  # held while the process lives
 
 
@@ -81,8 +82,10 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)
     prompts = build_train_prompts(config, tokenizer, context)
-    probe = None
-    if config.uses_probe:
+    probe: RunProbe | RunBert | None = None
+    if config.rollout.trains_bert:
+        probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)
+    elif config.uses_probe:
         probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
     start = Start(
         prompts=prompts,

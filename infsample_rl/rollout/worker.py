@@ -19,10 +19,10 @@ from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import (
     Completion,
+    LengthReport,
     MaybeNone,
     MicroGroupHeader,
-    ProbeReport,
-    PublishedProbe,
+    PublishedLengths,
     RolloutNow,
     RolloutWork,
     WeightManifest,
@@ -104,7 +104,7 @@ class RolloutWorker:
 
     @phase("sync")
     def load_weights(
-        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None
+        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedLengths | None = None
     ) -> WeightSyncReport:
         """Copy what the object store holds into the model, in place. Not while a stream runs.
 
@@ -122,7 +122,7 @@ class RolloutWorker:
         self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), member, members)
 
     @phase("sync")
-    def receive_weights(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
+    def receive_weights(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:
         """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a
         stream runs."""
         report = receive_weights(self.link, self._target(), version)
@@ -133,7 +133,7 @@ class RolloutWorker:
         """What takes the published parameters, by name."""
         return dict(self.model.named_parameters()) if self.adapters is None else self.adapters.received
 
-    def begin_version(self, version: int, probe: PublishedProbe | None = None) -> None:
+    def begin_version(self, version: int, probe: PublishedLengths | None = None) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""
         if self.adapters is not None:
             self.adapters.merge()
@@ -142,7 +142,7 @@ class RolloutWorker:
         self.engine.policy_version = version
 
     @phase("learn")
-    def learn(self) -> ProbeReport:
+    def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not
         while a stream runs."""
         return self.engine.learn()

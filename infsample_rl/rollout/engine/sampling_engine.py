@@ -28,7 +28,7 @@ from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Completion, ProbeReport, RowNow
+from infsample_rl.types import Completion, LengthReport, RowNow
 
 
 class SamplingEngine:
@@ -145,7 +145,7 @@ class SamplingEngine:
             predicted_in_rows=self.lengths.waits_for_probe(config),
         )
         planner = self._new_planner(groups, config, most_rows)
-        watch = self.lengths.watch if config.probes else None  # evaluations are not watched
+        watch = None if evaluation else self.lengths.watch  # evaluations are not watched
         if watch is not None:
             pages, parks = self.runner.kv.num_pages, planner.parking is not None
             watch.begin(groups, ReplaySettings(config, pages, parks), step=step)
@@ -179,7 +179,7 @@ class SamplingEngine:
         running steps."""
         return 0 if self._loop is None else self._loop.planner.num_waiting
 
-    def learn(self) -> ProbeReport:
+    def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not
         while a stream runs."""
         before = self.lengths.seconds_spent
