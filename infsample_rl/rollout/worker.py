@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,7 +139,8 @@ class RolloutWorker:
         if self.adapters is not None:
             self.adapters.merge()
         if probe is not None:
-            self.engine.lengths.watch.load(probe)
+            watch: Any = self.engine.lengths.watch  # of the kind that the driver publishes for
+            watch.load(probe)
         self.engine.policy_version = version
 
     @phase("learn")

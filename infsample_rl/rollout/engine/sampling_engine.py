@@ -22,6 +22,7 @@ from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
 from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.kv_pool import KVPool
@@ -231,7 +232,12 @@ class SamplingEngine:
         )
 
     def _new_loop(
-        self, planner: StepPlanner, config: RolloutConfig, sampler: Sampler, longest: int, watch: ProbeWatch | None
+        self,
+        planner: StepPlanner,
+        config: RolloutConfig,
+        sampler: Sampler,
+        longest: int,
+        watch: ProbeWatch | BertWatch | None,
     ) -> DecodeLoop:
         """The tensors of one call, whose prompts have up to `longest` tokens."""
         runner, page_size, groups, most_rows = self.runner, config.page_size, list(planner.waiting), planner.num_slots

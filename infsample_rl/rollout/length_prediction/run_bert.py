@@ -27,7 +27,13 @@ FIRST_GROUPS = 64  # that it trains on, those of whose samples one at least outl
 SAMPLES = 8  # of a prompt in one epoch
 LEARNING_RATE = 1e-3  # random weights take more than pretrained ones
 WINDOW, PROMPT_TOKENS = 128, 64  # tokens of its input, and of the prompt at least
-SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 256}
+SIZES: dict[str, Any] = {
+    "num_labels": 1,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 256,
+}
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]")
 
 Group = tuple[list[int], list[list[Any]]]  # prompt ids; of each sample index, first tokens, length, whether it was cut
@@ -71,6 +77,7 @@ class RunBert:
 
     def save(self, folder: Path) -> None:
         """Write the predictor into a checkpoint; before it has trained, the groups that it has."""
+        state: dict[str, Any]
         if self._trained is None:
             state = {"groups": np.frombuffer(json.dumps(self._groups).encode(), np.uint8)}
         else:
@@ -135,7 +142,7 @@ def untrained(vocabulary: np.ndarray, prefix_tokens: int) -> BertLengthPredictor
     core.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", words["[CLS]"])])
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "truncation_side": "left"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=window, **names)
-    config = BertConfig(vocab_size=len(words), max_position_embeddings=window, pad_token_id=0, num_labels=1, **SIZES)
+    config = BertConfig(vocab_size=len(words), max_position_embeddings=window, pad_token_id=0, **SIZES)
     return BertLengthPredictor(BertForSequenceClassification(config), tokenizer)
 
 
