@@ -12,12 +12,11 @@ from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
 from infsample_rl.config import Config
 from infsample_rl.observe.phases import phase, report_phases, status, watch_log
+from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
-    LengthReport,
     LossTotals,
     MicroGroupHeader,
-    PublishedLengths,
     ReferenceResult,
     RolloutNow,
     RowWork,

@@ -20,8 +20,9 @@ from infsample_rl.model.weight_sync.sync import check_shared, load_local
 from infsample_rl.observe.phases import phase
 from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.rollout.length_prediction.messages import PublishedLengths
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import PublishedLengths, WeightSyncReport
+from infsample_rl.types import WeightSyncReport
 
 
 class ColocatedWorker:

@@ -8,7 +8,7 @@ from infsample_rl.cluster.calls import Calls
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.workers import WorkerLost
 from infsample_rl.config import Config
-from infsample_rl.types import LengthReport
+from infsample_rl.rollout.length_prediction.messages import LengthReport
 
 
 class LengthReports:

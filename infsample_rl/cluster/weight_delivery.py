@@ -15,7 +15,8 @@ from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_na
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import PublishedLengths, WeightSyncReport
+from infsample_rl.rollout.length_prediction.messages import PublishedLengths
+from infsample_rl.types import WeightSyncReport
 
 
 class WeightDelivery:

@@ -18,12 +18,11 @@ from infsample_rl.model.weight_sync.link import WeightLink, join_link, open_stor
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
-    LengthReport,
     MaybeNone,
     MicroGroupHeader,
-    PublishedLengths,
     RolloutNow,
     RolloutWork,
     WeightManifest,

@@ -23,13 +23,14 @@ from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
+from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Completion, LengthReport, RowNow
+from infsample_rl.types import Completion, RowNow
 
 
 class SamplingEngine:

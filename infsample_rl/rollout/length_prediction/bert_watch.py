@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.messages import PublishedBert, SampledLengths
 from infsample_rl.rollout.length_prediction.run_bert import restored, text_of
 from infsample_rl.rollout.schedule.prompt_group import Predict, PromptGroup, Sample
-from infsample_rl.types import PublishedBert, SampledLengths
 
 
 class BertWatch:

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.fit import TextGroup, TrainOptions, fit, split_groups
-from infsample_rl.types import PublishedBert, SampledLengths, TrainedBert
+from infsample_rl.rollout.length_prediction.messages import PublishedBert, SampledLengths, TrainedBert
 
 FILE = "length_predictor.npz"  # in a checkpoint
 FIRST_GROUPS = 64  # that it trains on, those of whose samples one at least outlives its first k tokens

@@ -8,8 +8,8 @@ import pytest
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.length_prediction.messages import SampledLengths
 from infsample_rl.rollout.length_prediction.run_bert import FILE, FIRST_GROUPS, RunBert
-from infsample_rl.types import SampledLengths
 
 K = 4
 
