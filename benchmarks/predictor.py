@@ -152,7 +152,9 @@ def _bert(training: list[Recording], held: list[Recording], stem: str, options: 
         if name in ("encoder", "epochs", "samples", "window", "seed")
     }
     torch.manual_seed(options.seed)
-    predictor = BertLengthPredictor(str(options.encoder), setting="encoder")
+    predictor = BertLengthPredictor.load(
+        str(options.encoder), "cuda" if torch.cuda.is_available() else "cpu", setting="encoder"
+    )
     fit(predictor, fitted, choosing, TrainOptions(prefix_tokens=options.ks, **shared))
     predictor.model.save_pretrained(Path(options.out) / f"bert_{stem}")
     predictor.tokenizer.save_pretrained(Path(options.out) / f"bert_{stem}")

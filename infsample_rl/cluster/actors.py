@@ -12,12 +12,11 @@ from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
 from infsample_rl.config import Config
 from infsample_rl.observe.phases import phase, report_phases, status, watch_log
+from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
     LossTotals,
     MicroGroupHeader,
-    ProbeReport,
-    PublishedProbe,
     ReferenceResult,
     RolloutNow,
     RowWork,
@@ -81,7 +80,7 @@ class RolloutCalls(Observed):
     def _items(self, asked: StreamOrder) -> Items:
         return self.rollout.stream(asked.work, step=asked.step, evaluation=asked.evaluation, number=asked.number)
 
-    def load_weights(self, published: Published, probe: PublishedProbe | None) -> WeightSyncReport:
+    def load_weights(self, published: Published, probe: PublishedLengths | None) -> WeightSyncReport:
         """Copy published weights in, one bucket at a time, and the length probe where the run has one."""
         manifest, buckets = published
         return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe)
@@ -90,11 +89,11 @@ class RolloutCalls(Observed):
         """The line to learner rank 0; every member must be asked."""
         self.rollout.join_weight_link(host, port, member, members)
 
-    def receive_weights(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+    def receive_weights(self, version: int, probe: PublishedLengths | None) -> WeightSyncReport:
         """Take what learner rank 0 sends at the same time."""
         return self.rollout.receive_weights(version, probe)
 
-    def report_lengths(self) -> ProbeReport:
+    def report_lengths(self) -> LengthReport:
         """What the length probe has seen since the last time."""
         return self.rollout.learn()
 
@@ -264,7 +263,7 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
         with self.turn:
             return super()._learn_row(*arguments)
 
-    def publish_here(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+    def publish_here(self, version: int, probe: PublishedLengths | None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights. Every rank must be asked."""
         return self.both.publish(version, probe)
 

@@ -20,8 +20,9 @@ from infsample_rl.model.weight_sync.sync import check_shared, load_local
 from infsample_rl.observe.phases import phase
 from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.model_outline import ModelOutline
+from infsample_rl.rollout.length_prediction.messages import PublishedLengths
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import PublishedProbe, WeightSyncReport
+from infsample_rl.types import WeightSyncReport
 
 
 class ColocatedWorker:
@@ -49,7 +50,7 @@ class ColocatedWorker:
         return max(0, sum(lines.values()) - self.learner.memory.held_bytes())
 
     @phase("sync")
-    def publish(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
+    def publish(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights as policy `version`. A collective; not while it samples."""
         engine = self.rollout.model
         if self.shares_weights:

@@ -8,7 +8,7 @@ from infsample_rl.cluster.calls import Calls
 from infsample_rl.cluster.streams import RolloutStreams
 from infsample_rl.cluster.workers import WorkerLost
 from infsample_rl.config import Config
-from infsample_rl.types import ProbeReport
+from infsample_rl.rollout.length_prediction.messages import LengthReport
 
 
 class LengthReports:
@@ -23,7 +23,7 @@ class LengthReports:
         handles = self._calls.workers.all("rollout")
         self._asked = {handles[index].report_lengths.remote(): index for index in sorted(self._rollout.decoding)}
 
-    def take(self) -> list[ProbeReport]:
+    def take(self) -> list[LengthReport]:
         """The reports, in the order of the workers; what a lost one saw is lost."""
         reports, limit = [], self._config.cluster.progress_timeout_s
         for ref, index in self._asked.items():

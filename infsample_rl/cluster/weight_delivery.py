@@ -15,7 +15,8 @@ from infsample_rl.cluster.workers import Handle, StepLost, WorkerLost, worker_na
 from infsample_rl.config import Config
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import PublishedProbe, WeightSyncReport
+from infsample_rl.rollout.length_prediction.messages import PublishedLengths
+from infsample_rl.types import WeightSyncReport
 
 
 class WeightDelivery:
@@ -30,7 +31,7 @@ class WeightDelivery:
         self.returns: dict[ray.ObjectRef, Return] = {}  # by the call in which one loads the weights
         self.learner_has_moved = False  # since the last version was delivered
         self._version = 0
-        self._probe: PublishedProbe | None = None
+        self._probe: PublishedLengths | None = None
         self._linked: tuple[Handle, ...] = ()  # members of the weight link
 
     def forget_learner(self) -> None:
@@ -38,7 +39,7 @@ class WeightDelivery:
         self.learner_has_moved, self._linked = True, ()
 
     @phase("publish")
-    def publish(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
+    def publish(self, version: int, probe: PublishedLengths | None) -> WeightSyncReport:
         """Bring every engine to the learner's weights, and to the run's length probe.
 
         Rollout workers that are lost are replaced; those that are still starting are left out, unless too few have

@@ -11,6 +11,7 @@ rollout.predictor_path. Equal seeds give equal folders on one machine.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ def train(options: TrainOptions) -> dict[str, Any]:
     samples = sum(len(group.lengths) for group in training)
     print(f"{samples} samples of {len(training)} prompts for training, {len(held)} prompts held out", flush=True)
     torch.manual_seed(options.seed)
-    predictor = BertLengthPredictor(options.encoder, setting="encoder")
-    epochs = fit(predictor, training, held, options)
+    predictor = BertLengthPredictor.load(
+        options.encoder, "cuda" if torch.cuda.is_available() else "cpu", setting="encoder"
+    )
+    epochs = fit(predictor, training, held, options, say=partial(print, flush=True))
     best = min(epochs, key=lambda epoch: epoch["held_out_loss"])["epoch"]
     predictor.model.save_pretrained(out)
     predictor.tokenizer.save_pretrained(out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +28,51 @@ def where_written(name: str, config_dir: str | None) -> str:
 
 
 def where_set(message: str, overrides: list[str], choices: dict[str, str], config_dir: str | None) -> str:
-    """ "; FILE sets NAME, NAME" of the settings that a message speaks of and no override has set."""
+    """ "; FILE sets NAME, NAME" of the settings that a message speaks of and no override has set. A choice's own file
+    goes before those that its defaults list names, as in Hydra."""
     given = {override.partition("=")[0].lstrip("+") for override in overrides}
     names = [name for name in setting_names() if name not in given and re.search(rf"\b{re.escape(name)}\b", message)]
     folders = [folder for folder in (config_dir, config_folder()) if folder is not None]
     groups = sorted(choices, key=lambda group: group != "experiment")  # it has the last word
     said: dict[Path, list[str]] = {}
     for name in names:
-        paths = (Path(folder) / group / f"{choices[group]}.yaml" for group in groups for folder in folders)
+        paths = (path for group in groups for path in _files_of(group, choices[group], folders))
         path = next((path for path in paths if name in _settings_in(path)), None)
         if path is not None:
             said.setdefault(path, []).append(name)
     return "".join(f"; {_short(path)} sets {', '.join(found)}" for path, found in said.items())
 
 
+def _files_of(group: str, choice: str, folders: list[Any]) -> Iterator[Path]:
+    """The files of a choice, then those of the same group that their defaults lists name, the last word first."""
+    for path in (Path(folder) / group / f"{choice}.yaml" for folder in folders):
+        content = _content(path)
+        if content is not None:
+            yield path
+            defaults = content.get("defaults") if isinstance(content, dict) else None
+            for parent in reversed(defaults or []):
+                name = parent.removeprefix(f"/{group}/") if isinstance(parent, str) else choice
+                if name not in ("_self_", choice):
+                    yield from _files_of(group, name, folders)
+
+
 def _settings_in(path: Path) -> set[str]:
     """Names of all settings that a file gives; none of one that is missing or no YAML."""
-    import yaml
-
-    try:
-        text = path.read_text()
-        content: Any = yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
-        return set()
-    sections = content if "@package _global_" in text else {path.parent.name: content}
+    content = _content(path)
+    sections = content if content and "@package _global_" in path.read_text() else {path.parent.name: content}
     if not isinstance(sections, dict):
         return set()
     return {f"{name}.{key}" for name, keys in sections.items() if isinstance(keys, dict) for key in keys}
+
+
+def _content(path: Path) -> Any:
+    """What a YAML file holds; None of one that is missing or no YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
 
 
 def _short(path: Path) -> str:

@@ -139,9 +139,14 @@ def not_a_setting(name: str, config_dir: str | None = None) -> str:
 
 
 def _nearest(name: str, config_dir: str | None) -> str:
-    by_key = {full.partition(".")[2]: full for full in setting_names()}
-    close = difflib.get_close_matches(name, setting_names() if "." in name else sorted(choices(config_dir)), n=1)
-    close = close or [by_key[key] for key in difflib.get_close_matches(name.rpartition(".")[2], list(by_key), n=1)]
+    names, (section, _, key) = setting_names(), name.rpartition(".")
+    if section in SECTIONS:  # names of a section have its name in common, which says nothing
+        of_section = [full.partition(".")[2] for full in names if full.startswith(f"{section}.")]
+        close = [f"{section}.{found}" for found in difflib.get_close_matches(key, of_section, n=1)]
+    else:
+        close = difflib.get_close_matches(name, names if section else sorted(choices(config_dir)), n=1, cutoff=0.7)
+    by_key = {full.partition(".")[2]: full for full in names}
+    close = close or [by_key[found] for found in difflib.get_close_matches(key, list(by_key), n=1, cutoff=0.7)]
     return (
         f"; did you mean {close[0]}?"
         if close

@@ -60,7 +60,7 @@ class RolloutConfig:
     )
     predictor_path: str | None = setting(
         None,
-        "folder of the trained bert predictor; none: all lengths predicted equal, with a warning",
+        "folder of a trained bert predictor; none: a small one trains on the run's first 64 groups",
         read_if=lambda c: c.rollout.predictor == "bert",
     )
     prefix_tokens: int | None = setting(
@@ -165,6 +165,11 @@ class RolloutConfig:
     def probes(self) -> bool:
         """Whether the probe is asked: by a schedule that reads predictions."""
         return self.predictor == "probe" and (self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES)
+
+    @property
+    def trains_bert(self) -> bool:
+        """Whether a bert predictor is trained on the run's own first groups: no folder has one."""
+        return self.predictor == "bert" and self.predictor_path is None and self.num_prefix_tokens > 0
 
     @property
     def num_slots(self) -> int:

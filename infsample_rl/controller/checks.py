@@ -38,6 +38,7 @@ from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.columns import Needs, check_columns
 from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.length_prediction.run_bert import RunBert
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import Prompt
 
@@ -55,7 +56,7 @@ class Start:
     checkpoint: Path | None
     table: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str]  # what the user should know of the settings before the run begins
-    probe: RunProbe | None  # the run's length probe
+    probe: RunProbe | RunBert | None  # what of the run learns lengths
     lock: TextIO | None  # held while the process lives
 
 
@@ -84,8 +85,10 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     prompts, held_out = build_train_prompts(config, tokenizer, context), build_eval_prompts(config, tokenizer, context)
     check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
     check_columns(config, needs, held_out, evaluation=True)
-    probe = None
-    if config.uses_probe:
+    probe: RunProbe | RunBert | None = None
+    if config.rollout.trains_bert:
+        probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)
+    elif config.uses_probe:
         probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
     start = Start(
         prompts=prompts,

@@ -12,6 +12,7 @@ from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.config import Config
 from infsample_rl.data.prompts import PromptStream
 from infsample_rl.observe.run_log import RunLogger
+from infsample_rl.rollout.length_prediction.run_bert import RunBert
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
 from infsample_rl.types import WeightSyncReport
 
@@ -27,7 +28,7 @@ class RunState:
     log: RunLogger
     interruption: Interruption
     prompts: PromptStream
-    probe: RunProbe | None
+    probe: RunProbe | RunBert | None
     expected_lengths: ExpectedLengths
     step: int  # updates done = version of the weights that sample now
     failed_steps: int = 0  # in a row, without a single reward
@@ -37,7 +38,7 @@ class RunState:
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
 
     def publish_weights(self) -> WeightSyncReport:
-        """Bring every engine to the learner's weights and to the length probe."""
+        """Bring every engine to the learner's weights and to what predicts lengths."""
         return self.cluster.weights.publish(self.step, None if self.probe is None else self.probe.published())
 
     def to_save(self, data_state: dict[str, Any]) -> dict[str, Any]:

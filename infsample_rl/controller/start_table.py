@@ -16,6 +16,7 @@ from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.plan.placement import reference_text, total_gpus, worker_groups
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
+from infsample_rl.rollout.length_prediction.run_bert import FIRST_GROUPS
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
 
@@ -29,8 +30,6 @@ def setting_warnings(config: Config) -> list[str]:
         ),
         f"rollout.schedule={rollout.schedule} without a predictor takes all lengths as equal; set "
         "rollout.predictor=probe": rollout.schedule in PREDICTED_SCHEDULES and rollout.predictor == "none",
-        "rollout.predictor=bert without rollout.predictor_path takes all lengths as equal; give the folder of a "
-        "trained length predictor": rollout.predictor == "bert" and rollout.predictor_path is None,
         f"rollout.slots={rollout.slots} is but the samples of a micro-group with rollout.schedule=token_budget and a "
         "KV budget, which decide on memory and rows": (
             rollout.has_budget
@@ -137,6 +136,8 @@ def _predictor_text(config: Config) -> str:
     if rollout.predictor == "probe" and config.run.deterministic:
         return "none: with run.deterministic=true the probe is off, and all lengths count as equal"
     waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
+    if rollout.trains_bert:
+        return f"bert{waits}, frozen; lengths: all equal until {FIRST_GROUPS} groups have been sampled, which train it"
     if rollout.predictor == "bert":
         return f"bert{waits}, frozen"
     return f"probe{waits}, then every {PREDICT_EVERY} running steps; learns from every finished sample"

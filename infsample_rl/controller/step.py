@@ -142,7 +142,8 @@ class TrainingStep:
         probe = self._run.probe
         if probe is None:
             return {}
-        used, reports, started = float(probe.published().is_used), self._run.cluster.lengths.take(), time.time()
+        reports: Any = self._run.cluster.lengths.take()  # of the kind that this probe takes
+        used, started = float(probe.published().is_used), time.time()
         switched = probe.enter(reports)
         if switched:
             self._run.log.note(f"after step {self._run.step}: {switched}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,11 @@ from infsample_rl.model.weight_sync.link import WeightLink, join_link, open_stor
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
     MaybeNone,
     MicroGroupHeader,
-    ProbeReport,
-    PublishedProbe,
     RolloutNow,
     RolloutWork,
     WeightManifest,
@@ -104,7 +104,7 @@ class RolloutWorker:
 
     @phase("sync")
     def load_weights(
-        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedProbe | None = None
+        self, manifest: WeightManifest, buckets: Iterable[np.ndarray], probe: PublishedLengths | None = None
     ) -> WeightSyncReport:
         """Copy what the object store holds into the model, in place. Not while a stream runs.
 
@@ -122,7 +122,7 @@ class RolloutWorker:
         self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), member, members)
 
     @phase("sync")
-    def receive_weights(self, version: int, probe: PublishedProbe | None = None) -> WeightSyncReport:
+    def receive_weights(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:
         """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a
         stream runs."""
         report = receive_weights(self.link, self._target(), version)
@@ -133,16 +133,17 @@ class RolloutWorker:
         """What takes the published parameters, by name."""
         return dict(self.model.named_parameters()) if self.adapters is None else self.adapters.received
 
-    def begin_version(self, version: int, probe: PublishedProbe | None = None) -> None:
+    def begin_version(self, version: int, probe: PublishedLengths | None = None) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""
         if self.adapters is not None:
             self.adapters.merge()
         if probe is not None:
-            self.engine.lengths.watch.load(probe)
+            watch: Any = self.engine.lengths.watch  # of the kind that the driver publishes for
+            watch.load(probe)
         self.engine.policy_version = version
 
     @phase("learn")
-    def learn(self) -> ProbeReport:
+    def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, and a replay of the last groups with it and without. Not
         while a stream runs."""
         return self.engine.learn()

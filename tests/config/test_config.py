@@ -102,6 +102,7 @@ WRONG = [
         for wrong in ("0", "-1", "1.5", "all")
     ],
     (["group_size=4"], "group_size is not a setting; did you mean rollout.group_size?"),
+    (["rollout.foo=4"], "rollout.foo is not a setting; sections are run, model,"),
     (["rollot.slots=4"], "rollot.slots is not a setting; did you mean rollout.slots?"),
     (["rollout.group_size=abc"], "rollout.group_size must be a whole number, got 'abc'; the default is 8"),
     (["rollout.group_size=3.5"], "rollout.group_size must be a whole number, got '3.5'"),
@@ -438,7 +439,10 @@ def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings
             "none: with run.deterministic=true the probe is off, and all lengths count as equal",
         ),
         (["rollout.predictor=none"], "none"),
-        (["rollout.schedule=lpt", "rollout.predictor=bert"], "bert, after 16 tokens, frozen"),
+        (
+            ["rollout.schedule=lpt", "rollout.predictor=bert"],
+            "bert, after 16 tokens, frozen; lengths: all equal until 64 groups have been sampled, which train it",
+        ),
     ],
 )
 def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
@@ -512,6 +516,18 @@ def test_a_mistake_in_ones_own_file_names_the_file(text, said, tmp_path):
     with pytest.raises(ConfigError) as refused:
         load_config(["+experiment=mine", "reward=gsm8k"], str(tmp_path))
     assert said.format(path) in str(refused.value)
+
+
+def test_what_the_experiment_that_another_is_made_of_sets_is_its_own(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    parent, child = (tmp_path / "experiment" / f"{name}.yaml" for name in ("mine", "mine_paper"))
+    parent.write_text(OWN + "rollout: {temperature: 20}")
+    child.write_text("# @package _global_\ndefaults: [mine, {override /rollout: paper}]\nrun: {name: child}")
+    with pytest.raises(ConfigError, match=f"the nearest that works is 10; {parent} sets rollout.temperature$"):
+        load_config(["+experiment=mine_paper", "reward=gsm8k"], str(tmp_path))
+    with pytest.raises(ConfigError, match=r"kk_qwen3_8b.yaml sets run.epochs, .*|got 2") as refused:
+        load_config(["+experiment=kk_qwen3_8b_paper", "cluster.learner_ranks=3", "learner.shard_ranks=2"])
+    assert "shard_ranks must divide" in str(refused.value)
 
 
 def test_what_a_shipped_file_sets_is_not_blamed_on_the_command_line():

@@ -24,7 +24,7 @@ from infsample_rl.model.loading import load_model, load_model_config, load_token
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 missing = ModelConfig(path="nowhere/nothing")
 calls = [lambda: load_tokenizer(missing), lambda: load_model_config(missing), lambda: load_model(missing)]
-calls += [lambda: BertLengthPredictor("nowhere/nothing", setting="encoder")]
+calls += [lambda: BertLengthPredictor.load("nowhere/nothing", setting="encoder")]
 for call in calls:
     started = time.time()
     try:

@@ -15,6 +15,7 @@ from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
+from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
@@ -87,7 +88,7 @@ class DecodeLoop:
         *,
         fixed_rows: int | None = None,
         run_ahead: bool = False,
-        watch: ProbeWatch | MaybeNone = None,
+        watch: ProbeWatch | BertWatch | MaybeNone = None,
     ) -> None:
         """`fixed_rows`: every step has that many, a sample's row is its slot. `run_ahead`: launch a repeated step
         before reading the one before. `watch`: predicts lengths and learns them."""

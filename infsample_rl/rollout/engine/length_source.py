@@ -11,23 +11,31 @@ from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
+from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import Predict
 from infsample_rl.types import MaybeNone
 
 
 class LengthSource:
-    """Predictors of one engine. `predict`: from a prompt and prefixes of its samples; None: none does."""
+    """Predictors of one engine."""
 
     def __init__(
         self, config: RolloutConfig, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase, *, shared: bool
     ) -> None:
-        """`shared`: the probe belongs to a run."""
+        """`shared`: what learns belongs to a run; an engine alone trains no bert, and takes lengths as equal."""
         self._bert: BertLengthPredictor | None = None
-        self.predict = self._load(config, runner, tokenizer)
-        self.watch: ProbeWatch | MaybeNone = None  # with predictor=probe
+        self._predict = self._load(config, runner, tokenizer)
+        self.watch: ProbeWatch | BertWatch | MaybeNone = None  # with what learns while the run samples
         if config.probes and not runner.deterministic:
             self.watch = ProbeWatch(last_hidden_size(runner.model.config), config, shared=shared)
+        elif shared and config.trains_bert:
+            self.watch = BertWatch(config.num_prefix_tokens, runner.device)
+
+    @property
+    def predict(self) -> Predict | None:
+        """Lengths from a prompt and prefixes of its samples; None: nobody predicts them so, or not yet."""
+        return self.watch.predict if isinstance(self.watch, BertWatch) else self._predict
 
     @property
     def seconds_spent(self) -> float:
@@ -45,6 +53,6 @@ class LengthSource:
             return None
         if config.predictor_path is None:
             return lambda prompt_ids, prefixes: [1.0] * len(prefixes)
-        self._bert = bert = BertLengthPredictor(config.predictor_path, runner.device)
+        self._bert = bert = BertLengthPredictor.load(config.predictor_path, runner.device)
         decode: Callable[[list[int]], Any] = tokenizer.decode  # a str, for one list of ids
         return lambda prompt_ids, prefixes: bert.predict(decode(prompt_ids), [decode(prefix) for prefix in prefixes])

@@ -22,13 +22,15 @@ from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
 from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
+from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.types import Completion, ProbeReport, RowNow
+from infsample_rl.types import Completion, RowNow
 
 
 class SamplingEngine:
@@ -145,7 +147,7 @@ class SamplingEngine:
             predicted_in_rows=self.lengths.waits_for_probe(config),
         )
         planner = self._new_planner(groups, config, most_rows)
-        watch = self.lengths.watch if config.probes else None  # evaluations are not watched
+        watch = None if evaluation else self.lengths.watch  # evaluations are not watched
         if watch is not None:
             pages, parks = self.runner.kv.num_pages, planner.parking is not None
             watch.begin(groups, ReplaySettings(config, pages, parks), step=step)
@@ -179,7 +181,7 @@ class SamplingEngine:
         running steps."""
         return 0 if self._loop is None else self._loop.planner.num_waiting
 
-    def learn(self) -> ProbeReport:
+    def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not
         while a stream runs."""
         before = self.lengths.seconds_spent
@@ -231,7 +233,12 @@ class SamplingEngine:
         )
 
     def _new_loop(
-        self, planner: StepPlanner, config: RolloutConfig, sampler: Sampler, longest: int, watch: ProbeWatch | None
+        self,
+        planner: StepPlanner,
+        config: RolloutConfig,
+        sampler: Sampler,
+        longest: int,
+        watch: ProbeWatch | BertWatch | None,
     ) -> DecodeLoop:
         """The tensors of one call, whose prompts have up to `longest` tokens."""
         runner, page_size, groups, most_rows = self.runner, config.page_size, list(planner.waiting), planner.num_slots

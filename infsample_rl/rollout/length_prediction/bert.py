@@ -7,7 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BatchEncoding
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BatchEncoding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from infsample_rl.model.hub import cached_only
 
@@ -18,29 +24,34 @@ MAX_LOG_LENGTH = 20.0  # a bad prediction stays finite, so that schedules can ad
 class BertLengthPredictor:
     """A sequence classifier with one output, the log of the response length in tokens; frozen while sampling."""
 
-    def __init__(
-        self, folder: str, device: torch.device | str = "cpu", *, setting: str = "rollout.predictor_path"
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`model`: a sequence classifier with one label. `tokenizer`: one that pads."""
+        self.model, self.tokenizer = model.eval(), tokenizer
+        most = tokenizer.model_max_length  # encoders with relative positions have no other bound
+        self.max_tokens = min(most, getattr(model.config, "max_position_embeddings", None) or most)
+        self.seconds_spent = 0.0  # in `predict`
+
+    @classmethod
+    def load(
+        cls, folder: str, device: torch.device | str = "cpu", *, setting: str = "rollout.predictor_path"
+    ) -> BertLengthPredictor:
         """`folder`: model and tokenizer as save_pretrained writes them, or a hub name; a plain encoder gets a fresh
         head. ValueError, naming `setting`, when they cannot be had or the tokenizer cannot pad."""
         local = cached_only(folder)
         try:
             # a text that is too long loses its start, never its end or the special tokens around it
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side="left", local_files_only=local)
             where = {"local_files_only": local, "adapter_kwargs": {"local_files_only": local}}  # as in model/loading.py
-            self.model = AutoModelForSequenceClassification.from_pretrained(
+            model = AutoModelForSequenceClassification.from_pretrained(
                 folder, num_labels=1, dtype=torch.float32, **where
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:  # RuntimeError: a head of another shape
             reason = " ".join(str(error).split())[:160]
             kind = "here" if Path(folder).exists() else "of that name (a local folder does not exist)"
             raise ValueError(f"{setting}={folder}: no sequence classifier with a tokenizer {kind} ({reason})") from None
-        if self.tokenizer.pad_token_id is None:
+        if tokenizer.pad_token_id is None:
             raise ValueError(f"{setting}={folder}: its tokenizer has no padding token")
-        self.model.to(device).eval()
-        most = self.tokenizer.model_max_length  # encoders with relative positions have no other bound
-        self.max_tokens = min(most, getattr(self.model.config, "max_position_embeddings", None) or most)
-        self.seconds_spent = 0.0  # in `predict`
+        return cls(model.to(device), tokenizer)
 
     def predict(self, prompt: str, prefixes: list[str]) -> list[float]:
         """Expected tokens of every sample, from the pseudo-prompt [prompt; its first k tokens]."""

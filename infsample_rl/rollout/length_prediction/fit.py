@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,16 +128,20 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def fit(
-    predictor: BertLengthPredictor, training: list[TextGroup], held: list[TextGroup], options: TrainOptions
+    predictor: BertLengthPredictor,
+    training: list[TextGroup],
+    held: list[TextGroup],
+    options: TrainOptions,
+    *,
+    say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Fit `predictor` in place and leave it with the best epoch's weights; what each epoch came to, which is printed
-    too."""
+    """Fit `predictor` in place, on its device, and leave it with the best epoch's weights; what each epoch came to,
+    which `say` is told too."""
     model, ks, order = predictor.model, options.prefix_tokens, np.random.default_rng(options.seed)
     predictor.max_tokens = min(predictor.max_tokens, options.window or predictor.max_tokens)
     predictor.tokenizer.model_max_length = predictor.max_tokens  # saved, so that later as much is read
     predictor.check_window(ks, f"window={options.window}, encoder={options.encoder}")
     held_examples = draw(held, ks, order)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
     examples = list(itertools.chain(*draw(training, ks, order, options.samples)))
     _start_at_mean(predictor, examples)
     updates = options.epochs * -(-len(examples) // options.batch)
@@ -154,7 +158,7 @@ def fit(
             schedule.step()
         found = {"train_loss": float(np.mean(losses))} | evaluate(predictor, held_examples)
         epochs.append({"epoch": number} | found | {"seconds": time.perf_counter() - started})
-        print(", ".join(f"{name} {value:.4g}" for name, value in epochs[-1].items() if value is not None), flush=True)
+        say(", ".join(f"{name} {value:.4g}" for name, value in epochs[-1].items() if value is not None))
         if found["held_out_loss"] <= min(epoch["held_out_loss"] for epoch in epochs):
             best = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     model.load_state_dict(best)

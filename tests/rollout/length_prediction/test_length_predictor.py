@@ -21,13 +21,13 @@ def folder(make_tokenizer, tmp_path_factory):
 
 
 def test_lengths_are_positive_and_depend_on_the_first_tokens(folder):
-    lengths = BertLengthPredictor(folder).predict("w1 w2 w3", [" w4 w5", " w40 w41", " w4 w5"])
+    lengths = BertLengthPredictor.load(folder).predict("w1 w2 w3", [" w4 w5", " w40 w41", " w4 w5"])
     assert len(lengths) == 3 and min(lengths) >= 1
     assert lengths[0] == pytest.approx(lengths[2]) and lengths[0] != pytest.approx(lengths[1])
 
 
 def test_predictions_of_a_batch_equal_those_one_by_one(folder):
-    predictor = BertLengthPredictor(folder)
+    predictor = BertLengthPredictor.load(folder)
     prefixes = [f" w{index}" * (1 + index % 5) for index in range(40)]  # more than one batch, padded differently
     assert predictor.predict("w1 w2", prefixes) == pytest.approx(
         [predictor.predict("w1 w2", [prefix])[0] for prefix in prefixes], rel=1e-4
@@ -35,7 +35,7 @@ def test_predictions_of_a_batch_equal_those_one_by_one(folder):
 
 
 def test_a_long_prompt_is_cut_from_the_left(folder):
-    predictor = BertLengthPredictor(folder)
+    predictor = BertLengthPredictor.load(folder)
     tail = " w1 w2 w3 w4 w5 w6 w7 w8 w9 w10"
     assert predictor.predict("w50 w51 w52" + tail, [" w11 w12"]) == predictor.predict(
         "w20 w21 w22" + tail, [" w11 w12"]
@@ -45,7 +45,7 @@ def test_a_long_prompt_is_cut_from_the_left(folder):
 
 def test_a_folder_without_a_classifier_is_refused(tmp_path):
     with pytest.raises(ValueError, match="predictor_path"):
-        BertLengthPredictor(str(tmp_path))
+        BertLengthPredictor.load(str(tmp_path))
 
 
 def test_a_trained_predictor_does_not_change_the_samples(folder, make_model, tokenizer):

@@ -87,7 +87,7 @@ def test_the_best_epoch_is_kept_and_loads_as_any_hugging_face_folder(trained):
     out, report = trained
     losses = [epoch["held_out_loss"] for epoch in report["epochs"]]
     assert report["best_epoch"] == losses.index(min(losses)) + 1
-    predictor = BertLengthPredictor(str(out))
+    predictor = BertLengthPredictor.load(str(out))
     model = AutoModelForSequenceClassification.from_pretrained(out)
     batch = predictor.tokenizer(["w3 w1 w10"], return_tensors="pt")
     with torch.inference_mode():
@@ -97,7 +97,7 @@ def test_the_best_epoch_is_kept_and_loads_as_any_hugging_face_folder(trained):
 
 
 def test_a_prompt_longer_than_the_window_loses_its_start_and_keeps_first_tokens_and_special_tokens(trained):
-    predictor = BertLengthPredictor(str(trained[0]))
+    predictor = BertLengthPredictor.load(str(trained[0]))
     long = "w5 " * 50
     ids = predictor.encode([long + "w10 w11"])["input_ids"][0].tolist()
     words = predictor.tokenizer.convert_ids_to_tokens(ids)

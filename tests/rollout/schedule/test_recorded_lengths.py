@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.commands.schedule_workload import SimulateOptions, calls_of, load, simulate_call
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.simulator import simulate, slot_bound, token_bound
 
@@ -49,6 +50,20 @@ def test_longest_first_nearly_reaches_the_bound_and_shortest_first_does_not(name
     lpt, infinite = mean_steps(groups, "lpt"), mean_steps(groups, "infinite")
     assert lpt <= 1.02 * sum(slot_bound(lengths, 4) for lengths in groups) / len(groups)
     assert lpt <= 0.92 * infinite
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in LENGTHS.glob("*.jsonl*")))
+def test_the_papers_schedule_takes_at_most_a_twentieth_more_than_arrival(name):
+    options = SimulateOptions(lengths=[name])
+    workload = load(LENGTHS / name, options)
+    steps = {
+        (schedule, sigma): sum(
+            simulate_call(workload, options, call, schedule, sigma).running_steps
+            for call in calls_of(workload, options)
+        )
+        for schedule, sigma in (("arrival", None), ("infinite", 0.0), ("infinite", 0.5), ("infinite", 1.0))
+    }
+    assert max(steps.values()) <= 1.05 * steps["arrival", None]
 
 
 def check_steps(groups, ours, cap, recomputed_share):
