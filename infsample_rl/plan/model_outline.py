@@ -63,6 +63,11 @@ class ModelOutline:
         return build_outline(self.architecture, torch.float32, trust_remote_code=self.trust_remote_code)
 
     @cached_property
+    def traces(self) -> dict[Any, Any]:
+        """Rows that have been traced, by what decides about them (row_memory.py): of each what its moments hold."""
+        return {}
+
+    @cached_property
     def sizes(self) -> list[int]:
         """Elements of every parameter, a tied one once."""
         return [parameter.numel() for parameter in self.model.parameters()]

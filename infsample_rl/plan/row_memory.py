@@ -1,8 +1,8 @@
 """What one packed row holds while it is run: the learner's own forward and backward, on the meta device.
 
 No weights are loaded and nothing is computed, yet every tensor that the real row allocates is counted when it comes and
-when it goes. The layers of a model are alike, so two shallow models are traced and the rest follows: every count is a
-straight line in the number of layers.
+when it goes. The layers of a model are alike, and so are the chunks of logits: two shallow models and one more chunk
+are traced and the rest follows, since every count is a straight line in the number of either.
 
 A row of several passes is as large as its prompt and one pass behind it. A row's fullest moment is one of: its forward
 pass; the head's backward pass, where all activations and a chunk of logits are there; the backward pass of a layer; the
@@ -56,6 +56,14 @@ class RowSettings:
     with_gradient: bool = True  # false: a reference's row
     adds_head_gradient: bool = False  # to the sum, as UnshardedBackend does, not through autograd
 
+    def decisive(self) -> tuple[Any, ...]:
+        """All that decides, beside the model and the row: what two plans share their traces by."""
+        learner = self.learner
+        read = (learner.activation_checkpointing, learner.recompute_granularity, learner.logprob_chunk_tokens)
+        adapters = str([value for name, value in sorted(vars(learner).items()) if name.startswith("lora_")])
+        flags = (self.masters, self.flex_attention, self.head_fp32, self.with_gradient, self.adds_head_gradient)
+        return (*read, adapters, self.dtype, *flags)
+
 
 def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
     """Bytes by LINES at the fullest moment of a row of these `groups`, beside weights, summed gradients and the
@@ -64,19 +72,47 @@ def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool 
     Gradients of an earlier row are there already: they are added to, not made. `in_passes`: the one group is a pass of
     a longer row. Raises ValueError for a model that cannot be traced.
     """
-    every, layers = max(1, settings.learner.activation_checkpointing), settings.model.architecture.num_hidden_layers
-    low = every + layers % every
-    if layers <= low + every:
-        found = _trace(settings, layers, groups, in_passes)
-    else:
-        near, far = _trace(settings, low, groups, in_passes), _trace(settings, low + every, groups, in_passes)
-        found = {moment: _extended(near[moment], far[moment], (layers - low) / every) for moment in near}
+    layers, total = settings.model.architecture.num_hidden_layers, sum(sum(lengths) for _, lengths in groups)
+    every, chunk = max(1, settings.learner.activation_checkpointing), settings.learner.logprob_chunk_tokens
+    key = (*settings.decisive(), str(groups), in_passes)
+    found = settings.model.traces.get(key)
+    if found is None:
+        low = every + layers % every
+        depth = layers if layers <= low + every else low
+        scored = _fewest_scored(settings, total)
+        near = _trace(settings, depth, groups, in_passes, scored)
+        found = {moment: bytes_made.copy() for moment, bytes_made in near.items()}
+        if depth < layers:
+            deeper = _trace(settings, depth + every, groups, in_passes, scored)
+            _extend(found, near, deeper, (layers - depth) / every)
+        if scored < total:
+            longer = _trace(settings, depth, groups, in_passes, scored + chunk)
+            _extend(found, near, longer, (total - scored) / chunk)
+        settings.model.traces[key] = found
     fullest = max(found.values(), key=Counter.total)
     return {name: round(fullest[moment]) for moment, name in LINES.items() if fullest[moment] > 0}
 
 
-def _extended(near: Counter[str], far: Counter[str], steps: float) -> Counter[str]:
-    return Counter({name: near[name] + steps * (far[name] - near[name]) for name in near.keys() | far.keys()})
+def _fewest_scored(settings: RowSettings, total: int) -> int:
+    """Of a row's `total` response tokens, those that are given logits while it is traced: chunks of logits are alike
+    but for the last, so two whole ones and the rest are enough, and what each more adds is a straight line.
+
+    All of them where the hidden states of all outweigh a chunk's logits, since then the fullest moment may be after the
+    last chunk.
+    """
+    learner, model = settings.learner, settings.model
+    of_chunk = 4 * learner.logprob_chunk_tokens * model.valid_vocab
+    few = total % learner.logprob_chunk_tokens + 2 * learner.logprob_chunk_tokens
+    return few if few < total and of_chunk >= 4 * total * model.architecture.hidden_size else total
+
+
+def _extend(
+    found: dict[str, Counter[str]], near: dict[str, Counter[str]], far: dict[str, Counter[str]], steps: float
+) -> None:
+    """Add to `found` what `steps` times the way from `near` to `far` adds."""
+    for moment, counts in found.items():
+        for name in near[moment].keys() | far[moment].keys():
+            counts[name] += steps * (far[moment][name] - near[moment][name])
 
 
 def _pack(groups: RowGroups, shared: SharedPrompt | None = None) -> PackedRow:
@@ -96,8 +132,11 @@ def _on_meta(row: PackedRow) -> PackedRow:
     return replace(row, **tensors, cuts=replace(row.cuts, folds=folds, order=row.cuts.order.to("meta")))
 
 
-def _trace(settings: RowSettings, layers: int, groups: RowGroups, in_passes: bool) -> dict[str, Counter[str]]:
-    """The fullest state of every moment, for a model of so many layers."""
+def _trace(
+    settings: RowSettings, layers: int, groups: RowGroups, in_passes: bool, scored: int | None = None
+) -> dict[str, Counter[str]]:
+    """The fullest state of every moment, for a model of so many layers; logits of the row's first `scored` response
+    tokens, by default of all."""
     policy = _build_policy(settings, layers)
     kept = _keep_gradients(settings, policy)
     with (
@@ -106,13 +145,14 @@ def _trace(settings: RowSettings, layers: int, groups: RowGroups, in_passes: boo
     ):
         _follow(policy, trace)
         if in_passes:
-            _run_passes(policy, groups, trace)
+            _run_passes(policy, groups, trace, scored)
         else:
-            _run(policy, _on_meta(_pack(groups)), trace)
+            _run(policy, _on_meta(_pack(groups)), trace, scored)
     return trace.fullest
 
 
-def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace) -> None:
+def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace, scored: int | None) -> None:
+    row = replace(row, predictor_index=row.predictor_index[:scored], labels=row.labels[:scored])
     trace.moment = "forward"
     logprobs, _ = policy(row, 1.0)
     if logprobs.requires_grad:
@@ -120,12 +160,12 @@ def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace) -> None:
         logprobs.sum().backward()
 
 
-def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace) -> None:
+def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace, scored: int | None) -> None:
     ((prompt_tokens, _),) = groups
     prompt = _on_meta(pack_prompt(np.zeros(prompt_tokens, np.int32), "cpu"))
     policy(prompt, 1.0)
     for _ in range(2):  # the second finds the gradient that the first has left with the prompt
-        _run(policy, _on_meta(_pack(groups, prompt.cuts.shared)), trace)
+        _run(policy, _on_meta(_pack(groups, prompt.cuts.shared)), trace, scored)
     trace.moment = "layer"
     prompt.cuts.shared.gradient_carrier().backward()
 
