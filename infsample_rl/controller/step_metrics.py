@@ -59,15 +59,16 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     }
     if groups.with_reference:
         metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
-    return metrics | _component_means(samples) | _by_source(groups, "reward/mean")
+    by_source = {f"reward/mean/{source}": mean for source, mean in _means_by_source(groups).items()}
+    return metrics | _component_means(samples) | by_source
 
 
-def _by_source(groups: StepGroups, name: str) -> Metrics:
-    """`name`/SOURCE: the mean reward of every source's samples, where there are several data.sources."""
+def _means_by_source(groups: StepGroups) -> Metrics:
+    """The mean reward of every source's samples, where there are several data.sources."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for group in groups.groups:
         rewards[group.prompt.source] += [sample.reward for sample in group.samples if sample.reward is not None]
-    return {f"{name}/{source}": statistics.fmean(of) if of else None for source, of in rewards.items() if source}
+    return {source: statistics.fmean(of) if of else None for source, of in rewards.items() if source}
 
 
 def _component_means(samples: list[SampleRecord]) -> Metrics:
@@ -97,7 +98,7 @@ def evaluation_metrics(groups: StepGroups, samples: int) -> Metrics:
         f"eval/mean@{samples}": accuracy,
         "eval/length_mean": statistics.fmean(sample.length for sample in everything),
         "eval/failed": len(everything) - len(rewards),
-    } | _by_source(groups, "eval/accuracy")
+    } | {f"eval/accuracy/{source}": mean for source, mean in _means_by_source(groups).items()}
 
 
 def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:

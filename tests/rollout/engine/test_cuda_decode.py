@@ -11,6 +11,7 @@ import torch
 
 from infsample_rl.rollout.engine import sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
+from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from tests import engines
@@ -79,7 +80,7 @@ def test_static_steps_draw_what_others_draw(model, tokenizer, settings):
     assert_logprobs_close(found_groups, wanted_groups, 1e-5)
 
 
-def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
+def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead, monkeypatch):
     engine = make_engine(model, tokenizer, schedule="lpt", predictor="bert", prefix_tokens=4)
     seen = []
 
@@ -87,7 +88,7 @@ def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead):
         seen.extend(len(prefix) for prefix in prefixes)
         return [float(len(prefixes))] * len(prefixes)
 
-    engine.lengths.predict = predict
+    monkeypatch.setattr(LengthSource, "predict", staticmethod(predict))
     groups = engine.generate(PROMPTS, seed=4, step=2)
     assert set(seen) == {4}
     assert ahead[0].planner.num_tokens >= sum(len(completion.token_ids) for group in groups for completion in group)
