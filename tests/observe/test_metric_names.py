@@ -10,7 +10,7 @@ from infsample_rl.observe.metric_names import GROUPS, METRICS
 from tests.observe.logged import undescribed
 
 PACKAGE = Path(__file__).resolve().parents[2] / "infsample_rl"
-A_NAME = re.compile(rf"(?:{'|'.join(GROUPS)})/[^/\s.]*[\w}}]")  # not the beginning of a composed one
+A_NAME = re.compile(rf"(?:{'|'.join(GROUPS)})(?:/[^/\s.]*[\w}}]){{1,2}}")  # not the beginning of a composed one
 
 
 def names_in(path: Path) -> set[str]:
