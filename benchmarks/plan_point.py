@@ -99,7 +99,7 @@ def toy_of(config: Config, folder: str) -> Config:
 def train(config: Config) -> int:
     """Two updates of all samples of a step, each as long as it may be; the worker's own peak."""
     learner = LearnerWorker(config, 0, 1, total_steps=2)
-    learner.setup("", 0, None)
+    learner.setup(None)
     rows = full_rows(config, len(learner.tokenizer))
     samples = sum(map(len, rows))
     totals = LossTotals(num_sequences=samples, num_tokens=samples * config.rollout.max_new_tokens, length_normalizer=1)

@@ -71,7 +71,7 @@ class OneProcess:
         self.config = config
         self.prompts = [np.asarray(ids, np.int32) for ids in spec["prompts"]]
         self.worker = ColocatedWorker(config, 0, 1, spec["steps"])
-        self.worker.setup("127.0.0.1", 0, None)
+        self.worker.setup(None)
         if spec["ignore_eos"]:
             self.worker.rollout.engine.stop_token_ids = set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -27,6 +27,9 @@ from infsample_rl.types import (
     WorkerPhases,
     WorkerStatus,
 )
+
+if TYPE_CHECKING:  # a reward worker needs no torch for it
+    from infsample_rl.model.weight_sync.store import StoreAddress
 
 DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a process that does both
 
@@ -85,9 +88,9 @@ class RolloutCalls(Observed):
         manifest, buckets = published
         return self.rollout.load_weights(manifest, (ray.get(bucket) for bucket in buckets), probe)
 
-    def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
+    def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0; every member must be asked."""
-        self.rollout.join_weight_link(host, port, member, members)
+        self.rollout.join_weight_link(meeting, member, members)
 
     def receive_weights(self, version: int, probe: PublishedLengths | None) -> WeightSyncReport:
         """Take what learner rank 0 sends at the same time."""
@@ -168,13 +171,13 @@ class LearnerCalls(Observed):
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
         self.observe("learner", rank)
 
-    def host_store(self) -> tuple[str, int]:
+    def host_store(self) -> StoreAddress:
         """Where the other ranks meet rank 0."""
-        return ray.util.get_node_ip_address(), self.learner.host_store()
+        return self.learner.host_store(ray.util.get_node_ip_address())
 
-    def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
+    def setup(self, checkpoint: str | None, meeting: StoreAddress) -> dict[str, Any]:
         """Join the process group, load and shard the policy."""
-        return self.learner.setup(host, port, checkpoint)
+        return self.learner.setup(checkpoint, meeting)
 
     def learn_rows(self, rows: bytes, *payloads: Any) -> list[dict[str, float]]:
         """Forward and backward of a sealed list[RowWork], or log-probabilities before the step's first update."""
@@ -207,9 +210,9 @@ class LearnerCalls(Observed):
         manifest, buckets = self.learner.publisher.export(version)
         return manifest, [ray.put(bucket) for bucket in buckets]
 
-    def host_weight_link(self) -> tuple[str, int]:
+    def host_weight_link(self) -> StoreAddress:
         """Where the rollout workers meet rank 0."""
-        return ray.util.get_node_ip_address(), self.learner.publisher.host_link()
+        return self.learner.publisher.host_link(ray.util.get_node_ip_address())
 
     def join_weight_link(self, members: int) -> None:
         """Rank 0's line to the rollout workers; every member must be asked."""
@@ -236,9 +239,9 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
         self.learner, self.turn = self.both.learner, TurnLock()
         self.observe("colocated", rank)
 
-    def setup(self, host: str, port: int, checkpoint: str | None) -> dict[str, Any]:
+    def setup(self, checkpoint: str | None, meeting: StoreAddress) -> dict[str, Any]:
         """Join the process group, load and shard the policy, build the engine."""
-        found = self.both.setup(host, port, checkpoint)
+        found = self.both.setup(checkpoint, meeting)
         self.rollout = self.both.rollout
         return found
 

@@ -125,9 +125,9 @@ class LearnerRanks:
         ask, limit = self._calls.ask, self._config.cluster.start_timeout_s
         ask("learner", "learner ranks to start", lambda rank: rank.status.remote(), limit)
         self._session.check_new_nodes()  # this role writes checkpoints
-        host, port = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
+        meeting = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
         what = "learner ranks to load the policy"
-        found = ask("learner", what, lambda rank: rank.setup.remote(host, port, checkpoint), limit)[0]
+        found = ask("learner", what, lambda rank: rank.setup.remote(checkpoint, meeting), limit)[0]
         self._calls.note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
         self._weights.forget_learner()
 

@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from infsample_rl.config import Config
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.model.weight_sync.store import StoreAddress
 from infsample_rl.model.weight_sync.sync import check_shared, load_local
 from infsample_rl.observe.phases import phase
 from infsample_rl.plan.learner_memory import learner_lines
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.rollout.length_prediction.messages import PublishedLengths
 from infsample_rl.rollout.worker import RolloutWorker
-from infsample_rl.types import WeightSyncReport
+from infsample_rl.types import MaybeNone, WeightSyncReport
 
 
 class ColocatedWorker:
@@ -32,9 +33,9 @@ class ColocatedWorker:
         self.config, self.rank = config, rank
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
 
-    def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
+    def setup(self, checkpoint: str | None, meeting: StoreAddress | MaybeNone = None) -> dict[str, str | int]:
         """Set up the learner, then the engine on its weights. Returns what was set up, for the log."""
-        found = self.learner.setup(master_address, master_port, checkpoint)
+        found = self.learner.setup(checkpoint, meeting)
         self.shares_weights = isinstance(self.learner.backend, UnshardedBackend) and self.config.learner.lora_rank == 0
         model = share_parameters(self.learner.policy.lm) if self.shares_weights else None
         self.rollout = RolloutWorker(self.config, self.rank, model, reserved_bytes=self._learner_growth())

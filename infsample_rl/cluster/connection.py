@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import JEMALLOC_SO, canonicalize_bootstrap_address
@@ -36,6 +40,7 @@ TENSOR_ROLES = ("rollout", "reference", "learner")
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
     """Start a local cluster, or join cluster.address. ValueError for one that is not there, refuses us, or lets anybody
     in; Terminated after SIGTERM, whose handler stays the caller's: Ray puts its own in its place, which exits."""
+    _keep_token_private(note)
     handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     arguments: dict[str, Any] = {
         "runtime_env": {"env_vars": worker_environment(config)},
@@ -92,12 +97,16 @@ def worker_environment(config: Config) -> dict[str, str]:
     threads = str(config.cluster.threads_per_worker)
     package = str(Path(__file__).resolve().parents[2])
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
-    return {
+    environment = {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": python_path,
     }
+    if config.cluster.address is None:  # this machine: nothing has to come from another one
+        loopback = socket.if_indextoname(1)
+        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return environment
 
 
 def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> dict[str, str]:
@@ -116,8 +125,9 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 
 
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
-    """A new cluster on this machine; Ray itself gives it a token of this user's home folder."""
-    with without_secrets():
+    """A new cluster on this machine, whose ports listen on the loopback address alone; Ray itself takes the token of
+    this user's home folder."""
+    with without_secrets(), _on_loopback():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
                 ray.init(address="local", num_cpus=local_cpus(config), include_dashboard=False, **arguments)
@@ -134,6 +144,34 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
         note(
             "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"
         )
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray take the loopback address for a node that is started inside the block. Its own switch for that is read
+    where Ray is imported, before it is known whether a run joins a cluster."""
+    kept = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = kept
+
+
+def _keep_token_private(note: Callable[[str], None]) -> None:
+    """Give the file of Ray's token mode 600, whoever made it; make it where Ray would, with the umask's mode."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(generate_new_authentication_token())
+    if path.is_file() and path.stat().st_mode & 0o077:
+        try:
+            path.chmod(0o600)
+        except OSError as error:  # another user's, or a pod's read-only volume
+            note(f"warning: others can read {path}, the cluster's token, and its mode stays ({error.strerror})")
 
 
 def _join(config: Config, arguments: dict[str, Any], note: Callable[[str], None], interruption: Interruption) -> None:

@@ -107,12 +107,12 @@ class WeightDelivery:
         if self._linked == members:
             return
         limit, count = self._config.cluster.start_timeout_s, len(members) + 1
-        host, port = self._calls.ask(
+        meeting = self._calls.ask(
             "learner", "learner rank 0", lambda rank: rank.host_weight_link.remote(), limit, only=[0]
         )[0]
         calls = {self._calls.workers.all("learner")[0].join_weight_link.remote(count): ("learner", 0)}
         for member, (index, handle) in enumerate(rollout.items(), 1):
-            calls[handle.join_weight_link.remote(host, port, member, count)] = ("rollout", index)
+            calls[handle.join_weight_link.remote(meeting, member, count)] = ("rollout", index)
         self._calls.gather(calls, "learner and rollout workers to connect", limit)
         self._linked = members
 

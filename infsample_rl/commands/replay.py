@@ -78,7 +78,7 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
     references = _reference_logprobs(recorded, config)
     plans = [list(_rows(batch, recorded, references, config)) for batch in batches]
     worker = LearnerWorker(config, rank=0, world_size=1, total_steps=recorded.total_steps)
-    worker.setup("", 0, None if checkpoint is None else str(checkpoint))
+    worker.setup(None if checkpoint is None else str(checkpoint))
     rows = [row for plan in plans for row in plan]
     ids = {id(row): number for number, row in enumerate(rows)} if objective.updates_per_step > 1 else {}
     try:

@@ -28,6 +28,8 @@ from infsample_rl.observe.files import write_atomically
 TRAINING_STATE = "training_state"
 FILE_BYTES = 2**30  # a file is written when it has this much
 
+SAID_BYTES = 4096  # of a failure that the ranks tell each other
+
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a parameter; before the optimizer's first step the master alone
 
 
@@ -99,16 +101,24 @@ def written_by_all(
         for _ in tensors:  # the other ranks take part in the gathering of the rest
             pass
     rank = dist.get_rank(writers) if writers else 0
-    mine = None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
-    said = [mine] * (writers.size() if writers else 1)
-    if writers is not None:
-        dist.all_gather_object(said, mine, group=writers)
-    failed = [line for line in said if line is not None]
+    mine = "" if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
+    failed = [line for line in ([mine] if writers is None else _said_by_all(mine, writers)) if line]
     try:
         if failed:
             raise RuntimeError(f"{what} could not be written by {'; '.join(failed)}") from failure
     finally:
         failure = None  # with its traceback it would keep this frame, and the frame what writes
+
+
+def _said_by_all(mine: str, ranks: dist.ProcessGroup) -> list[str]:
+    """What every rank says, cut to SAID_BYTES of UTF-8: text, since torch's own gathering of objects unpickles what
+    comes over the ranks' connections."""
+    said = torch.zeros(SAID_BYTES, dtype=torch.uint8)
+    encoded = mine.encode()[:SAID_BYTES]
+    said[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    found = [torch.empty_like(said) for _ in range(ranks.size())]
+    dist.all_gather(found, said, group=ranks)
+    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in found]
 
 
 class SavedState:

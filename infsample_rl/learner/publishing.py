@@ -9,7 +9,8 @@ from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
 from infsample_rl.model.weight_sync.buckets import Shape, plan_weights, shapes_of, stream_buckets
-from infsample_rl.model.weight_sync.link import WeightLink, host_store, join_link
+from infsample_rl.model.weight_sync.link import WeightLink, join_link
+from infsample_rl.model.weight_sync.store import StoreAddress, host_store
 from infsample_rl.model.weight_sync.sync import send_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import MaybeNone, WeightManifest, WeightSyncReport
@@ -39,10 +40,10 @@ class WeightPublisher:
             return manifest, (bucket for _ in tensors for bucket in list[np.ndarray]())
         return manifest, stream_buckets(tensors, manifest)
 
-    def host_link(self) -> int:
-        """Rank 0: the port at which the rollout workers meet it in join_link."""
-        self._store = host_store(self._cluster.collective_timeout_s)
-        return self._store.port
+    def host_link(self, host: str) -> StoreAddress:
+        """Rank 0: where the rollout workers meet it in join_link, at this address of this machine."""
+        self._store, address = host_store(host, self._cluster.collective_timeout_s)
+        return address
 
     def join_link(self, members: int) -> None:
         """Rank 0: the line to the rollout workers, which join at the same time, in place of any that was there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -10,20 +11,22 @@ import torch.distributed as dist
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
 from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.weight_sync.store import SignedStore
 
 
-def join_ranks(config: Config, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+def join_ranks(config: Config, store: SignedStore, rank: int, world_size: int) -> dist.ProcessGroup:
     """Make the default process group, and return another, in which the ranks tell each other what they could write.
 
     There they wait for one that writes, whose disk may be slower than any collective, as long as the driver waits for
     them.
     """
-    backend = "gloo"
+    backend, meeting = "gloo", cast(dist.Store, store)
     if config.cluster.learner_gpus > 0:
         # The gradients of an offloaded optimizer have their norm taken in host memory.
         backend = "cpu:gloo,cuda:nccl" if config.learner.offload_optimizer else "nccl"
+        meeting = store.plain
     limit = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=limit)
     return dist.new_group(timeout=datetime.timedelta(seconds=config.cluster.progress_timeout_s), backend="gloo")
 
 

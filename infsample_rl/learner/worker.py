@@ -37,9 +37,9 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
 )
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.link import host_store, open_store
+from infsample_rl.model.weight_sync.store import SignedStore, StoreAddress, host_store, open_store
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import LossTotals
+from infsample_rl.types import LossTotals, MaybeNone
 
 
 class LearnerWorker(RowTrainer):
@@ -51,29 +51,29 @@ class LearnerWorker(RowTrainer):
         super().__init__(config)
         self.rank, self.world_size = rank, world_size
         self.total_updates = total_steps * config.objective.updates_per_step
-        self._store: dist.TCPStore | None = None  # where the ranks meet, on rank 0
+        self._store: SignedStore | None = None  # where the ranks meet, rank 0's
         self._writers: dist.ProcessGroup | None = None  # the ranks, as they say to each other what they could write
 
-    def host_store(self) -> int:
-        """Rank 0 alone, before setup(): the port at which the other ranks find it."""
-        self._store = host_store(self.config.cluster.collective_timeout_s)
-        return self._store.port
+    def host_store(self, host: str) -> StoreAddress:
+        """Rank 0 alone, before setup(): where the other ranks find it, at this address of this machine."""
+        self._store, address = host_store(host, self.config.cluster.collective_timeout_s)
+        return address
 
     @phase("setup")
-    def setup(self, master_address: str, master_port: int, checkpoint: str | None) -> dict[str, str | int]:
-        """Join the ranks at rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was set up, for
-        the log.
+    def setup(self, checkpoint: str | None, meeting: StoreAddress | MaybeNone = None) -> dict[str, str | int]:
+        """Join the ranks at `meeting`, rank 0's host_store(), load model.path or `checkpoint`, shard. Returns what was
+        set up, for the log.
 
-        A worker of one rank needs no host_store() before, and neither address nor port.
+        A worker of one rank needs no host_store() before.
         """
         torch.set_num_threads(self.config.cluster.threads_per_worker)
         torch.use_deterministic_algorithms(self.config.run.deterministic)
         torch.manual_seed(self.config.run.seed)
         if self.world_size > 1 or self.config.learner.backend == "deepspeed":
             if self.world_size == 1:
-                self.host_store()
-            store = self._store or open_store(master_address, master_port, self.config.cluster.collective_timeout_s)
-            self._writers = join_ranks(self.config, store, self.rank, self.world_size)
+                self.host_store("127.0.0.1")
+            self._store = self._store or open_store(meeting, self.config.cluster.collective_timeout_s)
+            self._writers = join_ranks(self.config, self._store, self.rank, self.world_size)
         self.tokenizer = load_tokenizer(self.config.model)
         self.memory = process_memory(self.device.type)
         lm, self.adapted = load_policy(self.config, self.device, checkpoint)

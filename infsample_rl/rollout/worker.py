@@ -14,7 +14,8 @@ from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.peak_memory import process_memory
-from infsample_rl.model.weight_sync.link import WeightLink, join_link, open_store
+from infsample_rl.model.weight_sync.link import WeightLink, join_link
+from infsample_rl.model.weight_sync.store import StoreAddress, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
@@ -114,12 +115,12 @@ class RolloutWorker:
         self.begin_version(report.version, probe)
         return report
 
-    def join_weight_link(self, host: str, port: int, member: int, members: int) -> None:
+    def join_weight_link(self, meeting: StoreAddress, member: int, members: int) -> None:
         """The line to learner rank 0, which joins at the same time, in place of any that was there."""
         if self.link is not None:
             self.link.close()
         cluster = self.config.cluster
-        self.link = join_link(cluster, open_store(host, port, cluster.collective_timeout_s), member, members)
+        self.link = join_link(cluster, open_store(meeting, cluster.collective_timeout_s), member, members)
 
     @phase("sync")
     def receive_weights(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:

@@ -45,7 +45,7 @@ def config(**changes):
 
 def worker(made):
     found = ColocatedWorker(made, 0, 1, 10)
-    found.setup("127.0.0.1", 0, None)
+    found.setup(None)
     found.publish(0)
     return found
 
@@ -165,10 +165,10 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
             lambda device, free=free_pages: growth + free * PAGE_BYTES,
         )
         found = ColocatedWorker(made, 0, 1, 10)
-        found.setup("127.0.0.1", 0, None)
+        found.setup(None)
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
     assert pages == {100: made.rollout.most_prompts * (4 * 2 + 1), 6: 5}
     monkeypatch.setattr("infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
-        ColocatedWorker(made, 0, 1, 10).setup("127.0.0.1", 0, None)
+        ColocatedWorker(made, 0, 1, 10).setup(None)

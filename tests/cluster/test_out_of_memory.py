@@ -51,7 +51,7 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
     plan = {"processes": [{"role": "learner", "lines": lines, "sum_bytes": 81 * 10**8}]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     worker = LearnerWorker(config(tiny_qwen3, tmp_path), 0, 1, 10)
-    worker.setup("", 0, None)
+    worker.setup(None)
     ids = np.arange(RESPONSE_TOKENS, dtype=np.int32) % 250
     sample = TrainingSample(
         prompt_index=0,

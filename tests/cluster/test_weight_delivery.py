@@ -11,6 +11,7 @@ from infsample_rl.cluster.calls import Calls
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.config.loading import load_config
+from infsample_rl.model.weight_sync.store import StoreAddress
 from infsample_rl.types import WeightSyncReport
 from tests.fakes import DIED, Handle, Method, Ref, make_workers, raised
 
@@ -36,7 +37,9 @@ def test_a_rollout_worker_that_hangs_while_weights_come_is_lost_not_the_run(fake
     """The learner, which has waited for it, says so; only the worker itself shows by its silence that it is meant."""
     said = raised(RuntimeError("weights version 3: rollout worker 1 died or hangs (it did not send 'loaded')"))
     learner = Handle(
-        host_weight_link=Method(("here", 1)), join_weight_link=Method(None), send_weights=Method(said, report(3))
+        host_weight_link=Method(StoreAddress("here", 1, b"")),
+        join_weight_link=Method(None),
+        send_weights=Method(said, report(3)),
     )
     silent, spare = Linked(status=Method(DIED) if hangs else Method("it lives")), Linked()
     delivery = make(["cluster.weight_sync=broadcast"], spares=[spare], rollout=[Linked(), silent], learner=[learner])

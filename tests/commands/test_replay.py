@@ -71,7 +71,7 @@ def recorded_run(arguments, tmp_path):
     rows = [[spec] for group in trained for spec in trainable_specs(group, config)]
     learner_config = load_config([*arguments, "reference.placement=learner"])
     learner = LearnerWorker(learner_config, rank=0, world_size=1, total_steps=2)
-    learner.setup("", 0, None)
+    learner.setup(None)
     by_prompt = {prompt.prompt_index: prompt.token_ids for prompt in prompts}
     for row in reversed(rows):
         learner.accumulate(assemble(row, by_prompt, micro_groups, []), provisional_totals(config))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from infsample_rl.config import Config
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row
+from infsample_rl.model.weight_sync.store import StoreAddress
 from infsample_rl.types import WeightManifest
 
 
@@ -135,12 +136,12 @@ OWN_FUNCTIONS = (
 OWN_METHODS = {function.__name__: function for function in OWN_FUNCTIONS}
 
 
-def find_rank_0(worker: LearnerWorker, ports: Path) -> int:
-    """The port of rank 0's store, which the ranks tell each other by a file."""
+def find_rank_0(worker: LearnerWorker, ports: Path) -> StoreAddress:
+    """Rank 0's store, which the ranks tell each other by a file."""
     store = dist.FileStore(str(ports), worker.world_size)
     if worker.rank == 0:
-        store.set("port", str(worker.host_store()))
-    return int(store.get("port"))
+        store.set("meeting", pickle.dumps(worker.host_store("127.0.0.1")).hex())
+    return pickle.loads(bytes.fromhex(store.get("meeting").decode()))
 
 
 def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | None = None) -> list[Any]:
@@ -148,7 +149,7 @@ def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | N
     worker = LearnerWorker(scenario.config, rank, world_size, scenario.total_steps)
     results = []
     try:
-        worker.setup("127.0.0.1", find_rank_0(worker, ports) if ports else 0, scenario.checkpoint)
+        worker.setup(scenario.checkpoint, find_rank_0(worker, ports) if ports else None)
         for method, arguments in scenario.calls:
             own = arguments[rank] if isinstance(arguments, list) else arguments
             if own is None:

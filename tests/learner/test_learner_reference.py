@@ -157,7 +157,7 @@ def test_no_reference_is_loaded_without_a_kl_in_the_loss(tools, tied_policy):
             reference=replace(HERE, path="nowhere"),
         )
         worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
-        worker.setup("127.0.0.1", 0, None)
+        worker.setup(None)
         assert worker.reference is None
 
 

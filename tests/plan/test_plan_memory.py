@@ -39,7 +39,7 @@ def settings(*overrides):
 def test_unsharded_state_is_what_the_learner_holds():
     config, model = settings()
     learner = LearnerWorker(config, 0, 1, total_steps=1)
-    learner.setup("", 0, None)
+    learner.setup(None)
     lines = plan_role(config, model, "learner").lines
     assert lines["weights"] == sum(parameter.nbytes for parameter in learner.policy.parameters())
     assert lines["gradients"] == lines["weights"] and lines["optimizer's moments"] == 2 * lines["weights"]

@@ -1,5 +1,5 @@
 """Buckets from learner rank 0 to all rollout workers, by broadcast or through memory they share, and words between them
-through a TCP store that rank 0 hosts.
+through a store that rank 0 hosts.
 
 The group is apart from the learner's own, and a rollout worker needs no default group. Every wait has an end: at the
 time limit, when another member says that it failed, or when the store's host is gone; the error names whom it waited
@@ -24,22 +24,10 @@ from torch import Tensor
 
 from infsample_rl.config import ClusterConfig
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
+from infsample_rl.model.weight_sync.store import SignedStore
 from infsample_rl.model.weight_sync.transport import broadcast_backend, choose_transport
 
 _LOOK_S = 0.1  # how often a waiting member looks whether another one failed
-
-
-def host_store(timeout_s: float) -> dist.TCPStore:
-    """The store of learner rank 0, on a free port, its .port: bound before anyone hears of it, as a port that is looked
-    up as free may be taken before it is bound."""
-    return dist.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=timeout_s)
-    )
-
-
-def open_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store of learner rank 0; RuntimeError when it cannot be reached in time."""
-    return dist.TCPStore(host, port, is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def _member_name(member: int) -> str:
@@ -50,7 +38,7 @@ class Mailbox:
     """One member's end: 0 is learner rank 0, 1 to members - 1 are the rollout workers. Every word belongs to one
     transfer."""
 
-    def __init__(self, store: dist.TCPStore, member: int, members: int, timeout_s: float) -> None:
+    def __init__(self, store: SignedStore, member: int, members: int, timeout_s: float) -> None:
         self.store, self.member, self.members, self.timeout_s = store, member, members, timeout_s
         self.name = _member_name(member)
         self._transfer = 0
@@ -135,7 +123,7 @@ class WeightLink:
 
     def __init__(
         self,
-        store: dist.TCPStore,
+        store: SignedStore,
         transport: str,
         *,
         member: int,
@@ -214,7 +202,7 @@ class WeightLink:
             torch.cuda.synchronize(self.device)
 
 
-def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int, members: int) -> WeightLink:
+def join_link(cluster: ClusterConfig, store: SignedStore, member: int, members: int) -> WeightLink:
     """The link of a run: member 0 is learner rank 0 with its host_store(), the others are the rollout workers with
     their open_store()."""
     transport = choose_transport(cluster)
@@ -228,12 +216,12 @@ def join_link(cluster: ClusterConfig, store: dist.TCPStore, member: int, members
 
 
 def _process_group(mail: Mailbox, device: torch.device) -> Any:
-    store, limit = dist.PrefixStore("weights", mail.store), datetime.timedelta(seconds=mail.timeout_s)
+    limit = datetime.timedelta(seconds=mail.timeout_s)
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, mail.member, mail.members, limit)
+        return dist.ProcessGroupGloo(dist.PrefixStore("weights", mail.store), mail.member, mail.members, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * limit  # NCCL's own limit ends the process without a word: let ours come first
-    return dist.ProcessGroupNCCL(store, mail.member, mail.members, options)
+    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", mail.store.plain), mail.member, mail.members, options)
 
 
 def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> list[Tensor]:
@@ -243,8 +231,7 @@ def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> l
         buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device).share_memory_() for _ in range(2)]
         for member in range(1, mail.members):  # a handle is good for one receiver
             mail.store.set(f"place/{member}", place)
-            pickled: Any = bytes(multiprocessing.reduction.ForkingPickler.dumps(buffers))  # set() takes bytes too
-            mail.store.set(f"buffers/{member}", pickled)
+            mail.store.set(f"buffers/{member}", bytes(multiprocessing.reduction.ForkingPickler.dumps(buffers)))
         return buffers
     mail.until(lambda: mail.store.check([f"buffers/{mail.member}"]), lambda: "learner rank 0 did not share its buffers")
     of_learner = mail.store.get(f"place/{mail.member}").decode()
@@ -252,4 +239,4 @@ def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> l
         raise RuntimeError(
             f"{mail.name} is on GPU {place}, learner rank 0 on {of_learner}: cluster.weight_sync=cuda_ipc needs one GPU"
         )
-    return pickle.loads(mail.store.get(f"buffers/{mail.member}"))
+    return pickle.loads(mail.store.get(f"buffers/{mail.member}"))  # of the run itself: the store has checked it

@@ -14,7 +14,8 @@ import torch.multiprocessing
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of
-from infsample_rl.model.weight_sync.link import WeightLink, host_store, open_store
+from infsample_rl.model.weight_sync.link import WeightLink
+from infsample_rl.model.weight_sync.store import host_store, open_store
 from infsample_rl.model.weight_sync.sync import receive_weights, send_weights
 
 # the tiny model has some 60 kB in float32: tensors in several buckets, buckets of several tensors
@@ -51,17 +52,19 @@ def tiny_model(seed: int, plan: Plan, hidden_size: int = 32) -> Qwen3ForCausalLM
     return Qwen3ForCausalLM(config).to(plan.device, getattr(torch, plan.dtype))
 
 
-def run_member(member: int, members: int, plan: Plan, ports: Queue, half: Event, go_on: Event, results: Queue) -> None:
+def run_member(
+    member: int, members: int, plan: Plan, addresses: Queue, half: Event, go_on: Event, results: Queue
+) -> None:
     """Put (member, one entry for each version) into `results`: (report, parameters equal the learner's), or an error
     and its seconds."""
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")  # the members are not each other's children
     if member == 0:
-        store = host_store(plan.timeout_s)
+        store, address = host_store("127.0.0.1", plan.timeout_s)
         for _ in range(1, members):
-            ports.put(store.port)
+            addresses.put(address)
     else:
-        store = open_store("127.0.0.1", ports.get(), plan.timeout_s)
+        store = open_store(addresses.get(), plan.timeout_s)
     device = torch.device(plan.device)
     link = WeightLink(
         store,
