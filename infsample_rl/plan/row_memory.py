@@ -112,7 +112,7 @@ def _extend(
     """Add to `found` what `steps` times the way from `near` to `far` adds."""
     for moment, counts in found.items():
         for name in near[moment].keys() | far[moment].keys():
-            counts[name] += steps * (far[moment][name] - near[moment][name])
+            counts[name] += round(steps * (far[moment][name] - near[moment][name]))
 
 
 def _pack(groups: RowGroups, shared: SharedPrompt | None = None) -> PackedRow:

@@ -87,7 +87,7 @@ class SignedStore(dist.Store):
 
     def clone(self) -> SignedStore:
         """Another connection to the same store."""
-        self._clones.append(SignedStore(self.plain.clone(), self._secret))
+        self._clones.append(SignedStore(self.plain.clone(), self._secret))  # type: ignore[attr-defined]  # no hint of it
         return self._clones[-1]
 
     def _signature(self, key: str, plain: bytes) -> bytes:
