@@ -19,12 +19,16 @@ source "$here/token.sh"
 port=${PORT:-6379} dashboard=${DASHBOARD_PORT:-8265}
 
 cpus=${CPUS:-$("$PYTHON" -c '
-import sys
+import os, sys
 from infsample_rl.config.loading import load_config
-from infsample_rl.main import parse_arguments
+from infsample_rl.config.overrides import ConfigError, parse_flags
+from infsample_rl.main import FLAGS
 from infsample_rl.plan.placement import local_cpus
-options = parse_arguments(sys.argv[1:])
-print(local_cpus(load_config(options.overrides, options.config_dir)))' "$@" 2> /dev/null || nproc)} # what is wrong with a setting the run says
+try:
+    options = parse_flags(sys.argv[1:], FLAGS)
+    print(local_cpus(load_config(options.words, options.config_dir)))
+except ConfigError:  # the run says what is wrong with a setting
+    print(os.cpu_count())' "$@")}
 make_token
 scratch=$(mktemp -d)
 # In a session of its own, so that Ctrl-C ends the run first and the cluster after it.
