@@ -6,7 +6,8 @@ Shape letters: R rows (tokens), V vocabulary of the head, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Elements of the head that exist as float32 at a time: on the CPU a slice that stays in the cache, on CUDA 256 MB.
-_SLICE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26, "meta": 2**19}
+_SLICE_ELEMENTS = {"cpu": 2**19, "cuda": 2**26}
+
+
+@contextlib.contextmanager
+def sliced_as_on(device_type: str) -> Iterator[None]:
+    """Let heads on the meta device be taken in the slices that they have on this one: cpu or cuda."""
+    _SLICE_ELEMENTS["meta"] = _SLICE_ELEMENTS[device_type]
+    try:
+        yield
+    finally:
+        del _SLICE_ELEMENTS["meta"]
 
 
 def masked_index(bad_token_ids: Sequence[int], valid_vocab: int, device: torch.device | str) -> Tensor | None:

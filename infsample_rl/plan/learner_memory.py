@@ -138,6 +138,7 @@ def _row(config: Config, model: ModelOutline) -> Lines:
         dtype=dtype,
         learner=config.learner,
         masters=dtype != torch.float32 and not sharded,
+        on_gpu=config.cluster.learner_gpus > 0,
         flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         adds_head_gradient=not sharded and not (config.learner.offload_optimizer and config.cluster.learner_gpus > 0),

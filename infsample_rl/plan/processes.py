@@ -123,6 +123,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
         dtype=dtype,
         learner=config.learner,
         masters=False,
+        on_gpu=config.cluster.reference_gpus > 0,
         flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         with_gradient=False,

@@ -202,6 +202,7 @@ def _prefill(config: Config, model: ModelOutline) -> int:
         dtype=getattr(torch, config.model.dtype),
         learner=config.learner,
         masters=False,
+        on_gpu=on_gpu,
         flex_attention=on_gpu,
         with_gradient=False,
     )

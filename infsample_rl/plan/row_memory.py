@@ -28,6 +28,7 @@ from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
 from infsample_rl.model.lora import add_adapters
 from infsample_rl.model.packed_attention import exchange_prompt
 from infsample_rl.model.packing import PackedRow, pack_prompt, pack_row
+from infsample_rl.model.policy_head import sliced_as_on
 from infsample_rl.model.row_cuts import RowCuts
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.plan.memory_trace import MemoryTrace
@@ -51,7 +52,8 @@ class RowSettings:
     dtype: torch.dtype
     learner: LearnerConfig
     masters: bool  # float32 masters beside 16-bit parameters, which take every gradient as soon as it is there
-    flex_attention: bool  # as on CUDA; false: SDPA, as on the CPU
+    on_gpu: bool
+    flex_attention: bool  # false: SDPA, as on the CPU
     head_fp32: bool = False
     with_gradient: bool = True  # false: a reference's row
     adds_head_gradient: bool = False  # to the sum, as UnshardedBackend does, not through autograd
@@ -61,8 +63,8 @@ class RowSettings:
         learner = self.learner
         read = (learner.activation_checkpointing, learner.recompute_granularity, learner.logprob_chunk_tokens)
         adapters = str([value for name, value in sorted(vars(learner).items()) if name.startswith("lora_")])
-        flags = (self.masters, self.flex_attention, self.head_fp32, self.with_gradient, self.adds_head_gradient)
-        return (*read, adapters, self.dtype, *flags)
+        flags = (self.masters, self.on_gpu, self.flex_attention, self.head_fp32, self.with_gradient)
+        return (*read, adapters, self.dtype, *flags, self.adds_head_gradient)
 
 
 def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
@@ -140,6 +142,7 @@ def _trace(
     policy = _build_policy(settings, layers)
     kept = _keep_gradients(settings, policy)
     with (
+        sliced_as_on("cuda" if settings.on_gpu else "cpu"),
         MemoryTrace([*policy.parameters(), *policy.buffers(), *kept]) as trace,
         torch.set_grad_enabled(settings.with_gradient),
     ):

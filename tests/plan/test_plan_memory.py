@@ -81,7 +81,13 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
         f"learner.activation_checkpointing={every}", f"learner.recompute_granularity={granularity}"
     )
     deep = Qwen3Config(**model.architecture.to_dict() | {"num_hidden_layers": 8, "layer_types": None})
-    shape = {"dtype": torch.float32, "learner": config.learner, "masters": False, "flex_attention": False}
+    shape = {
+        "dtype": torch.float32,
+        "learner": config.learner,
+        "masters": False,
+        "on_gpu": False,
+        "flex_attention": False,
+    }
     row, of_deep = (
         [(20, [30] * 6), (20, [10])],
         RowSettings(model=ModelOutline(architecture=deep, valid_vocab=60), **shape),
@@ -95,7 +101,9 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
     config, model = settings()
     prompt, pool = 200, model.architecture.num_hidden_layers * 2 * model.kv.num_kv_heads * model.kv.head_dim * 4
-    of_row = RowSettings(model=model, dtype=torch.float32, learner=config.learner, masters=False, flex_attention=False)
+    of_row = RowSettings(
+        model=model, dtype=torch.float32, learner=config.learner, masters=False, on_gpu=False, flex_attention=False
+    )
     whole, passes = (
         sum(fullest_moment(of_row, [(prompt, [50] * 4)], in_passes=each).values()) for each in (False, True)
     )
