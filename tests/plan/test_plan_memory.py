@@ -24,7 +24,7 @@ from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
-from infsample_rl.plan.row_memory import RowSettings, _trace, fullest_moment
+from infsample_rl.plan.row_memory import RowSettings, _fewest_scored, _trace, fullest_moment
 from tests.tiny_models import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +95,28 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
     for groups, in_passes in ((row, False), (row[:1], True)):
         extended = fullest_moment(of_deep, groups, in_passes=in_passes)
         whole = _trace(of_deep, 8, groups, in_passes)
+        assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
+
+
+@pytest.mark.parametrize(("on_gpu", "head_fp32"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("overrides", [(), ("learner.activation_checkpointing=1",), ("learner.lora_rank=4",)])
+def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(overrides, on_gpu, head_fp32):
+    config, model = settings("learner.logprob_chunk_tokens=16", *overrides)
+    wide = Qwen3Config(**model.architecture.to_dict() | {"vocab_size": 20_000})
+    row = RowSettings(
+        model=ModelOutline(architecture=wide, valid_vocab=19_000),
+        dtype=torch.bfloat16,
+        learner=config.learner,
+        masters=True,
+        on_gpu=on_gpu,
+        flex_attention=on_gpu,
+        head_fp32=head_fp32,
+    )
+    for groups, in_passes in (([(20, [30] * 6), (20, [10])], False), ([(20, [30] * 6)], True)):
+        total = sum(sum(lengths) for _, lengths in groups)
+        assert _fewest_scored(row, total) < total, "else nothing is extended"
+        extended = fullest_moment(row, groups, in_passes=in_passes)
+        whole = _trace(row, wide.num_hidden_layers, groups, in_passes)
         assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
 
 
