@@ -9,6 +9,7 @@ engine. Shape letters: R tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -225,7 +226,9 @@ def checkpoint_every(lm: PreTrainedModel, every: int, *, granularity: str = "ful
     selective = (
         {"context_fn": partial(create_selective_checkpoint_contexts, PRODUCTS)} if granularity == "selective" else {}
     )
-    lm.gradient_checkpointing_enable({"use_reentrant": False} | selective)
+    with warnings.catch_warnings():  # its new name, activation_checkpointing_enable, is not in transformers 5.17
+        warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated", FutureWarning)
+        lm.gradient_checkpointing_enable({"use_reentrant": False} | selective)
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number % every == 0
         layer.training = True  # not its modules: the policy that sampled had no dropout
