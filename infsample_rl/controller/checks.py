@@ -33,8 +33,8 @@ from infsample_rl.model.policy_head import masked_index
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
+from infsample_rl.plan.at_start import write_plan
 from infsample_rl.plan.placement import Node, refusal, total_cpus
-from infsample_rl.plan.processes import write_plan
 from infsample_rl.reward.columns import Needs, check_columns
 from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
@@ -104,10 +104,11 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     if checkpoint is not None:
         _go_on_from(checkpoint, start, run_dir)
     start.lock = lock or checkpoints.lock_run_folder(run_dir)
-    unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=start.total_steps)
+    idle, unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=start.total_steps)
     num_rows = {name: len(rows) for name, rows in prompts.sources.items()}
     steps = {"total_steps": start.total_steps, "step": start.step}
     start.table = [*derived_table(config, architecture, num_rows=num_rows, **steps), ("trained", trained)]
+    start.table += [("KV memory", idle)] if idle else []
     start.warnings += [
         *_folder_warnings(config, run_dir, start),
         *_data_warnings(prompts),

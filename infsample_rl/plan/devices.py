@@ -51,6 +51,11 @@ DEVICES = {
 }
 
 
+def gigabytes(num_bytes: float) -> str:
+    """1.5e9 -> "1.50 GB"; 2.4e6 -> "2.4 MB"."""
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
 def host() -> Device:
     """This machine's memory, as far as it is free; speeds as measured on 2 cores."""
     import torch

@@ -7,12 +7,14 @@ import dataclasses
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.plan.devices import Device
+from infsample_rl.config.rollout import MOST_ROWS
+from infsample_rl.plan.devices import Device, gigabytes
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, plan_role
 from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages, prompt_pages, response_pages
 
 ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6
+FILLED = 0.8  # of the KV memory that is free; below it lies idle
 
 
 def with_settings(config: Config, **changes: Any) -> Config:
@@ -42,8 +44,36 @@ def largest_pool(config: Config, model: ModelOutline, plan: ProcessPlan, device:
         if excess <= 0:
             break
         pages = max(0, pages + excess // -page)
-    rows = min(pages, config.rollout.max_rows or 256) if config.rollout.schedule == "token_budget" else slots
+    rows = min(pages, config.rollout.max_rows or MOST_ROWS) if config.rollout.schedule == "token_budget" else slots
     return {"pages": pages, "slots": slots, "rows": rows if slots else 0}
+
+
+def idle_memory(config: Config, model: ModelOutline, plan: ProcessPlan, most: dict[str, int]) -> str | None:
+    """What a rollout worker's samples use of the KV memory that is free, what limits them and what to set; None where
+    it is at least FILLED of what there is, or of what a step's samples can fill. `most`: of largest_pool()."""
+    rollout, page, of_response = config.rollout, pool_page_bytes(config, model), response_pages(config)
+    pool = sum(size for name, size in plan.lines.items() if "KV pool" in name) // page
+    free = most["pages"] if plan.gpus else most["pages"] // plan.count  # processes on the CPU share its memory
+    samples = -(-config.samples_per_step // plan.count)
+    prompts = prompt_pages(config)
+    fillable = min(free, samples * of_response + prompts)
+    used = min(pool, min(rollout.most_rows, samples) * of_response + prompts)
+    if used >= FILLED * fillable:
+        return None
+    fit = max(1, (fillable - prompts) // of_response)
+    if rollout.schedule == "token_budget" and rollout.most_rows * of_response + prompts < FILLED * fillable:
+        if rollout.most_rows < (rollout.max_rows or MOST_ROWS):
+            limit, change = f"rollout.prompts_at_once={rollout.prompts_at_once}", "rollout.prompts_at_once=auto"
+        else:
+            limit, change = f"rollout.max_rows={rollout.most_rows}", f"rollout.max_rows={fit}"
+    elif rollout.has_budget:
+        name = "kv_budget_bytes" if rollout.kv_budget_bytes is not None else "kv_budget_tokens"
+        limit, change = f"rollout.{name}={getattr(rollout, name)}", "rollout.kv_budget_bytes=auto"
+    else:
+        limit, change = f"rollout.slots={rollout.slots}", f"rollout.slots={fit}"
+    return (
+        f"uses {gigabytes(used * page)} of {gigabytes(free * page)} of KV memory: rows limited by {limit}; set {change}"
+    )
 
 
 def _sum_of_pool(config: Config, model: ModelOutline, role: str, pages: int, slots: int) -> int:

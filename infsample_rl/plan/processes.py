@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +11,12 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.packed_attention import takes_flex_attention
-from infsample_rl.observe.files import write_atomically
 from infsample_rl.plan.devices import Device, gpu_of, host
 from infsample_rl.plan.learner_memory import learner_lines, row_groups
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.plan.rollout_memory import rollout_lines
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
-
-FILE = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,23 +126,3 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
     lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     row = row_groups(*lengths, config.reference.max_tokens_per_micro_batch, config.rollout.micro_group, 1)
     return {"weights": dtype.itemsize * model.num_parameters} | fullest_moment(settings, row)
-
-
-def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: int) -> str | None:
-    """Write plan.json into the run folder, for the report; a line that says why not, where the model cannot be planned
-    or its device is not known.
-
-    {"total_steps": 9, "processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes":
-    4}, ...], "sum_bytes": 4, "host_lines": []}]}
-    """
-    try:
-        processes = [plan.record() for plan in plan_processes(config, ModelOutline.of(config, valid_vocab))]
-    # a model unlike those that are known
-    except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:
-        return (
-            f"no {FILE}: {type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no reason given'}"
-        )
-    plan = {"total_steps": total_steps, "processes": processes}
-    write_atomically(run_dir / FILE, json.dumps(plan, indent=1))
-    return None

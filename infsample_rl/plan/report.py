@@ -5,12 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from infsample_rl.plan.devices import gigabytes
 from infsample_rl.plan.run_plan import RolePlan, RunPlan
-
-
-def gigabytes(num_bytes: float) -> str:
-    """1.5e9 -> "1.50 GB"; 2.4e6 -> "2.4 MB"."""
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def print_plan(plan: RunPlan, console: Console) -> None:

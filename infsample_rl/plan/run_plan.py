@@ -10,8 +10,8 @@ from typing import Any
 from infsample_rl.config import Config
 from infsample_rl.plan.advice import advise
 from infsample_rl.plan.decode_time import DecodeTime, decode_time
-from infsample_rl.plan.devices import Device, host
-from infsample_rl.plan.limits import largest_group, largest_pool, largest_row
+from infsample_rl.plan.devices import Device, gigabytes, host
+from infsample_rl.plan.limits import idle_memory, largest_group, largest_pool, largest_row
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
@@ -91,9 +91,9 @@ def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> Rol
         limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
         if config.rollout.schedule == "token_budget" and config.rollout.preemption != "recompute":
             limits.append(
-                f"of each up to {parked_bytes(config, model, device) / 1e9:,.2f} GB of preempted KV "
-                f"{_parked_in(config)}"
+                f"of each up to {gigabytes(parked_bytes(config, model, device))} of preempted KV {_parked_in(config)}"
             )
+        limits += [idle] if (idle := idle_memory(config, model, process, pool)) else []
     if process.role in ("learner", "colocated"):
         row = largest_row(config, model, device)
         largest["max_tokens_per_micro_batch"] = row

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.plan.__main__ import main
-from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like
+from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role
@@ -203,7 +203,7 @@ def test_where_the_kv_of_preempted_samples_goes_and_how_much_of_it(settings, pla
     text = " ".join(capsys.readouterr().out.split())
     size = 4 * pool * 1000 / 1001  # without the scratch page
     assert ("of preempted KV" in text) == (place is not None)
-    assert place is None or f"of each up to {size / 1e9:,.2f} GB of preempted KV {place}" in text
+    assert place is None or f"of each up to {gigabytes(size)} of preempted KV {place}" in text
 
 
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):

@@ -21,9 +21,10 @@ from transformers import (
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.plan.at_start import FILE, write_plan
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.processes import FILE, plan_processes, plan_role, write_plan
+from infsample_rl.plan.processes import plan_processes, plan_role
 from infsample_rl.plan.row_memory import RowSettings, _fewest_scored, _trace, fullest_moment
 from tests.tiny_models import save_words
 
@@ -143,12 +144,14 @@ def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twic
 
 def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
     config, _ = settings()
-    assert write_plan(config, 60, tmp_path, total_steps=9) is None
+    idle, missing = write_plan(config, 60, tmp_path, total_steps=9)
+    assert missing is None and "rows limited by rollout.slots=4" in idle
     (rollout, learner) = json.loads((tmp_path / FILE).read_text())["processes"]
     assert (rollout["role"], learner["role"]) == ("rollout", "learner")
     assert learner["sum_bytes"] == sum(line["bytes"] for line in learner["lines"])
     gone = with_settings(config, model__path=str(tmp_path / "gone"))
-    assert write_plan(gone, 60, tmp_path, total_steps=9).startswith(f"no {FILE}: ValueError: model.path=")
+    idle, missing = write_plan(gone, 60, tmp_path, total_steps=9)
+    assert idle is None and missing.startswith(f"no {FILE}: ValueError: model.path=")
 
 
 def save_policy(folder, kind, vocab, **sizes):
