@@ -117,7 +117,7 @@ def test_names_that_do_not_exist_are_one_line_at_once_and_cached_models_load(tin
     )
     assert done.returncode == 0, done.stderr
     *refused, loaded = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(refused) == 5
+    assert len(refused) == 4
     for message, seconds in refused:
         assert "nowhere/nothing: no " in message and "\n" not in message and seconds < 5
     assert loaded == [259, 64, 64]
