@@ -1,11 +1,11 @@
 """The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [+experiment=NAME]
 [group.key=value ...]
 
-PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples
-prompts_at_once prompts, the reference worker reads a micro-group twice, all of random tokens, in lengths the settings
-allow at most. Before it is measured the process does the same with a toy of the same architecture, so that libraries
-are loaded, and their buffers made: its idle footprint. One JSON object on stdout: predicted_bytes, measured_bytes,
-error, lines.
+PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples a step's
+prompts and an evaluation's, the reference worker reads a micro-group twice, all of random tokens, in lengths the
+settings allow at most. Before it is measured the process does the same with a toy of the same architecture, so that
+libraries are loaded, and their buffers made: its idle footprint. One JSON object on stdout: predicted_bytes,
+measured_bytes, error, lines.
 """
 
 from __future__ import annotations
@@ -147,11 +147,17 @@ def sample(config: Config) -> int:
         ((name, parameter.detach()) for name, parameter in parameters.items()), manifest, itertools.repeat(store)
     )
     worker.load_weights(manifest, (bucket.numpy() for bucket in buckets))
-    generator, size = np.random.default_rng(0), config.rollout.group_size
-    for place in range(config.rollout.planned_prompts):
-        ids = generator.integers(0, len(worker.engine.tokenizer), config.data.max_prompt_tokens).astype(np.int32)
-        work = RolloutWork(prompt_index=place, prompt_ids=ids, sample_indices=list(range(size)))
-        for _ in worker.stream([work], step=0):
+    generator, vocab = np.random.default_rng(0), len(worker.engine.tokenizer)
+    rounds = [(config.data.prompts_per_step, config.rollout.group_size)]
+    if config.has_evaluations:
+        rounds.append((config.run.eval_prompts, config.run.eval_samples))
+    for prompts, size in rounds:
+        ids = generator.integers(0, vocab, (prompts, config.data.max_prompt_tokens)).astype(np.int32)
+        work = [
+            RolloutWork(prompt_index=place, prompt_ids=ids[place], sample_indices=list(range(size)))
+            for place in range(prompts)
+        ]
+        for _ in worker.stream(work, step=0, evaluation=size != config.rollout.group_size):
             pass
     return worker.memory.peak_bytes()
 

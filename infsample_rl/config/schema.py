@@ -196,3 +196,9 @@ class Config:
     def samples_per_step(self) -> int:
         """Samples every step trains on: prompts_per_step x group_size."""
         return self.data.prompts_per_step * self.rollout.group_size
+
+    @property
+    def most_samples(self) -> int:
+        """Most samples that are asked for at a time: those of a step or of an evaluation."""
+        evaluated = self.run.eval_prompts * self.run.eval_samples if self.has_evaluations else 0
+        return max(self.samples_per_step, evaluated)

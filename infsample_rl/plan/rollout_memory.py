@@ -20,7 +20,7 @@ from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 from infsample_rl.rollout.engine.cpu_decoder import ANGLES
-from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS
+from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
@@ -100,10 +100,11 @@ def _item(config: Config) -> int:
 
 
 def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
-    """Rows that decode at a time, at most: a row has a page from its second token on."""
-    return min(
-        config.rollout.most_rows, pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
-    )
+    """Rows that decode at a time, at most: a row has a page from its second token on, and a sample of a step or of an
+    evaluation."""
+    pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
+    rows = min(config.rollout.most_rows, pages)
+    return bucket_of(config.most_samples, rows) if config.cluster.rollout_gpus > 0 else min(rows, config.most_samples)
 
 
 def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
@@ -121,6 +122,8 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
         at_a_time = min(rows, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
+    if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
+        lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
     if choose_transport(config.cluster) in ("broadcast", "cuda_ipc"):
         lines["weight buckets"] = 2 * BUCKET_BYTES  # else they lie in Ray's object store
     return lines | {"prefill of a prompt": _prefill(config, model)}
@@ -152,10 +155,16 @@ def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:
         while places < reach:
             places *= 2
         return _tables(config, rows) + 4 * rows * (workspace + hidden) + 8 * model.kv.head_dim * places
-    size, tokens = _item(config), response_pages(config) * config.rollout.page_size
-    gathered = rows * tokens * (2 * kv * size + size + 1)  # one layer's pages as a dense copy, and the mask
+    size = _item(config)
     prompts = 2 * kv * size * config.data.max_prompt_tokens
-    return _tables(config, rows) + gathered + prompts + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
+    kept = _tables(config, rows) + prompts + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
+    return kept + _gathered(config, model, rows)
+
+
+def _gathered(config: Config, model: ModelOutline, rows: int) -> int:
+    """One layer's pages as a dense copy, and the mask."""
+    size, tokens = _item(config), response_pages(config) * config.rollout.page_size
+    return rows * tokens * (2 * model.widths[2] * size + size + 1)
 
 
 def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:

@@ -22,9 +22,11 @@ from transformers import (
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.plan.at_start import FILE, write_plan
+from infsample_rl.plan.devices import host
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_processes, plan_role
+from infsample_rl.plan.rollout_memory import most_rows
 from infsample_rl.plan.row_memory import RowSettings, _fewest_scored, _trace, fullest_moment
 from tests.tiny_models import save_words
 
@@ -140,6 +142,13 @@ def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twic
     (plan,) = plan_processes(config, model)
     assert plan.role == "colocated" and "weights" in plan.lines and "sampling: weights" not in plan.lines
     assert plan.lines["sampling: KV pool: responses"] > 0
+
+
+def test_a_worker_has_no_more_rows_than_a_step_or_an_evaluation_has_samples():
+    few = ("data.prompts_per_step=2", "rollout.group_size=6", "rollout.kv_budget_bytes=100MB")
+    for overrides, rows in [(("run.eval_prompts=0",), 12), (("run.eval_prompts=10", "run.eval_samples=3"), 30)]:
+        assert most_rows(*settings(*few, *overrides), host()) == rows
+    assert most_rows(*settings(*few, "rollout.max_rows=5"), host()) == 5
 
 
 def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
