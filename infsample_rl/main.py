@@ -78,6 +78,7 @@ def train(config) -> int:
     """Check the inputs, then run; every failure is one line and an exit code."""
     import torch
 
+    from infsample_rl.cluster.interruption import Terminated
     from infsample_rl.cluster.out_of_memory import explain
     from infsample_rl.controller.checks import prepare
     from infsample_rl.controller.driver import Driver
@@ -91,6 +92,9 @@ def train(config) -> int:
             f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr
         )
         return 130
+    except Terminated:
+        print("ended by SIGTERM before the run began: nothing has been written", file=sys.stderr)
+        return 0
     except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, OSError, MemoryError) as error:

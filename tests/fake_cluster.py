@@ -72,6 +72,9 @@ class FakeCluster:
         if name in self.on:
             self.on[name](self)
 
+    def reach(self) -> None:
+        self._called("reach")
+
     def start(self, checkpoint: str | None) -> None:
         self._called("start")
 

@@ -54,13 +54,18 @@ class Cluster:
         self.monitor = Monitor(config, self._calls, self.weights, self.rollout, self.traffic)
         self._checked_restarts = 0  # those after which every worker's node had proven what it sees
 
-    @phase("start")
-    def start(self, checkpoint: str | None) -> None:
-        """Start Ray (or join `cluster.address`), every worker, and the learner's process group."""
-        cluster, workers = self._config.cluster, self._calls.workers
+    @phase("reach")
+    def reach(self) -> None:
+        """Start Ray (or join `cluster.address`) and reserve every place. ValueError where the run has none; Terminated
+        after SIGTERM."""
         self._calls.interruption.install()
         self._session.open()
         self._check_object_store()
+
+    @phase("start")
+    def start(self, checkpoint: str | None) -> None:
+        """Start every worker, and the learner's process group."""
+        cluster, workers = self._config.cluster, self._calls.workers
         for group in worker_groups(self._config):
             workers.start(group.role, group.count)
         if cluster.colocate:

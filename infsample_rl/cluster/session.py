@@ -19,6 +19,7 @@ from infsample_rl.cluster.calls import Patience
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
 from infsample_rl.config import Config
+from infsample_rl.observe.files import nearest_existing
 from infsample_rl.plan.placement import (
     Node,
     Reservation,
@@ -60,7 +61,8 @@ class Session:
         nodes, places = _nodes(), {worker: self.node_of(*worker) for worker in self._bundles}
         index = {node_id: position for position, node_id in enumerate(nodes)}
         shown = {worker: index[node_id] for worker, node_id in places.items() if node_id in index}
-        self._note(layout_table(self._config, list(nodes.values()), shown))
+        if self._config.cluster.address is not None:  # else all are on this machine
+            self._note(layout_table(self._config, list(nodes.values()), shown))
         self.check_new_nodes()
 
     def options(self, role: str, index: int) -> dict[str, Any]:
@@ -147,18 +149,18 @@ class Session:
 
     def _check_files(self, node_ids: list[str]) -> list[str]:
         """Let nodes prove that they see the driver's files: what they do not see, a text for each such node."""
-        run_dir, nodes = Path(self._config.run.dir or "."), _nodes()
-        token, files = shared_files.offer_token(run_dir), shared_files.needed_files(self._config)
+        folder, nodes = nearest_existing(Path(self._config.run.dir or ".")), _nodes()
+        token, files = shared_files.offer_token(folder), shared_files.needed_files(self._config)
         prove, proofs = ray.remote(num_cpus=0)(shared_files.prove), {}
         for node_id in node_ids:
             there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            proofs[prove.options(scheduling_strategy=there).remote(str(run_dir), token, node_id, files)] = node_id
+            proofs[prove.options(scheduling_strategy=there).remote(str(folder), token, node_id, files)] = node_id
         names = {node_id: nodes[node_id].name if node_id in nodes else node_id for node_id in node_ids}
         try:
             self._wait_for_proofs({proof: names[node_id] for proof, node_id in proofs.items()})
             found = {node_id: _result(proof) for proof, node_id in proofs.items()}
         finally:
-            shared_files.end_check(run_dir)
+            shared_files.end_check(folder, token)
         return [f"node {names[node]}: {', '.join(missing)}" for node, missing in found.items() if missing]
 
     def _wait_for_proofs(self, proofs: dict[ray.ObjectRef, str]) -> None:

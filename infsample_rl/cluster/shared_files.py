@@ -1,8 +1,10 @@
 """The proof, at start, that every node sees the same run folder, model and data as the driver. Standard library only;
 session.py carries it out.
 
-driver                                          every node
-token into run.dir/.cluster_check/driver   ->   reads it there, writes a file beside it, compares the size of every file
+driver                                     every node
+token into a folder of run.dir         ->  reads it there, writes a file beside it, compares the size of every file
+
+Where run.dir is not there yet, that is a folder of the nearest one above it.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from infsample_rl.config import Config
 
-FOLDER = ".cluster_check"
+FOLDER = ".cluster_check_"  # followed by the token
 READ_PATIENCE_S = 5.0  # a network file system may show a new file late
 
 Files = list[tuple[str, str, int]]  # setting, file, bytes
@@ -45,27 +47,26 @@ def needed_files(config: Config) -> Files:
     ]
 
 
-def offer_token(run_dir: Path) -> str:
-    """Write a new token where every node must find it."""
-    folder = run_dir / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def offer_token(above: Path) -> str:
+    """Write a new token into a folder of `above`, where every node must find it."""
     token = secrets.token_hex(16)
+    folder = above / (FOLDER + token)
+    folder.mkdir()
     (folder / "driver").write_text(token)
     return token
 
 
-def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
+def prove(above: str, token: str, node: str, files: Files) -> list[str]:
     """What this machine does not see as the driver does, in words; it writes into the driver's folder alone."""
-    folder, problems = Path(run_dir) / FOLDER, list[str]()
+    folder, problems = Path(above) / (FOLDER + token), list[str]()
     if not _holds(folder / "driver", token):
-        what = "is another folder there (a local disk?)" if Path(run_dir).is_dir() else "is not there"
-        problems = [f"run.dir={run_dir} {what}"]
+        what = "is another folder there (a local disk?)" if Path(above).is_dir() else "is not there"
+        problems = [f"run.dir: {above} {what}"]
     else:
         try:
             (folder / node).touch()
         except OSError as error:
-            problems = [f"run.dir={run_dir} cannot be written there ({error.strerror})"]
+            problems = [f"run.dir: {above} cannot be written there ({error.strerror})"]
     for setting, name, size in files:
         found = os.stat(name).st_size if os.path.exists(name) else None
         if found != size:
@@ -74,9 +75,9 @@ def prove(run_dir: str, token: str, node: str, files: Files) -> list[str]:
     return problems
 
 
-def end_check(run_dir: Path) -> None:
-    """Remove the tokens."""
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+def end_check(above: Path, token: str) -> None:
+    """Remove the token's folder."""
+    shutil.rmtree(above / (FOLDER + token), ignore_errors=True)
 
 
 def _holds(path: Path, token: str) -> bool:

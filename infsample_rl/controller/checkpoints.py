@@ -6,6 +6,7 @@ checksums.json (bytes and CRC-32 of every file) beside.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
+
+from infsample_rl.observe.files import nearest_existing
 
 STATE_FILE, CHECKSUM_FILE = "driver_state.json", "checksums.json"
 # a thread of a process with many takes its memory from any of their pools, and what it takes there stays
@@ -94,6 +97,19 @@ def set_aside_after(run_dir: Path, step: int) -> None:
             aside.parent.mkdir(exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
             os.replace(path, aside)
+
+
+def check_new_folder(run_dir: Path) -> None:
+    """ValueError for a run folder that could not be made; nothing is made."""
+    try:
+        above = nearest_existing(run_dir)
+        problem = errno.EEXIST if above == run_dir else None if above.is_dir() else errno.ENOTDIR
+        if problem is None and not os.access(above, os.W_OK | os.X_OK):
+            problem = errno.EACCES
+    except OSError as error:  # a name that is too long
+        problem = error.errno
+    if problem is not None:
+        raise ValueError(f"run.dir={run_dir} cannot be written ({os.strerror(problem)})")
 
 
 def lock_run_folder(run_dir: Path) -> TextIO:

@@ -31,9 +31,10 @@ from infsample_rl.model.loading import load_model_config, load_tokenizer
 from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
 from infsample_rl.model.weight_sync.transport import choose_transport
+from infsample_rl.observe.files import write_atomically
 from infsample_rl.observe.trackers.trackers import check_trackers
 from infsample_rl.observe.versions import write_versions
-from infsample_rl.plan.at_start import write_plan
+from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
 from infsample_rl.reward.columns import Needs, check_columns
 from infsample_rl.reward.worker import check_reward_functions
@@ -57,7 +58,8 @@ class Start:
     table: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str]  # what the user should know of the settings before the run begins
     probe: RunProbe | RunBert | None  # what of the run learns lengths
-    lock: TextIO | None  # held while the process lives
+    lock: TextIO | None  # of the run folder, once it is there; held while the process lives
+    plan: str | None = None  # plan.json
 
 
 def prepare(config: Config) -> Start:
@@ -65,8 +67,10 @@ def prepare(config: Config) -> Start:
     run_dir = Path(config.run.dir or ".")
     # A folder that is there is locked before it is looked into: a process that SIGTERM ends may still save a
     # checkpoint.
-    lock = checkpoints.lock_run_folder(run_dir) if run_dir.is_dir() else None
+    lock = checkpoints.lock_run_folder(run_dir) if os.path.isdir(run_dir) else None
     try:
+        if lock is None:
+            checkpoints.check_new_folder(run_dir)
         return _prepare(config, run_dir, lock)
     except BaseException:
         if lock is not None:
@@ -103,8 +107,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     config.check_warmup(start.total_steps)
     if checkpoint is not None:
         _go_on_from(checkpoint, start, run_dir)
-    start.lock = lock or checkpoints.lock_run_folder(run_dir)
-    idle, unplanned = write_plan(config, len(tokenizer), run_dir, total_steps=start.total_steps)
+    start.plan, idle, unplanned = plan_at_start(config, len(tokenizer), total_steps=start.total_steps)
     num_rows = {name: len(rows) for name, rows in prompts.sources.items()}
     steps = {"total_steps": start.total_steps, "step": start.step}
     start.table = [*derived_table(config, architecture, num_rows=num_rows, **steps), ("trained", trained)]
@@ -137,6 +140,13 @@ def _go_on_from(checkpoint: Path, start: Start, run_dir: Path) -> None:
     start.prompts.restore(state["data"])
     missing = start.probe.load(checkpoint) if start.probe is not None else None
     start.warnings += [missing] if missing else []
+
+
+def open_run_folder(run_dir: Path, start: Start) -> None:
+    """Make the run folder, lock it, and write the plan of its memory. ValueError if it cannot be had."""
+    start.lock = start.lock or checkpoints.lock_run_folder(run_dir)
+    if start.plan is not None:
+        write_atomically(run_dir / FILE, start.plan)
 
 
 def claim_run_folder(config: Config, run_dir: Path, step: int) -> None:

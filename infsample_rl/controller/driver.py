@@ -16,17 +16,18 @@ from infsample_rl.cluster.monitor import ClusterCounts
 from infsample_rl.cluster.workers import StepLost
 from infsample_rl.config import Config
 from infsample_rl.controller.async_step import AsyncTrainingStep
-from infsample_rl.controller.checks import Start, claim_run_folder
+from infsample_rl.controller.checks import Start, claim_run_folder, open_run_folder
 from infsample_rl.controller.evaluation import Evaluation
 from infsample_rl.controller.recovery import Recovery
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.saving import CheckpointSaver
+from infsample_rl.controller.start_table import in_short
 from infsample_rl.controller.step import TrainingStep
 from infsample_rl.controller.step_metrics import Metrics
 from infsample_rl.controller.step_records import StepRecorder
 from infsample_rl.observe.phases import report_phases
 from infsample_rl.observe.run_log import RunLogger
-from infsample_rl.observe.screen import aligned
+from infsample_rl.observe.screen import Screen, aligned
 from infsample_rl.observe.summary import summary
 from infsample_rl.observe.timeline import Timeline
 
@@ -34,19 +35,28 @@ LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phas
 
 
 class Driver:
-    """Runs a prepared start (prompts, tokenizer, where to resume) to its last step. `make_cluster`: Cluster, or what
-    takes its arguments."""
+    """Runs a prepared start (prompts, tokenizer, where to resume) to its last step."""
 
     def __init__(self, config: Config, start: Start, *, make_cluster: Callable[..., Cluster] = Cluster) -> None:
-        self._lock = start.lock  # of the run folder, for as long as this process lives
-        run_dir, total_steps = Path(config.run.dir or "."), start.total_steps
-        log = RunLogger(config, run_dir, total_steps=total_steps, start_step=start.step)
-        log.note(aligned(f"{config.run.name}: what was derived", start.table))
+        """Reach the cluster, then open the run folder and its log. `make_cluster`: Cluster, or what takes its
+        arguments.
+
+        Where the cluster cannot be had or does not hold the run: ValueError or RuntimeError, and Terminated after
+        SIGTERM; nothing has been written then.
+        """
+        run_dir, total_steps, interruption = Path(config.run.dir or "."), start.total_steps, Interruption()
+        steps = {"total_steps": total_steps, "start_step": start.step}
+        screen = Screen(config, **steps)
+        screen.keep(aligned(f"{config.run.name}: what was derived", start.table))
+        screen.print(aligned(f"{config.run.name} (in full: run.log)", in_short(start.table)))
+        cluster = make_cluster(config, total_steps=total_steps, note=screen.line, interruption=interruption)
+        _reach(cluster, interruption)
+        open_run_folder(run_dir, start)
+        self._lock = start.lock  # held for as long as this process lives
+        log = RunLogger(config, run_dir, screen=screen, **steps)
         for warning in start.warnings:
             log.warn(warning)
         log.note("first prompt: " + repr(start.prompts.first_rendered))
-        interruption = Interruption()
-        cluster = make_cluster(config, total_steps=total_steps, note=log.note, interruption=interruption)
         self.run_state = RunState(
             config=config,
             run_dir=run_dir,
@@ -84,10 +94,7 @@ class Driver:
             failed = False
         except Terminated:
             self.saver.save_before_the_end()
-            if run.interruption.failure is not None:
-                raise RuntimeError(
-                    f"{run.interruption.failure}; once Ray is there again, run.resume=auto and the same settings go on"
-                ) from None
+            _raise_what_is_gone(run.interruption)
             failed = False
         finally:
             with ExitStack() as ends:  # each of them, whatever another raises; the last first
@@ -160,3 +167,22 @@ class Driver:
         """The driver's own phases, and those that the workers have told of within `wait_s` seconds."""
         own = report_phases("driver", 0, platform.node())
         self._timeline.add([own, *self.run_state.cluster.monitor.phases(wait_s=wait_s)])
+
+
+def _reach(cluster: Cluster, interruption: Interruption) -> None:
+    """Reach the cluster; what Ray has started ends where that fails."""
+    try:
+        cluster.reach()
+    except BaseException as failure:
+        cluster.stop()
+        if isinstance(failure, Terminated):
+            _raise_what_is_gone(interruption)
+        raise
+
+
+def _raise_what_is_gone(interruption: Interruption) -> None:
+    """RuntimeError where not SIGTERM ended the run."""
+    if interruption.failure is not None:
+        raise RuntimeError(
+            f"{interruption.failure}; once Ray is there again, run.resume=auto and the same settings go on"
+        ) from None

@@ -20,6 +20,14 @@ from infsample_rl.rollout.length_prediction.run_bert import FIRST_GROUPS
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
 
+# Rows of derived_table() that the console shows too; run.log has all of them.
+IN_SHORT = ("model", "data", "steps", "schedule", "KV pool", "KV memory", "processes", "run folder", "sent away")
+
+
+def in_short(table: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The rows that the console shows."""
+    return [row for row in table if row[0] in IN_SHORT]
+
 
 def setting_warnings(config: Config) -> list[str]:
     """Settings that work, but not as one might think."""
@@ -93,28 +101,27 @@ def derived_table(
         f"{group.count} {group.role}" + (f" ({group.gpus:g} GPU each)" if group.gpus else "")
         for group in worker_groups(config)
     ]
-    device = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
+    devices = f"{total_gpus(config):g} GPUs" if total_gpus(config) else f"CPU, {os.cpu_count()} cores"
+    samples = f"{config.samples_per_step} samples = {data.prompts_per_step} prompts x G = {rollout.group_size}"
+    going_on = f", going on after step {step}" if step else ""
     epochs = total_steps * data.prompts_per_step / sum(num_rows.values())
     full_group = rollout.group_size * rollout.max_new_tokens * per_token
     return [
         ("model", f"{config.model.path} ({config.model.dtype})"),
         ("reference", reference_text(config)),
         *(("data", line) for line in _source_lines(config, num_rows)),
-        ("steps", f"{total_steps} ({epochs:.2g} epochs)" + (f", going on after step {step}" if step else "")),
-        ("prompts per step", str(data.prompts_per_step)),
-        ("samples per step", f"{config.samples_per_step} = {data.prompts_per_step} prompts x G = {rollout.group_size}"),
+        ("steps", f"{total_steps} ({epochs:.2g} epochs) of {samples}{going_on}"),
         ("updates per step", _updates_text(config)),
         ("learner", _learner_text(config)),
         ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
-        ("KV pool per rollout worker", _pool_text(config, per_token)),
+        ("KV pool", _pool_text(config, per_token)),
         ("KV of the full group", f"{full_group:,} bytes, what decoding all G at once would take"),
         ("learner row", f"up to {config.learner.max_tokens_per_micro_batch:,} tokens"),
         ("evaluation", _evaluation_text(config)),
-        ("processes", ", ".join(["1 driver", *processes])),
-        ("devices", device),
+        ("processes", f"{', '.join(['1 driver', *processes])}; {devices}"),
         ("run folder", str(config.run.dir)),
         ("sent away", _sent_text(config)),
     ]
@@ -192,10 +199,12 @@ def _source_lines(config: Config, num_rows: dict[str, int]) -> list[str]:
 
 def _sent_text(config: Config) -> str:
     """Who beside the run folder gets what of the run."""
-    places = [f"W&B, {mode}"] if (mode := check_trackers(config)) == "online" else []
+    mode = check_trackers(config)
+    places = [f"W&B, {mode}"] if mode == "online" else []
     places += [f"MLflow, {config.logging.mlflow}"] if config.logging.mlflow is not None else []
     what = "numbers, settings and samples as text" if config.logging.upload_completions else "numbers and settings"
-    return f"{what}, to {' and '.join(places)}" if places else "nothing"
+    offline = "; W&B is offline, in wandb of the run folder" if mode == "offline" else ""
+    return (f"{what}, to {' and '.join(places)}" if places else "nothing") + offline
 
 
 def _evaluation_text(config: Config) -> str:

@@ -1,10 +1,16 @@
-"""Files that are written in one move."""
+"""Files that are written in one move, and folders that are not there yet."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest one above it that is there."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def write_atomically(path: Path, content: str | bytes | Iterable[bytes]) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from infsample_rl.config import Config
 from infsample_rl.observe.health import Health
-from infsample_rl.observe.live_view import LiveView
 from infsample_rl.observe.records import RecordFile, json_value, read_records
 from infsample_rl.observe.screen import Screen
 from infsample_rl.observe.trackers.trackers import start_trackers
@@ -35,16 +34,17 @@ class RunLogger:
     one plain line.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, total_steps: int, start_step: int) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, *, total_steps: int, start_step: int, screen: Screen | None = None
+    ) -> None:
+        """`screen`: one that has shown lines before, which run.log begins with."""
         self._trackers = start_trackers(config, run_dir, start_step)  # first: it may refuse
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._completions_per_step = config.logging.completions_per_step
         self._uploads_completions = config.logging.upload_completions
-        sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
-        self._view = LiveView(config.run.name, total_steps=total_steps, **sizes)
-        steps = {"total_steps": total_steps, "start_step": start_step}
-        self._screen = Screen(run_dir / "run.log", self._view, progress=config.logging.progress, **steps)
+        self._screen = screen or Screen(config, total_steps=total_steps, start_step=start_step)
+        self._screen.keep_in(run_dir / "run.log")
         self._files = {name: RecordFile(run_dir / name, start_step) for name in RECORD_FILES}
         self._is_closed = False
         self._report_due_at = 0.0
@@ -60,6 +60,10 @@ class RunLogger:
     def note(self, text: str) -> None:
         """Print a line (above the progress bar) and keep it in run.log."""
         self._screen.line(text)
+
+    def keep(self, text: str) -> None:
+        """Keep text in run.log alone."""
+        self._screen.keep(text)
 
     def warn(self, text: str, rule: str = "") -> None:
         """Print a warning, also when logging.progress is false, and keep it in warnings.jsonl. `rule`: of health.py,
@@ -81,7 +85,7 @@ class RunLogger:
     def start_progress(self, source: Callable[[], ClusterNow] | None = None) -> None:
         """Show the live view before the first step ends. `source`: what is in flight, without waiting; asked on a
         terminal only."""
-        self._view.watch(source)
+        self._screen.view.watch(source)
         self._screen.start_live()
 
     def log_step(self, step: int, metrics: dict[str, float | None], completions: list[dict[str, Any]]) -> None:

@@ -10,11 +10,13 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from infsample_rl.config import Config
 from infsample_rl.observe.live_view import LiveView, written
 
 RATE_STEPS = 20  # time left is estimated over this many steps
@@ -30,30 +32,42 @@ CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 class Screen:
     """The console and run.log: a live view below the printed lines on a terminal, plain lines without escape codes
-    elsewhere."""
+    elsewhere. Lines that come before keep_in() are kept for run.log: until the cluster is reached there is no run
+    folder."""
 
-    def __init__(self, log_path: Path, view: LiveView, *, total_steps: int, start_step: int, progress: bool) -> None:
-        self._log = log_path.open("a", encoding="utf-8", errors="backslashreplace")
-        self._total, self._step, self._progress = total_steps, start_step, progress
+    def __init__(self, config: Config, *, total_steps: int, start_step: int) -> None:
+        self._log: TextIO = io.StringIO()
+        sizes = {"samples_per_step": config.samples_per_step, "max_new_tokens": config.rollout.max_new_tokens}
+        self.view = LiveView(config.run.name, total_steps=total_steps, **sizes)
+        self._progress = config.logging.progress
+        self._total, self._step = total_steps, start_step
         self._marks: deque[tuple[int, float]] = deque(maxlen=RATE_STEPS + 1)  # (step, time it ended)
         self._rate: float | None = None  # seconds a step
-        self._view = view
         terminal = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         self._console = Console(file=sys.stdout, force_terminal=True) if terminal else None
         if isinstance(sys.stdout, io.TextIOWrapper):  # a prompt in Greek must not end a run whose terminal is ASCII
             sys.stdout.reconfigure(errors="replace" if terminal else "backslashreplace")
         self._live: Live | None = None
 
+    def keep_in(self, path: Path) -> None:
+        """Write what is printed to this file too, and first what has been."""
+        said, self._log = self._log, path.open("a", encoding="utf-8", errors="backslashreplace")
+        assert isinstance(said, io.StringIO), "called once"
+        self._log.write(said.getvalue())
+
     def warn(self, text: str) -> None:
         """A line that is also kept in the live view."""
-        self._view.warn(printable(text))
+        self.view.warn(printable(text))
         self.line(f"warning: {text}", style="yellow")
 
     def line(self, text: str, style: str = "") -> None:
         """Print text as it is: no markup, control characters made visible; also to run.log."""
-        text = printable(text)
-        self._write_log(text)
-        self._print(text, style)
+        self.keep(text)
+        self.print(text, style)
+
+    def keep(self, text: str) -> None:
+        """To run.log alone."""
+        self._write_log(printable(text))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Bring the view up to date, or print the step's line."""
@@ -66,20 +80,20 @@ class Screen:
         self._write_log(text)
         if not self._progress:
             return
-        self._view.step(step, metrics)
+        self.view.step(step, metrics)
         self.start_live()
         if self._live is None:
-            self._print(text)
+            self.print(text)
             return
         if metrics.get("eval/accuracy") is not None:
-            self._print(f"{self._position()}  {said[-1]}", "bold")
+            self.print(f"{self._position()}  {said[-1]}", "bold")
         self._live.refresh()
 
     def rewind(self, step: int) -> None:
         """Go on after `step`: what came later is done again."""
         self._step = step
         self._marks.clear()
-        self._view.rewind(step)
+        self.view.rewind(step)
 
     def start_live(self) -> None:
         """Start the live view on a terminal, once, unless logging.progress is false."""
@@ -99,7 +113,7 @@ class Screen:
 
     def stop_live(self) -> None:
         """Leave the view's last state on the screen."""
-        self._view.watch(None)
+        self.view.watch(None)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -112,7 +126,7 @@ class Screen:
         assert self._console is not None, "only a console has a live view"
         width, height = self._console.size
         # Two lines are left: a view as high as the terminal would push itself out of the top.
-        return self._view.render(width, height - 2, time_left=self._time_left())
+        return self.view.render(width, height - 2, time_left=self._time_left())
 
     def _position(self) -> str:
         return f"step {self._step:>{len(str(self._total))}}/{self._total}"
@@ -125,7 +139,9 @@ class Screen:
         # a step that takes longer than those before has no end to tell
         return f"{duration(left)} left" if left >= 1 else ""
 
-    def _print(self, text: str, style: str = "") -> None:
+    def print(self, text: str, style: str = "") -> None:
+        """To the console alone."""
+        text = printable(text)
         if self._console is None:
             print(text, flush=True)
         else:

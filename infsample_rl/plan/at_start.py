@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from infsample_rl.config import Config
-from infsample_rl.observe.files import write_atomically
 from infsample_rl.plan.limits import idle_memory, largest_pool
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import device_of, plan_processes
@@ -14,9 +12,9 @@ from infsample_rl.plan.processes import device_of, plan_processes
 FILE = "plan.json"
 
 
-def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: int) -> tuple[str | None, str | None]:
-    """Write plan.json into the run folder, for the report. Returns idle_memory()'s line, and a line that says why there
-    is no plan, where the model cannot be planned or its device is not known.
+def plan_at_start(config: Config, valid_vocab: int, *, total_steps: int) -> tuple[str | None, str | None, str | None]:
+    """What plan.json is to hold, for the report; idle_memory()'s line; and a line that says why there is no plan, where
+    the model cannot be planned or its device is not known.
 
     {"total_steps": 9, "processes": [{"role": "learner", "count": 1, "gpus": 0.0, "lines": [{"name": "weights", "bytes":
     4}, ...], "sum_bytes": 4, "host_lines": []}]}
@@ -30,7 +28,6 @@ def write_plan(config: Config, valid_vocab: int, run_dir: Path, *, total_steps: 
     # a model unlike those that are known
     except (ValueError, RuntimeError, AttributeError, KeyError, TypeError, StopIteration) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else "no reason given"
-        return None, f"no {FILE}: {type(error).__name__}: {reason}"
+        return None, None, f"no {FILE}: {type(error).__name__}: {reason}"
     plan = {"total_steps": total_steps, "processes": [plan.record() for plan in plans]}
-    write_atomically(run_dir / FILE, json.dumps(plan, indent=1))
-    return idle, None
+    return json.dumps(plan, indent=1), idle, None

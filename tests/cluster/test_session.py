@@ -116,7 +116,7 @@ def test_a_local_session_reserves_every_place_and_hands_keys_over_unseen(tmp_pat
     try:
         mine.open()
         assert signal.getsignal(signal.SIGTERM) is handler, "Ray's own handler does not stay"
-        assert "2 rollout workers, 2 learner ranks, 1 reward worker" in "\n".join(notes)
+        assert not any("placement" in note for note in notes), "all of it is on this machine"
         actor = Probe.options(**mine.options("reward", 0)).remote({"JUDGE_API_KEY": "planted-judge-key"})
         _, environment = ray.get(actor.where.remote())
         assert environment["JUDGE_API_KEY"] == "planted-judge-key" and "WANDB_API_KEY" not in environment
@@ -151,7 +151,7 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
     mine.open()
     assert mine.node_of("learner", 0) == mine.node_of("learner", 1)
     assert mine.node_of("rollout", 0) != mine.node_of("rollout", 1)
-    assert "placement\n" in "\n".join(notes) and not (tmp_path / ".cluster_check").exists()
+    assert "placement\n" in "\n".join(notes) and not list(tmp_path.iterdir())
     for role, index in [("learner", 1), ("rollout", 0), ("rollout", 1)]:
         actor = Probe.options(**mine.options(role, index)).remote({})
         assert ray.get(actor.where.remote())[0] == mine.node_of(role, index)
@@ -168,7 +168,7 @@ def test_learner_ranks_share_a_node_rollout_workers_do_not_and_a_lost_place_is_f
     patiently(lambda: two_nodes.add_node(**SECOND))
     wait_for(lambda: all(mine.node_of(*worker) for worker in mine._bundles))  # Ray found places on the new node
     assert mine.node_of("rollout", there) not in mine._proven and mine.check_new_nodes()
-    assert mine.node_of("rollout", there) in mine._proven and not (tmp_path / ".cluster_check").exists()
+    assert mine.node_of("rollout", there) in mine._proven and not list(tmp_path.iterdir())
 
 
 def test_a_worker_that_was_moved_to_a_node_with_other_files_ends_the_run(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_a_node_with_a_local_disk_is_refused_by_name(hidden, two_nodes, tmp_path
         assert not any(node_id[:8] in str(refused.value) for node_id in good)
         what = "is another folder there (a local disk?)" if hidden == "run.dir" else "is not there"
         assert f"{hidden}" in str(refused.value) and what in str(refused.value)
-        assert not (run_dir / ".cluster_check").exists()
+        assert not list(run_dir.iterdir())
     finally:
         stop_node(third)
         wait_for_nodes(2)

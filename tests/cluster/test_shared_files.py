@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infsample_rl.cluster import shared_files
-from infsample_rl.cluster.shared_files import FOLDER, end_check, needed_files, offer_token, prove
+from infsample_rl.cluster.shared_files import end_check, needed_files, offer_token, prove
 from infsample_rl.config.loading import load_config
 
 
@@ -21,19 +21,26 @@ def no_patience(monkeypatch):
 def test_a_node_that_sees_everything_says_so_and_leaves_nothing(tmp_path):
     token = offer_token(tmp_path)
     assert prove(str(tmp_path), token, "n1", []) == []
-    end_check(tmp_path)
+    end_check(tmp_path, token)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_local_disk_is_found_and_not_written_to(tmp_path):
     driver, node = tmp_path / "driver", tmp_path / "node"
+    driver.mkdir()
     token = offer_token(driver)
-    assert prove(str(node), token, "n1", []) == [f"run.dir={node} is not there"] and not node.exists()
+    assert prove(str(node), token, "n1", []) == [f"run.dir: {node} is not there"] and not node.exists()
     node.mkdir()
-    assert prove(str(node), token, "n1", []) == [f"run.dir={node} is another folder there (a local disk?)"]
-    shutil.copytree(driver / FOLDER, node / FOLDER)  # an old copy: a new run has a new token
+    assert prove(str(node), token, "n1", []) == [f"run.dir: {node} is another folder there (a local disk?)"]
+    shutil.copytree(driver, node, dirs_exist_ok=True)  # an old copy: a new run has a new token
     assert "is another folder" in prove(str(node), offer_token(driver), "n1", [])[0]
-    assert not (node / FOLDER / "n1").exists()
+    assert not list(node.rglob("n1"))
+
+
+def test_two_runs_may_prove_the_same_folder_at_once(tmp_path):
+    first, second = offer_token(tmp_path), offer_token(tmp_path)
+    end_check(tmp_path, second)
+    assert prove(str(tmp_path), first, "n1", []) == []
 
 
 def test_files_that_are_missing_or_of_another_size_are_named_with_their_setting(tmp_path):

@@ -455,7 +455,8 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
 @pytest.mark.parametrize(
     ("logging", "sent"),
     [
-        (["logging.wandb=offline"], "nothing"),
+        (["logging.wandb=offline"], "nothing; W&B is offline, in wandb of the run folder"),
+        (["logging.wandb=disabled"], "nothing"),
         (["logging.wandb=online"], "numbers and settings, to W&B, online"),
         (
             ["logging.mlflow=http://host:5000", "logging.upload_completions=true"],

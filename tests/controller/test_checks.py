@@ -10,15 +10,39 @@ import pytest
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.checkpoints import write_checkpoint, write_checksums
-from infsample_rl.controller.checks import Start, claim_run_folder, prepare
+from infsample_rl.controller.checks import Start, claim_run_folder, open_run_folder, prepare
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
 
 
 def begin(run_dir: Path, *overrides: str) -> Start:
     start = prepare(load_config([f"run.dir={run_dir}", *overrides]))
-    start.lock.close()  # as when the process ends
+    if start.lock is not None:
+        start.lock.close()  # as when the process ends
     return start
+
+
+def test_a_start_that_is_refused_or_only_prepared_leaves_no_folder(tmp_path):
+    run_dir = tmp_path / "runs" / "one"
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        begin(run_dir, "rollout.stop_token_ids=[99999]")
+    start = begin(run_dir)
+    assert start.lock is None and list(tmp_path.iterdir()) == []
+    open_run_folder(run_dir, start)
+    assert {path.name for path in run_dir.iterdir()} == {".lock", "plan.json"}
+    start.lock.close()
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path, reason in [
+        (file, "File exists"),
+        (file / "run", "Not a directory"),
+        (tmp_path / ("x" * 300), "too long"),
+    ]:
+        with pytest.raises(ValueError, match=f"run.dir=.* cannot be written .*{reason}"):
+            begin(path)
 
 
 def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):
@@ -87,7 +111,7 @@ def test_a_start_changes_the_run_folder_only_once_its_workers_are_there(tmp_path
         )
 
     def folder() -> dict[str, bytes]:
-        kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("plan.json", ".lock")]
+        kept = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
         return {str(path): path.read_bytes() for path in kept}
 
     before, older = folder(), f"run.resume={tmp_path / 'checkpoints' / 'step_000001'}"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.config.loading import load_config
 from infsample_rl.controller import checkpoints, driver
 from infsample_rl.controller.checks import prepare
@@ -83,6 +84,24 @@ def test_a_run_takes_its_steps_and_saves_them(train, staleness):
     assert (run.folder / "checkpoints/step_000004/model.safetensors").read_text() == "weights 4"
 
 
+@pytest.mark.parametrize("ended", [ValueError("no place"), Terminated()])
+def test_a_cluster_that_cannot_be_had_leaves_nothing(tiny_qwen3, sums_file, tmp_path, ended):
+    inputs = [f"model.path={tiny_qwen3}", f"data.source={sums_file}", f"run.dir={tmp_path / 'run'}"]
+    config, clusters = load_config([*inputs, *SETTINGS]), list[FakeCluster]()
+
+    def make_cluster(*arguments, **options) -> FakeCluster:
+        clusters.append(cluster := FakeCluster(*arguments, **options))
+        cluster.on["reach"] = refuse
+        return cluster
+
+    def refuse(cluster: FakeCluster) -> None:
+        raise ended
+
+    with pytest.raises(type(ended)):
+        Driver(config, prepare(config), make_cluster=make_cluster)
+    assert not (tmp_path / "run").exists() and clusters[0].calls == ["reach", "stop"]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_lost_step_is_done_again_from_the_last_checkpoint(train, staleness):
     undisturbed = train(f"run.max_staleness={staleness}")
@@ -110,7 +129,8 @@ def test_steps_that_are_done_again_do_not_renew_the_restarts(train):
 
 def test_a_learner_rank_that_is_lost_while_the_first_weights_are_published_is_brought_back(train):
     run = train("run.steps=1", publish_weights=at_call(1, lose_step))
-    assert run.steps == [1] and run.calls[:4] == ["start", "publish_weights", "return_to", "publish_weights"]
+    assert run.steps == [1]
+    assert run.calls[:5] == ["reach", "start", "publish_weights", "return_to", "publish_weights"]
 
 
 def test_a_return_to_a_checkpoint_that_has_been_dropped_is_one_line(train, tmp_path):

@@ -21,7 +21,7 @@ from transformers import (
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
-from infsample_rl.plan.at_start import FILE, write_plan
+from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.devices import host
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
@@ -153,14 +153,14 @@ def test_a_worker_has_no_more_rows_than_a_step_or_an_evaluation_has_samples():
 
 def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
     config, _ = settings()
-    idle, missing = write_plan(config, 60, tmp_path, total_steps=9)
+    plan, idle, missing = plan_at_start(config, 60, total_steps=9)
     assert missing is None and "rows limited by rollout.slots=4" in idle
-    (rollout, learner) = json.loads((tmp_path / FILE).read_text())["processes"]
+    (rollout, learner) = json.loads(plan)["processes"]
     assert (rollout["role"], learner["role"]) == ("rollout", "learner")
     assert learner["sum_bytes"] == sum(line["bytes"] for line in learner["lines"])
     gone = with_settings(config, model__path=str(tmp_path / "gone"))
-    idle, missing = write_plan(gone, 60, tmp_path, total_steps=9)
-    assert idle is None and missing.startswith(f"no {FILE}: ValueError: model.path=")
+    plan, idle, missing = plan_at_start(gone, 60, total_steps=9)
+    assert plan is None and idle is None and missing.startswith(f"no {FILE}: ValueError: model.path=")
 
 
 def save_policy(folder, kind, vocab, **sizes):

@@ -101,7 +101,7 @@ def test_run_folder_holds_what_is_promised(finished):
     }
     assert [path.name for path in sorted((run_dir / "checkpoints").iterdir())] == ["step_000001", "step_000002"]
     assert list(run_dir.parent.iterdir()) == [run_dir], "nothing is written beside the run folder"
-    assert "samples per step" in output and "12 = 3 prompts x G = 4" in output and "\x1b" not in output
+    assert "of 12 samples = 3 prompts x G = 4" in output and "\x1b" not in output
 
 
 def test_the_report_of_a_run_has_every_part_and_misses_nothing(finished):

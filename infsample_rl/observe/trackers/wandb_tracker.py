@@ -56,8 +56,8 @@ class WandbTracker:
         run_id = kept_id or secrets.token_hex(4)
         (run_dir / "wandb_id").write_text(run_id + "\n", encoding="utf-8")
         self._run, reason = start_wandb(config, run_dir, mode, run_id)
-        self.said = [f"W&B goes offline: {reason}"] if reason else []
-        self.place = f"W&B: {self._run.url or 'offline, in ' + str(run_dir / 'wandb')}"
+        self.said = [f"W&B goes offline, in {run_dir / 'wandb'}: {reason}"] if reason else []
+        self.place = f"W&B: {self._run.url}" if self._run.url else ""  # offline: the start table has it
 
     def log(self, step: int, values: dict[str, float], samples: list[dict[str, Any]]) -> None:
         table = {"completions": wandb_table(samples)} if samples else {}
