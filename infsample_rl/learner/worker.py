@@ -22,6 +22,7 @@ from infsample_rl.learner.checkpoint import (
 )
 from infsample_rl.learner.loss import loss_denominator
 from infsample_rl.learner.optimizer import lr_at
+from infsample_rl.learner.policy_loading import load_policy
 from infsample_rl.learner.publishing import WeightPublisher
 from infsample_rl.learner.ranks import build_backend, join_ranks
 from infsample_rl.learner.reference import build_reference
@@ -32,7 +33,6 @@ from infsample_rl.model.logprobs import checkpoint_every, packed_policy
 from infsample_rl.model.lora import (
     adapter_parameters,
     adapter_scale,
-    load_policy,
     merged_parameters,
     save_adapter_folder,
 )
@@ -76,7 +76,8 @@ class LearnerWorker(RowTrainer):
             self._writers = join_ranks(self.config, self._store, self.rank, self.world_size)
         self.tokenizer = load_tokenizer(self.config.model)
         self.memory = process_memory(self.device.type)
-        lm, self.adapted = load_policy(self.config, self.device, checkpoint)
+        in_slices = self.world_size > 1 and self.config.learner.backend == "fsdp"
+        lm, self.adapted, slices, how = load_policy(self.config, self.device, checkpoint, in_slices=in_slices)
         self.policy = packed_policy(self.config, lm, len(self.tokenizer))
         self.policy.entropy_gradient = self.objective.entropy_coef > 0
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
@@ -86,7 +87,7 @@ class LearnerWorker(RowTrainer):
         learner = self.config.learner
         if learner.activation_checkpointing:
             checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
-        self.backend = build_backend(self.policy, self.config, device=self.device, world_size=self.world_size)
+        self.backend = build_backend(self.policy, self.config, slices, device=self.device, world_size=self.world_size)
         self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
         self.reference = None
         if self.objective.kl_in_loss and self.config.reference.placement == "learner":
@@ -104,6 +105,7 @@ class LearnerWorker(RowTrainer):
             "device": str(self.device),
             "ranks": self.world_size,
             "parameters": num_parameters,
+            "loaded": how,
             "threads": torch.get_num_threads(),
             "updates": self.num_updates,
         }
