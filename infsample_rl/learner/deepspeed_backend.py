@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.backend import Backend
-from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.learner.checkpoint import KINDS, SavedState
 from infsample_rl.learner.optimizer import build_optimizer, set_lr
 from infsample_rl.model.logprobs import PackedPolicy
 
 BUCKET_ELEMENTS = 50_000_000  # gradients reduced at a time: 200 MB in float32
 OLDEST = "0.19.8"  # older ones ignore managed_gradient_accumulation=false
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = KINDS[1:]
 
 
 class DeepSpeedBackend(Backend):
@@ -120,15 +120,19 @@ class DeepSpeedBackend(Backend):
             with self._whole(parameter):
                 yield name, parameter.detach()
 
-    def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(name, full float32 state) of every trained parameter, gathered one at a time."""
+    def _shape(self, master: Any) -> torch.Size:
+        return master.ds_shape if self.stage == 3 else master.shape
+
+    def training_states(self, kinds: Sequence[str] = KINDS) -> Iterator[tuple[str, Tensor]]:
+        """(name/kind, full float32 tensor) of every trained parameter, gathered one at a time."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for name, parameter in self.masters.items():
-            state = {"master": safe_get_full_fp32_param(parameter)}
-            if self.optimizer_steps > 0:
-                state |= {moment: safe_get_full_optimizer_state(parameter, moment) for moment in MOMENTS}
-            yield name, state
+            for kind in kinds:
+                if kind == "master":
+                    yield f"{name}/{kind}", safe_get_full_fp32_param(parameter)
+                elif self.optimizer_steps > 0:
+                    yield f"{name}/{kind}", safe_get_full_optimizer_state(parameter, kind)
 
     @torch.no_grad()
     def load_training_states(self, saved: SavedState) -> None:
@@ -137,7 +141,7 @@ class DeepSpeedBackend(Backend):
             step = self.optimizer.state[shard]["step"]
             self.optimizer.state[shard]["step"] = step * 0 + saved.optimizer_steps
         for name, parameter in self.masters.items():
-            state = saved.read(name, parameter.ds_shape if self.stage == 3 else parameter.shape)
+            state = saved.read(name, self._shape(parameter))
             with self._whole(parameter, writer=0):
                 parameter.copy_(state["master"])
             self._set_state(parameter, state["master"], None)

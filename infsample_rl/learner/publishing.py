@@ -25,10 +25,14 @@ class WeightPublisher:
         self._shapes: list[Shape] | None = None  # found out once
         self._link: WeightLink | MaybeNone = None  # after join_link()
 
-    def _manifest(self, version: int) -> WeightManifest:
+    def shapes(self) -> list[Shape]:
+        """What is sent, which the first call finds out by gathering it."""
         if self._shapes is None:
             self._shapes = shapes_of(self._tensors())
-        return plan_weights(self._shapes, version)
+        return self._shapes
+
+    def _manifest(self, version: int) -> WeightManifest:
+        return plan_weights(self.shapes(), version)
 
     def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray]]:
         """For an object store: manifest and buckets, each valid until the next is asked for.

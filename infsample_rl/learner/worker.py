@@ -174,7 +174,8 @@ class LearnerWorker(RowTrainer):
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full trained parameters in the model's dtype, one at a time; those that are frozen are not gathered."""
         dtype = getattr(torch, self.config.model.dtype)
-        return ((name, state["master"].to(dtype)) for name, state in self.backend.training_states())
+        masters = self.backend.training_states(["master"])
+        return ((name.removesuffix("/master"), master.to(dtype)) for name, master in masters)
 
     @phase("save")
     def save(self, folder: str) -> None:
@@ -185,13 +186,14 @@ class LearnerWorker(RowTrainer):
         """
         path, rank = Path(folder), self.rank
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
-        write: Any = partial(save_pretrained_folder, path, self.policy.lm)
-        tensors = self.backend.full_parameters()
-        if self.adapted is not None:
+        if self.adapted is None:
+            write: Any = partial(save_pretrained_folder, path, self.policy.lm, self.publisher.shapes())
+            tensors = self.backend.full_parameters()
+        else:
             write, tensors = partial(save_adapter_folder, path, self.adapted), self._trained_parameters()
         together(lambda given: write(given, self.tokenizer, rank=rank), tensors)
-        states = partial(save_training_state, path, rank=rank, world_size=self.world_size)
-        together(states, self.backend.training_states())
+        states = partial(save_training_state, path, self.backend.training_shapes())
+        together(lambda given: states(given, rank=rank, world_size=self.world_size), self.backend.training_states())
         counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps}
         together(lambda _: write_progress(path, **counts) if rank == 0 else None, ())
 

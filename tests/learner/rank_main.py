@@ -57,14 +57,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
     """The full float32 masters."""
-    return {name: state["master"].clone() for name, state in worker.backend.training_states()}
+    return {key.removesuffix("/master"): value.clone() for key, value in worker.backend.training_states(["master"])}
 
 
 def states(worker: LearnerWorker) -> dict[str, dict[str, torch.Tensor]]:
     """The full float32 masters and moments."""
-    return {
-        name: {key: value.clone() for key, value in state.items()} for name, state in worker.backend.training_states()
-    }
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in worker.backend.training_states():
+        name, _, kind = key.rpartition("/")
+        found.setdefault(name, {})[kind] = value.clone()
+    return found
 
 
 def full_parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
