@@ -12,6 +12,7 @@ end.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -51,8 +52,7 @@ def save_pretrained_folder(
     """Write the policy as a Hugging Face folder; `tensors`, of these shapes, gathers on all ranks, rank 0 writes each
     as it comes."""
     if rank != 0:
-        for _ in tensors:
-            pass
+        drain(tensors)
         return
     # The sharded module cannot save itself: an empty one of its class writes all but the weights.
     with torch.device("meta"):
@@ -85,6 +85,7 @@ def _write_weights(folder: Path, shapes: list[Shape], tensors: Iterator[tuple[st
     file_of = {tensor: files[name] for name, of_file in split.filename_to_tensors.items() for tensor in of_file}
     for name, tensor in tensors:
         file_of[name].write(name, tensor)
+        del tensor  # before the next one is gathered
     for file in files.values():
         file.close()
     if split.is_sharded:
@@ -110,9 +111,9 @@ def save_training_state(
             if name in left:
                 file.write(name, value)
                 left.remove(name)
+            del value  # before the next one is gathered
         file.close()
-    for _ in states:
-        pass  # those of other ranks
+    drain(states)  # those of other ranks
     torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
 
 
@@ -136,8 +137,7 @@ def written_by_all(
         write(tensors)
     except Exception as error:
         failure = error
-        for _ in tensors:  # the other ranks take part in the gathering of the rest
-            pass
+        drain(tensors)  # the other ranks take part in the gathering of the rest
     rank = dist.get_rank(writers) if writers else 0
     mine = "" if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
     failed = [line for line in ([mine] if writers is None else _said_by_all(mine, writers)) if line]
@@ -157,6 +157,11 @@ def _said_by_all(mine: str, ranks: dist.ProcessGroup) -> list[str]:
     found = [torch.empty_like(said) for _ in range(ranks.size())]
     dist.all_gather(found, said, group=ranks)
     return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in found]
+
+
+def drain(tensors: Iterable[Any]) -> None:
+    """Gather the rest for the other ranks, without keeping one tensor while the next comes."""
+    deque(tensors, maxlen=0)
 
 
 class SavedState:

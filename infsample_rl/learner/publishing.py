@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -62,6 +63,5 @@ class WeightPublisher:
         manifest, tensors = self._manifest(version), self._tensors()
         if self._rank == 0:
             return send_weights(self._link, tensors, manifest)
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)  # keeps none while the next one comes
         return None

@@ -40,7 +40,7 @@ def build_backend(
     if learner.backend == "deepspeed":
         from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
 
-        return DeepSpeedBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+        return DeepSpeedBackend(policy, learner, slices, device=device, dtype=dtype, world_size=world_size)
     if world_size == 1:
         from infsample_rl.learner.unsharded_backend import UnshardedBackend
 

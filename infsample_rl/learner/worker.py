@@ -76,7 +76,8 @@ class LearnerWorker(RowTrainer):
             self._writers = join_ranks(self.config, self._store, self.rank, self.world_size)
         self.tokenizer = load_tokenizer(self.config.model)
         self.memory = process_memory(self.device.type)
-        in_slices = self.world_size > 1 and self.config.learner.backend == "fsdp"
+        learner = self.config.learner
+        in_slices = self.world_size > 1 and (learner.backend == "fsdp" or learner.zero_stage == 3)
         lm, self.adapted, slices, how = load_policy(self.config, self.device, checkpoint, in_slices=in_slices)
         self.policy = packed_policy(self.config, lm, len(self.tokenizer))
         self.policy.entropy_gradient = self.objective.entropy_coef > 0
@@ -84,7 +85,6 @@ class LearnerWorker(RowTrainer):
         for module in lm.modules():
             if isinstance(module, nn.Dropout):  # the policy that sampled had none
                 module.p = 0.0
-        learner = self.config.learner
         if learner.activation_checkpointing:
             checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
         self.backend = build_backend(self.policy, self.config, slices, device=self.device, world_size=self.world_size)

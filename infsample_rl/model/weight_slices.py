@@ -182,14 +182,14 @@ def _compute_buffers(lm: PreTrainedModel) -> None:
             raise NotSliceable(f"its class does not compute the buffer {name}")
 
 
-def materialize(module: nn.Module, device: torch.device | str) -> None:
-    """Memory, of any content, on `device` for what of a module's parameters and shards is on the meta device; tied ones
-    stay tied."""
+def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+    """Memory, of any content, on `device` for what of a module's parameters and shards is on the meta device, in its
+    own dtype or `dtype`; tied ones stay tied."""
     groups: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         groups[parameter].append(name)
     # What FSDP2 hooks into, to take the new tensors for its shards.
-    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device, dtype=dtype) if tensor.is_meta else tensor)
     for first, *others in groups.values():
         for name in others:
             holder, _, attribute = name.rpartition(".")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.learner.deepspeed_backend import BUCKET_ELEMENTS
+from infsample_rl.learner.deepspeed_config import BUCKET_ELEMENTS
 from infsample_rl.model.packed_attention import takes_flex_attention
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
@@ -27,7 +27,7 @@ BLOCK, SMALLEST_8BIT = 256, 4096
 def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     """Bytes of one rank where it computes, and, of a rank on a GPU, in host memory."""
     device, host = _state(config, model)
-    device |= _reference(config, model, host) | _row(config, model) | _buckets(config)
+    device |= _reference(config, model, host) | row_lines(config, model) | _buckets(config)
     return {name: size for name, size in device.items() if size > 0}, host
 
 
@@ -127,7 +127,7 @@ def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
     }
 
 
-def _row(config: Config, model: ModelOutline) -> Lines:
+def row_lines(config: Config, model: ModelOutline) -> Lines:
     """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
     dtype, sharded = (
         getattr(torch, config.model.dtype),

@@ -1,5 +1,6 @@
 """A rank reads the slices of its own shards: bitwise the weights of the whole model, or the whole model is loaded."""
 
+import importlib.util
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,11 @@ from infsample_rl.model.weight_slices import NotSliceable, load_outline, materia
 KK_TINY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
 LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
 LORA = replace(LEARNER, lora_rank=3, lora_alpha=6.0)
+ZERO_3 = {"backend": "deepspeed", "zero_stage": 3}
+# FSDP2, and where DeepSpeed is installed its stage 3, whose masters in 16 bits come from the files too.
+SHARDED = {"fsdp": {}}
+if importlib.util.find_spec("deepspeed") is not None:
+    SHARDED |= {"zero 3": ZERO_3}
 
 
 def loaded_whole(path, dtype=torch.float32):
@@ -32,33 +38,40 @@ def two_ranks(tools, tied_policy, untied_policy, tmp_path_factory):
     loaded_whole(untied_policy, torch.bfloat16).save_pretrained(paths["bfloat16 files"], max_shard_size="20KB")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(untied_policy) / name, paths["bfloat16 files"])
-    scenarios = {
-        name: tools.Scenario(tools.make_config(path, learner=LEARNER, ranks=2), [("found", ()), ("parameters", ())])
-        for name, path in paths.items()
-    }
-    for name, path in (("tied", tied_policy), ("untied", untied_policy)):
-        config = tools.make_config(path, learner=LORA, dtype="bfloat16", ranks=2)
-        scenarios[f"LoRA, {name}"] = tools.Scenario(config, [("found", ()), ("full_parameters", ())])
+    calls = {"whole": [("found", ()), ("parameters", ())], "LoRA": [("found", ()), ("full_parameters", ())]}
+    scenarios = {}
+    for sharded, settings in SHARDED.items():
+        for name, path in paths.items():
+            for dtype in ("float32", "bfloat16"):
+                config = tools.make_config(path, learner=replace(LEARNER, **settings), dtype=dtype, ranks=2)
+                scenarios[sharded, name, dtype] = tools.Scenario(config, calls["whole"])
+        for name in ("tied", "untied"):
+            learner = replace(LORA, **settings)
+            config = tools.make_config(paths[name], learner=learner, dtype="bfloat16", ranks=2)
+            scenarios[sharded, "LoRA", name] = tools.Scenario(config, calls["LoRA"])
     return paths, tools.run_ranks(folder, scenarios, 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["kk_tiny", "tied", "untied", "bfloat16 files"])
-def test_shards_read_in_slices_are_bitwise_the_whole_model(two_ranks, name):
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_shards_read_in_slices_are_bitwise_the_whole_model(two_ranks, sharded, name, dtype):
     paths, ranks = two_ranks
     expected = dict(loaded_whole(paths[name]).named_parameters())
     for rank in ranks:
-        setup, found = rank[name]
+        setup, found = rank[sharded, name, dtype]
         assert setup["loaded"] == "in slices"
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_adapters_on_an_outline_are_those_on_the_whole_model(tools, two_ranks, name):
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_adapters_on_an_outline_are_those_on_the_whole_model(tools, two_ranks, sharded, name):
     paths, ranks = two_ranks
     alone = tools.run_here(tools.make_config(paths[name], learner=LORA, dtype="bfloat16"), [("full_parameters", ())])[0]
     for rank in ranks:
-        setup, found = rank[f"LoRA, {name}"]
+        setup, found = rank[sharded, "LoRA", name]
         assert setup["loaded"] == "in slices"
         assert found.keys() == alone.keys()
         assert all(torch.equal(found[key], value) for key, value in alone.items())
