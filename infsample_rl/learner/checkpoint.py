@@ -31,8 +31,6 @@ from infsample_rl.model.weight_sync.buckets import Shape
 from infsample_rl.observe.files import write_atomically
 
 TRAINING_STATE = "training_state"
-FILE_BYTES = 2**30  # a file is written when it has this much
-
 SAID_BYTES = 4096  # of a failure that the ranks tell each other
 FILE_BYTES = 2**30  # a file of the training state takes no more when it has this much
 WEIGHT_FILE_BYTES = 50 * 10**9  # most of one file of weights, as of transformers' save_pretrained

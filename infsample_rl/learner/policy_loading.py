@@ -18,6 +18,8 @@ from infsample_rl.model.weight_slices import WeightSlices, load_outline
 if TYPE_CHECKING:
     from peft import PeftModel
 
+WHOLE = "whole on every rank"  # though each keeps a shard alone; followed by the reason
+
 
 class LoadedPolicy(NamedTuple):
     """The policy to train: model.path or a checkpoint in float32. With LoRA model.path in its dtype, with float32
@@ -41,7 +43,7 @@ def load_policy(config: Config, device: torch.device, checkpoint: str | None, *,
             lm, slices = load_outline(config.model, path=path, dtype=dtype)
             how = "in slices"
         except (OSError, ValueError, KeyError) as reason:  # what is wrong with the files load_model says better
-            how = f"whole on every rank: {reason}"
+            how = f"{WHOLE}: {reason}"
     if lm is None:
         lm = load_model(config.model, device, path=path, dtype=dtype)
     if learner.lora_rank == 0:
