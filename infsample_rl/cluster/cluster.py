@@ -23,6 +23,7 @@ from infsample_rl.cluster.weight_delivery import WeightDelivery
 from infsample_rl.cluster.worker_secrets import worker_secrets
 from infsample_rl.cluster.workers import Handle, Restarts, StepLost, WorkerLost, Workers
 from infsample_rl.config import Config
+from infsample_rl.learner.policy_loading import WHOLE
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.weight_sync.transport import check_object_store, choose_transport
 from infsample_rl.observe.phases import phase
@@ -133,7 +134,8 @@ class LearnerRanks:
         meeting = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
         what = "learner ranks to load the policy"
         found = ask("learner", what, lambda rank: rank.setup.remote(checkpoint, meeting), limit)[0]
-        self._calls.note("learner: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+        if found["loaded"].startswith(WHOLE):
+            self._calls.note(f"warning: the policy is loaded {found['loaded']}")
         self._weights.forget_learner()
 
     def step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.learner.checkpoint import KINDS, SavedState
 from infsample_rl.learner.optimizer import load_moments, moments, step
 from infsample_rl.model.packing import PackedRow
+from infsample_rl.model.weight_sync.buckets import Shape
 
 
 class Backend(ABC):
@@ -63,12 +64,23 @@ class Backend(ABC):
         """(Hugging Face name, full tensor in the model's dtype) of every parameter, a tied one once, one at a time; run
         it to its end."""
 
-    def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(name, full float32 tensors master, exp_avg, exp_avg_sq) of every trained parameter, moments from the first
+    def training_shapes(self) -> list[Shape]:
+        """Names, dtypes and shapes of training_states(), without gathering anything."""
+        kinds = KINDS if self.optimizer_steps > 0 else KINDS[:1]
+        return [
+            (f"{name}/{kind}", torch.float32, tuple(self._shape(master)))
+            for name, master in self.masters.items()
+            for kind in kinds
+        ]
+
+    def training_states(self, kinds: Sequence[str] = KINDS) -> Iterator[tuple[str, Tensor]]:
+        """(name/kind, full float32 tensor) of every trained parameter and these of its KINDS, moments from the first
         step on, one at a time; run it to its end."""
         for name, master in self.masters.items():
             state = {"master": master.detach()} | moments(self.optimizer, master)
-            yield name, {key: self._gathered(value) for key, value in state.items()}
+            for kind in kinds:
+                if kind in state:
+                    yield f"{name}/{kind}", self._gathered(state[kind])
 
     @torch.no_grad()
     def load_training_states(self, saved: SavedState) -> None:
@@ -82,6 +94,10 @@ class Backend(ABC):
 
     def _take_masters(self) -> None:  # noqa: B027  # nothing to do where they are the parameters
         """Let forward passes read the masters as they are now."""
+
+    def _shape(self, master: Any) -> torch.Size:
+        """Of the whole parameter."""
+        return master.shape
 
     def _gathered(self, part: Tensor) -> Tensor:
         """The full tensor, of whose shards `part` is this rank's."""

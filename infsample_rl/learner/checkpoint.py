@@ -12,23 +12,28 @@ end.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
 
+from infsample_rl.model.tensor_files import TensorFile, in_files
+from infsample_rl.model.weight_sync.buckets import Shape
 from infsample_rl.observe.files import write_atomically
 
 TRAINING_STATE = "training_state"
-FILE_BYTES = 2**30  # a file is written when it has this much
-
 SAID_BYTES = 4096  # of a failure that the ranks tell each other
+FILE_BYTES = 2**30  # a file of the training state takes no more when it has this much
+WEIGHT_FILE_BYTES = 50 * 10**9  # most of one file of weights, as of transformers' save_pretrained
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a parameter; before the optimizer's first step the master alone
 
@@ -36,45 +41,77 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")  # of a parameter; before the optimi
 def save_pretrained_folder(
     folder: Path,
     lm: PreTrainedModel,
+    shapes: list[Shape],
     tensors: Iterator[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     rank: int,
 ) -> None:
-    """Write the policy as a Hugging Face folder; `tensors` gathers on all ranks, rank 0 writes."""
-    weights = {name: tensor.cpu() for name, tensor in tensors if rank == 0}
+    """Write the policy as a Hugging Face folder; `tensors`, of these shapes, gathers on all ranks, rank 0 writes each
+    as it comes."""
     if rank != 0:
+        drain(tensors)
         return
-    # The sharded module cannot save itself: an empty one of its class takes the gathered tensors.
+    # The sharded module cannot save itself: an empty one of its class writes all but the weights.
     with torch.device("meta"):
         shell = type(lm)(lm.config)
-    shell.load_state_dict(weights, strict=False, assign=True)
-    shell.tie_weights()
     shell.generation_config = lm.generation_config
-    shell.save_pretrained(folder)
+    if get_model_conversion_mapping(lm, add_legacy=False):
+        # Its files have other names or layouts than the model, which transformers converts for all weights at once.
+        shell.load_state_dict({name: tensor.cpu() for name, tensor in tensors}, strict=False, assign=True)
+        shell.tie_weights()
+        shell.save_pretrained(folder)
+    else:
+        shell.to(dtype=shapes[0][1]).save_pretrained(folder, state_dict={})  # type: ignore[call-arg]
+        _write_weights(folder, shapes, tensors)
     tokenizer.save_pretrained(folder)
 
 
+def _write_weights(folder: Path, shapes: list[Shape], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """model.safetensors, or files of at most WEIGHT_FILE_BYTES and their index, as save_pretrained would."""
+    by_name = {shape[0]: shape for shape in sorted(shapes, key=itemgetter(0))}
+    outlines = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in by_name.values()}
+    split = split_torch_state_dict_into_shards(
+        outlines, filename_pattern="model{suffix}.safetensors", max_shard_size=WEIGHT_FILE_BYTES
+    )
+    if split.is_sharded:
+        (folder / "model.safetensors").unlink(missing_ok=True)  # the empty one of a model without weights
+    files = {
+        name: TensorFile(folder / name, [by_name[tensor] for tensor in of_file])
+        for name, of_file in split.filename_to_tensors.items()
+    }
+    file_of = {tensor: files[name] for name, of_file in split.filename_to_tensors.items() for tensor in of_file}
+    for name, tensor in tensors:
+        file_of[name].write(name, tensor)
+        del tensor  # before the next one is gathered
+    for file in files.values():
+        file.close()
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_atomically(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+
+
 def save_training_state(
-    folder: Path, states: Iterator[tuple[str, dict[str, Tensor]]], *, rank: int, world_size: int
+    folder: Path, shapes: list[Shape], states: Iterator[tuple[str, Tensor]], *, rank: int, world_size: int
 ) -> None:
-    """Write the training states of all parameters, which `states` gathers one at a time on all ranks; rank i writes
-    every i-th of them."""
+    """Write the training states of all parameters, which `states`, of these shapes, gathers one at a time on all ranks;
+    rank i writes every i-th parameter's."""
     state_folder = folder / TRAINING_STATE
     state_folder.mkdir(parents=True, exist_ok=True)
-    held: dict[str, Tensor] = {}
-    files = 0
-    for number, (name, state) in enumerate(states):
-        if number % world_size != rank:
-            continue
-        held |= {
-            f"{name}/{kind}": value.to("cpu", torch.float32, copy=True).contiguous() for kind, value in state.items()
-        }
-        if sum(value.nbytes for value in held.values()) >= FILE_BYTES:
-            save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
-            held, files = {}, files + 1
-    if held:
-        save_file(held, state_folder / f"rank_{rank}_{files}.safetensors")
+    names = dict.fromkeys(name.rpartition("/")[0] for name, _, _ in shapes)
+    own = {name for number, name in enumerate(names) if number % world_size == rank}
+    files = in_files((shape for shape in shapes if shape[0].rpartition("/")[0] in own), FILE_BYTES)
+    for number, of_file in enumerate(files):
+        file = TensorFile(state_folder / f"rank_{rank}_{number}.safetensors", of_file)
+        left = {name for name, _, _ in of_file}
+        while left:
+            name, value = next(states)
+            if name in left:
+                file.write(name, value)
+                left.remove(name)
+            del value  # before the next one is gathered
+        file.close()
+    drain(states)  # those of other ranks
     torch.save(torch.get_rng_state(), state_folder / f"random_state_{rank}.pt")
 
 
@@ -98,8 +135,7 @@ def written_by_all(
         write(tensors)
     except Exception as error:
         failure = error
-        for _ in tensors:  # the other ranks take part in the gathering of the rest
-            pass
+        drain(tensors)  # the other ranks take part in the gathering of the rest
     rank = dist.get_rank(writers) if writers else 0
     mine = "" if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
     failed = [line for line in ([mine] if writers is None else _said_by_all(mine, writers)) if line]
@@ -119,6 +155,11 @@ def _said_by_all(mine: str, ranks: dist.ProcessGroup) -> list[str]:
     found = [torch.empty_like(said) for _ in range(ranks.size())]
     dist.all_gather(found, said, group=ranks)
     return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in found]
+
+
+def drain(tensors: Iterable[Any]) -> None:
+    """Gather the rest for the other ranks, without keeping one tensor while the next comes."""
+    deque(tensors, maxlen=0)
 
 
 class SavedState:

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -27,22 +27,31 @@ from torch import Tensor, nn
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.backend import Backend
-from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.learner.checkpoint import KINDS, SavedState
+from infsample_rl.learner.deepspeed_config import engine_config
 from infsample_rl.learner.optimizer import build_optimizer, set_lr
 from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.weight_slices import WeightSlices, materialize
 
-BUCKET_ELEMENTS = 50_000_000  # gradients reduced at a time: 200 MB in float32
 OLDEST = "0.19.8"  # older ones ignore managed_gradient_accumulation=false
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = KINDS[1:]
 
 
 class DeepSpeedBackend(Backend):
     """The calls of Backend, for a policy sharded by a DeepSpeed engine at learner.zero_stage."""
 
     def __init__(
-        self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int
+        self,
+        policy: PackedPolicy,
+        learner: LearnerConfig,
+        slices: WeightSlices | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        world_size: int,
     ) -> None:
-        """`policy` is float32 when given, in bfloat16 or float32, its `dtype`, afterwards; the process group exists."""
+        """`policy` is float32 when given, in bfloat16 or float32, its `dtype`, afterwards; the process group exists.
+        `slices`, at stage 3: it is an outline, of which one layer after another is read and partitioned."""
         deepspeed = _import_deepspeed(device)
         self.world_size = world_size
         self.stage, self.offloaded = learner.zero_stage, learner.offload_optimizer
@@ -53,17 +62,48 @@ class DeepSpeedBackend(Backend):
         exact = {
             name: value.detach().to("cpu", copy=True)
             for name, value in self.masters.items()
-            if not torch.equal(value, value.to(dtype))
+            if not value.is_meta and not torch.equal(value, value.to(dtype))
         }
+        config = engine_config(policy, learner, dtype)
+        read = set() if slices is None else self._partition(policy, slices, config, device=device, dtype=dtype)
         optimizer = build_optimizer(self.masters.values(), learner)
         self.optimizer = _cpu_adam(optimizer) if learner.offload_optimizer else optimizer
-        self.policy, *_ = deepspeed.initialize(
-            model=policy, optimizer=self.optimizer, config=engine_config(policy, learner, dtype)
-        )
+        self.policy, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         self.zero: Any = self.policy.optimizer
         self._make_moments()
         for name, value in exact.items():
             self._set_state(self.masters[name], value, None)
+        if slices is not None and dtype != torch.float32:
+            for name in sorted(read & self.masters.keys()):
+                value = torch.empty(self._shape(self.masters[name]))
+                slices.read(name, value)
+                self._set_state(self.masters[name], value, None)
+
+    def _partition(
+        self,
+        policy: PackedPolicy,
+        slices: WeightSlices,
+        config: dict[str, Any],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> set[str]:
+        """Make the outline of each layer, then the rest, whole in `dtype`, and leave this rank its part; the names of
+        what was read."""
+        import deepspeed
+
+        read: set[str] = set()
+        for unit in (*policy.decoder_layers(), policy):
+            within = {id(parameter) for parameter in unit.parameters()}
+            names = [name for name, each in self.names.items() if each.is_meta and id(each) in within]
+            materialize(unit, device, dtype)
+            self.names = dict(policy.lm.named_parameters())
+            for name in names:
+                slices.read(name, self.names[name])
+            deepspeed.zero.Init(module=unit, config_dict_or_path=config, mem_efficient_linear=False, dtype=dtype)
+            read.update(names)
+        self.masters = {name: each for name, each in self.names.items() if each.requires_grad}
+        return read
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`, this rank's part of the sum over ranks."""
@@ -120,15 +160,19 @@ class DeepSpeedBackend(Backend):
             with self._whole(parameter):
                 yield name, parameter.detach()
 
-    def training_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(name, full float32 state) of every trained parameter, gathered one at a time."""
+    def _shape(self, master: Any) -> torch.Size:
+        return master.ds_shape if self.stage == 3 else master.shape
+
+    def training_states(self, kinds: Sequence[str] = KINDS) -> Iterator[tuple[str, Tensor]]:
+        """(name/kind, full float32 tensor) of every trained parameter, gathered one at a time."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for name, parameter in self.masters.items():
-            state = {"master": safe_get_full_fp32_param(parameter)}
-            if self.optimizer_steps > 0:
-                state |= {moment: safe_get_full_optimizer_state(parameter, moment) for moment in MOMENTS}
-            yield name, state
+            for kind in kinds:
+                if kind == "master":
+                    yield f"{name}/{kind}", safe_get_full_fp32_param(parameter)
+                elif self.optimizer_steps > 0:
+                    yield f"{name}/{kind}", safe_get_full_optimizer_state(parameter, kind)
 
     @torch.no_grad()
     def load_training_states(self, saved: SavedState) -> None:
@@ -137,7 +181,7 @@ class DeepSpeedBackend(Backend):
             step = self.optimizer.state[shard]["step"]
             self.optimizer.state[shard]["step"] = step * 0 + saved.optimizer_steps
         for name, parameter in self.masters.items():
-            state = saved.read(name, parameter.ds_shape if self.stage == 3 else parameter.shape)
+            state = saved.read(name, self._shape(parameter))
             with self._whole(parameter, writer=0):
                 parameter.copy_(state["master"])
             self._set_state(parameter, state["master"], None)
@@ -182,39 +226,6 @@ class DeepSpeedBackend(Backend):
             set_master(parameter, value)
         else:
             set_moment(parameter, value, moment)
-
-
-def engine_config(policy: PackedPolicy, learner: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's own configuration, as its JSON file would have it."""
-    bucket = min(BUCKET_ELEMENTS, sum(parameter.numel() for parameter in policy.parameters()))
-    zero: dict[str, Any] = {
-        "stage": learner.zero_stage,
-        "overlap_comm": False,  # only stage 2 could, with the update's end in our hands
-        "reduce_bucket_size": bucket,
-        "allgather_bucket_size": 2 * BUCKET_ELEMENTS,
-    }
-    if learner.zero_stage == 3:
-        zero |= {
-            # Norms and biases stay whole: gathering each would cost a message for a few bytes.
-            "stage3_param_persistence_threshold": max(
-                (p.numel() for p in policy.parameters() if p.ndim < 2), default=0
-            ),
-            "stage3_prefetch_bucket_size": bucket,
-            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
-        }
-    if learner.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": next(policy.parameters()).device.type == "cuda"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": learner.max_grad_norm,
-        "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "bf16": {"enabled": dtype == torch.bfloat16, "immediate_grad_update": True, "check_grad_overflow": True},
-        "zero_optimization": zero,
-    }
 
 
 def _import_deepspeed(device: torch.device) -> ModuleType:

@@ -21,6 +21,7 @@ from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.backend import Backend
 from infsample_rl.learner.optimizer import build_optimizer
 from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.weight_slices import WeightSlices, materialize
 
 
 class FsdpBackend(Backend):
@@ -28,9 +29,17 @@ class FsdpBackend(Backend):
     norm and head."""
 
     def __init__(
-        self, policy: PackedPolicy, learner: LearnerConfig, *, device: torch.device, dtype: torch.dtype, world_size: int
+        self,
+        policy: PackedPolicy,
+        learner: LearnerConfig,
+        slices: WeightSlices | None = None,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        world_size: int,
     ) -> None:
-        """`policy` is float32 when given; its shards stay float32, gathered parameters are in `dtype`."""
+        """`policy` is float32 when given; its shards stay float32, gathered parameters are in `dtype`. `slices`: it is
+        an outline, of which this rank reads its own shards alone."""
         layers = policy.decoder_layers()
         if not layers:
             raise ValueError(
@@ -47,12 +56,19 @@ class FsdpBackend(Backend):
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
         # In host memory already on a CPU machine, where the policy would ask for an accelerator to pin memory for.
-        offload = CPUOffloadPolicy() if learner.offload_optimizer and device.type != "cpu" else OffloadPolicy()
+        in_host_memory = learner.offload_optimizer and device.type != "cpu"
+        offload = CPUOffloadPolicy() if in_host_memory else OffloadPolicy()
+        unread = {name for name, parameter in policy.lm.named_parameters() if parameter.is_meta}
         for unit in self.units:
             fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        if slices is not None:
+            materialize(policy, "cpu" if in_host_memory else device)
         # While whole parameters are gathered the modules name those; the shards are what the optimizer steps and
         # checkpoints hold.
         self.shards: dict[str, nn.Parameter] = dict(policy.lm.named_parameters())
+        if slices is not None:
+            for name in unread:
+                slices.read(name, self.shards[name])
         self.masters = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         self.optimizer = build_optimizer(self.masters.values(), learner)
         if self.runs_free:

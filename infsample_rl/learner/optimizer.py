@@ -21,8 +21,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
     decay on matrices only."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": learner.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in trained if _is_matrix(parameter)], "weight_decay": learner.weight_decay},
+        {"params": [parameter for parameter in trained if not _is_matrix(parameter)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": learner.lr, "betas": (learner.beta1, learner.beta2), "eps": learner.adam_epsilon}
@@ -35,6 +35,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], learner: LearnerConfig) 
         return AdamW8bit(groups, **settings)
     # Fused: the same arithmetic, several times faster than a kernel for each operation.
     return torch.optim.AdamW(groups, **settings, fused=True)
+
+
+def _is_matrix(parameter: Any) -> bool:
+    # what ZeRO-3 has partitioned is flat, and knows the shape it had
+    return len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
 
 
 def check_optimizer(name: str) -> None:

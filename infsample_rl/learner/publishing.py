@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -25,10 +26,14 @@ class WeightPublisher:
         self._shapes: list[Shape] | None = None  # found out once
         self._link: WeightLink | MaybeNone = None  # after join_link()
 
-    def _manifest(self, version: int) -> WeightManifest:
+    def shapes(self) -> list[Shape]:
+        """What is sent, which the first call finds out by gathering it."""
         if self._shapes is None:
             self._shapes = shapes_of(self._tensors())
-        return plan_weights(self._shapes, version)
+        return self._shapes
+
+    def _manifest(self, version: int) -> WeightManifest:
+        return plan_weights(self.shapes(), version)
 
     def export(self, version: int) -> tuple[WeightManifest, Iterator[np.ndarray]]:
         """For an object store: manifest and buckets, each valid until the next is asked for.
@@ -58,6 +63,5 @@ class WeightPublisher:
         manifest, tensors = self._manifest(version), self._tensors()
         if self._rank == 0:
             return send_weights(self._link, tensors, manifest)
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)  # keeps none while the next one comes
         return None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
 from infsample_rl.model.logprobs import PackedPolicy
+from infsample_rl.model.weight_slices import WeightSlices
 from infsample_rl.model.weight_sync.store import SignedStore
 
 
@@ -30,17 +31,20 @@ def join_ranks(config: Config, store: SignedStore, rank: int, world_size: int) -
     return dist.new_group(timeout=datetime.timedelta(seconds=config.cluster.progress_timeout_s), backend="gloo")
 
 
-def build_backend(policy: PackedPolicy, config: Config, *, device: torch.device, world_size: int) -> Backend:
-    """The backend of the settings. Imported where it is chosen: a machine may lack DeepSpeed."""
+def build_backend(
+    policy: PackedPolicy, config: Config, slices: WeightSlices | None, *, device: torch.device, world_size: int
+) -> Backend:
+    """The backend of the settings; `slices` as load_policy gives them. Imported where it is chosen: a machine may lack
+    DeepSpeed."""
     learner, dtype = config.learner, getattr(torch, config.model.dtype)
     if learner.backend == "deepspeed":
         from infsample_rl.learner.deepspeed_backend import DeepSpeedBackend
 
-        return DeepSpeedBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+        return DeepSpeedBackend(policy, learner, slices, device=device, dtype=dtype, world_size=world_size)
     if world_size == 1:
         from infsample_rl.learner.unsharded_backend import UnshardedBackend
 
         return UnshardedBackend(policy, learner, dtype=dtype)
     from infsample_rl.learner.fsdp_backend import FsdpBackend
 
-    return FsdpBackend(policy, learner, device=device, dtype=dtype, world_size=world_size)
+    return FsdpBackend(policy, learner, slices, device=device, dtype=dtype, world_size=world_size)

@@ -22,6 +22,7 @@ from infsample_rl.learner.checkpoint import (
 )
 from infsample_rl.learner.loss import loss_denominator
 from infsample_rl.learner.optimizer import lr_at
+from infsample_rl.learner.policy_loading import load_policy
 from infsample_rl.learner.publishing import WeightPublisher
 from infsample_rl.learner.ranks import build_backend, join_ranks
 from infsample_rl.learner.reference import build_reference
@@ -32,7 +33,6 @@ from infsample_rl.model.logprobs import checkpoint_every, packed_policy
 from infsample_rl.model.lora import (
     adapter_parameters,
     adapter_scale,
-    load_policy,
     merged_parameters,
     save_adapter_folder,
 )
@@ -76,17 +76,18 @@ class LearnerWorker(RowTrainer):
             self._writers = join_ranks(self.config, self._store, self.rank, self.world_size)
         self.tokenizer = load_tokenizer(self.config.model)
         self.memory = process_memory(self.device.type)
-        lm, self.adapted = load_policy(self.config, self.device, checkpoint)
+        learner = self.config.learner
+        in_slices = self.world_size > 1 and (learner.backend == "fsdp" or learner.zero_stage == 3)
+        lm, self.adapted, slices, how = load_policy(self.config, self.device, checkpoint, in_slices=in_slices)
         self.policy = packed_policy(self.config, lm, len(self.tokenizer))
         self.policy.entropy_gradient = self.objective.entropy_coef > 0
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         for module in lm.modules():
             if isinstance(module, nn.Dropout):  # the policy that sampled had none
                 module.p = 0.0
-        learner = self.config.learner
         if learner.activation_checkpointing:
             checkpoint_every(lm, learner.activation_checkpointing, granularity=learner.recompute_granularity)
-        self.backend = build_backend(self.policy, self.config, device=self.device, world_size=self.world_size)
+        self.backend = build_backend(self.policy, self.config, slices, device=self.device, world_size=self.world_size)
         self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
         self.reference = None
         if self.objective.kl_in_loss and self.config.reference.placement == "learner":
@@ -104,6 +105,7 @@ class LearnerWorker(RowTrainer):
             "device": str(self.device),
             "ranks": self.world_size,
             "parameters": num_parameters,
+            "loaded": how,
             "threads": torch.get_num_threads(),
             "updates": self.num_updates,
         }
@@ -172,7 +174,8 @@ class LearnerWorker(RowTrainer):
     def _trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Full trained parameters in the model's dtype, one at a time; those that are frozen are not gathered."""
         dtype = getattr(torch, self.config.model.dtype)
-        return ((name, state["master"].to(dtype)) for name, state in self.backend.training_states())
+        masters = self.backend.training_states(["master"])
+        return ((name.removesuffix("/master"), master.to(dtype)) for name, master in masters)
 
     @phase("save")
     def save(self, folder: str) -> None:
@@ -183,13 +186,14 @@ class LearnerWorker(RowTrainer):
         """
         path, rank = Path(folder), self.rank
         together = partial(written_by_all, what=f"checkpoint {folder}", writers=self._writers)
-        write: Any = partial(save_pretrained_folder, path, self.policy.lm)
-        tensors = self.backend.full_parameters()
-        if self.adapted is not None:
+        if self.adapted is None:
+            write: Any = partial(save_pretrained_folder, path, self.policy.lm, self.publisher.shapes())
+            tensors = self.backend.full_parameters()
+        else:
             write, tensors = partial(save_adapter_folder, path, self.adapted), self._trained_parameters()
         together(lambda given: write(given, self.tokenizer, rank=rank), tensors)
-        states = partial(save_training_state, path, rank=rank, world_size=self.world_size)
-        together(states, self.backend.training_states())
+        states = partial(save_training_state, path, self.backend.training_shapes())
+        together(lambda given: states(given, rank=rank, world_size=self.world_size), self.backend.training_states())
         counts = {"num_updates": self.num_updates, "optimizer_steps": self.backend.optimizer_steps}
         together(lambda _: write_progress(path, **counts) if rank == 0 else None, ())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -53,11 +54,15 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
 def load_model(
     model: ModelConfig, device: torch.device | str = "cpu", *, path: str | None = None, dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path)."""
-    source = path or model.path
+    """The causal language model in eval mode, in `dtype` (default: model.dtype), from `path` (default: model.path),
+    read straight onto `device`."""
+    source, device = path or model.path, torch.device(device)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # in a log each of its states would be a line
-    options = {"dtype": dtype or getattr(torch, model.dtype), "trust_remote_code": model.trust_remote_code}
+    options: dict[str, Any] = {"dtype": dtype or getattr(torch, model.dtype)}
+    options["trust_remote_code"] = model.trust_remote_code
+    if device.type != "cpu":  # there the files are mapped
+        options["device_map"] = {"": device}
     try:
         # With peft installed transformers also looks for adapters in the repository, and asks the hub unless told here
         # too.
@@ -65,7 +70,7 @@ def load_model(
         module = AutoModelForCausalLM.from_pretrained(source, **options, **local, adapter_kwargs=local)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(_not_found("model.path", source, "causal language model", error)) from None
-    return module.to(device).eval()  # type: ignore[arg-type]  # transformers' to() hides what it takes
+    return module.eval()
 
 
 def _not_found(setting: str, path: str, what: str, error: Exception) -> str:

@@ -170,7 +170,8 @@ class PackedPolicy(nn.Module):
         self.head_fp32 = head_fp32
         weight = lm.get_output_embeddings().weight
         self.valid_vocab = min(valid_vocab, weight.shape[0])
-        self.register_buffer("masked", masked_index(bad_token_ids, self.valid_vocab, weight.device), persistent=False)
+        device = "cpu" if weight.is_meta else weight.device  # of an outline, as its other buffers
+        self.register_buffer("masked", masked_index(bad_token_ids, self.valid_vocab, device), persistent=False)
 
     def decoder_layers(self) -> list[nn.Module]:
         """The transformer blocks, the units of sharding and of activation checkpointing."""

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config import Config, LearnerConfig
-from infsample_rl.model.loading import load_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -91,18 +90,6 @@ def add_adapters(lm: PreTrainedModel, learner: LearnerConfig, *, seed: int, path
         adapted = get_peft_model(lm, settings)
     settings.base_model_name_or_path = path
     return adapted
-
-
-def load_policy(
-    config: Config, device: torch.device, checkpoint: str | None
-) -> tuple[PreTrainedModel, PeftModel | None]:
-    """The policy to train: model.path or `checkpoint` in float32. With LoRA model.path in its dtype, with float32
-    adapters in it, and peft's view."""
-    if config.learner.lora_rank == 0:
-        return load_model(config.model, device, path=checkpoint, dtype=torch.float32), None
-    # never the checkpoint, which holds adapters alone; they come with its training state
-    lm = load_model(config.model, device)
-    return lm, add_adapters(lm, config.learner, seed=config.run.seed, path=config.model.path)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 import torch
 
 from infsample_rl.config import Config
-from infsample_rl.learner.deepspeed_backend import BUCKET_ELEMENTS
+from infsample_rl.learner.deepspeed_config import BUCKET_ELEMENTS
 from infsample_rl.model.packed_attention import takes_flex_attention
+from infsample_rl.model.weight_slices import CHUNK_ELEMENTS
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.model_outline import ModelOutline
@@ -27,7 +28,10 @@ BLOCK, SMALLEST_8BIT = 256, 4096
 def learner_lines(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     """Bytes of one rank where it computes, and, of a rank on a GPU, in host memory."""
     device, host = _state(config, model)
-    device |= _reference(config, model, host) | _row(config, model) | _buckets(config)
+    device |= _reference(config, model, host)
+    beside = beside_steps(config, model, device)
+    device |= row_lines(config, model) | _buckets(config)
+    device["loading, publishing or saving, beyond a step"] = beside - sum(device.values())
     return {name: size for name, size in device.items() if size > 0}, host
 
 
@@ -80,6 +84,24 @@ def _state(config: Config, model: ModelOutline) -> tuple[Lines, Lines]:
     return lines, {name: lines.pop(name) for name in moved if name in lines}
 
 
+def beside_steps(config: Config, model: ModelOutline, state: Lines) -> int:
+    """The fullest moment of loading, publishing and saving, in which there are neither gradients nor a row. FSDP2 and
+    ZeRO-3 read slices and have no more than a layer whole; the others have the whole model in float32 first."""
+    learner, ranks, size = config.learner, config.cluster.learner_ranks, getattr(torch, config.model.dtype).itemsize
+    kept = sum(bytes_ for name, bytes_ in state.items() if name in ("weights", "float32 shards", "float32 masters"))
+    in_slices = ranks > 1 and (learner.backend == "fsdp" or learner.zero_stage == 3)
+    if in_slices and not model.is_converted:
+        loading = kept + 4 * min(CHUNK_ELEMENTS, max(model.sizes))
+        if learner.backend == "deepspeed":
+            loading += size * max(model.layer_parameters, model.root_parameters)
+    else:
+        loading = (4 if learner.lora_rank == 0 else size) * model.num_parameters + (kept if in_slices else 0)
+    # a tensor is gathered, and lies in a piece of the weights or a file's buffer
+    piece = 4 * max(model.sizes) + min(BUCKET_BYTES, size * model.num_parameters)
+    leaving = kept + state.get("optimizer's moments", 0) + piece
+    return max(loading, leaving if in_slices else 0)
+
+
 def _trained_sizes(config: Config, model: ModelOutline) -> list[int]:
     return model.adapter_sizes(config) if config.learner.lora_rank > 0 else model.sizes
 
@@ -127,7 +149,7 @@ def _zero_state(config: Config, count: int, frozen: int, size: int) -> Lines:
     }
 
 
-def _row(config: Config, model: ModelOutline) -> Lines:
+def row_lines(config: Config, model: ModelOutline) -> Lines:
     """The fullest row of an update: prompts of data.max_prompt_tokens, responses of rollout.max_new_tokens."""
     dtype, sharded = (
         getattr(torch, config.model.dtype),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from infsample_rl.config import Config
 from infsample_rl.model.architecture import KVShape, check_full_attention
@@ -83,6 +84,11 @@ class ModelOutline:
         names = self.model._no_split_modules or ()
         layer = next(module for module in self.model.modules() if type(module).__name__ in names)
         return sum(parameter.numel() for parameter in layer.parameters())
+
+    @cached_property
+    def is_converted(self) -> bool:
+        """Whether its files have other names or layouts than the model, so that it is loaded and saved whole."""
+        return bool(get_model_conversion_mapping(self.model, add_legacy=False))
 
     @property
     def root_parameters(self) -> int:

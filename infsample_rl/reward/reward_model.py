@@ -70,6 +70,7 @@ class RewardModel:
                 dtype=getattr(torch, settings["dtype"]),
                 output_loading_info=True,
                 adapter_kwargs={"local_files_only": where["local_files_only"]},
+                device_map=None if device == "cpu" else {"": device},  # read straight onto a GPU
                 **where,
             )
         except (OSError, ValueError, KeyError) as error:
@@ -80,7 +81,7 @@ class RewardModel:
         if loading["missing_keys"]:
             missing = ", ".join(sorted(loading["missing_keys"])[:3])
             raise ValueError(f"reward.functions: {function.name} is no trained reward model: its files lack {missing}")
-        self.model = model.to(device).eval()
+        self.model = model.eval()
         self.device, self.batch_tokens = device, settings["batch_tokens"]
         text_config = self.config.get_text_config()
         most = self.tokenizer.model_max_length

@@ -29,8 +29,8 @@ class Scenario:
     """A worker's life. A call is (method, arguments): a tuple or dict for all ranks, or a list of one for each; a rank
     with None skips it.
 
-    Methods beside the worker's: gradients, parameters, states, full_parameters; write_file and wait_for_file (path,);
-    die_in_next_backward; failing_save (folder,); slow_save (folder, seconds).
+    Methods beside the worker's: found, what setup() returned; gradients, parameters, states, full_parameters;
+    write_file and wait_for_file (path,); die_in_next_backward; failing_save (folder,); slow_save (folder, seconds).
     """
 
     config: Config
@@ -57,14 +57,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
     """The full float32 masters."""
-    return {name: state["master"].clone() for name, state in worker.backend.training_states()}
+    return {key.removesuffix("/master"): value.clone() for key, value in worker.backend.training_states(["master"])}
 
 
 def states(worker: LearnerWorker) -> dict[str, dict[str, torch.Tensor]]:
     """The full float32 masters and moments."""
-    return {
-        name: {key: value.clone() for key, value in state.items()} for name, state in worker.backend.training_states()
-    }
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in worker.backend.training_states():
+        name, _, kind = key.rpartition("/")
+        found.setdefault(name, {})[kind] = value.clone()
+    return found
 
 
 def full_parameters(worker: LearnerWorker) -> dict[str, torch.Tensor]:
@@ -149,11 +151,13 @@ def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | N
     worker = LearnerWorker(scenario.config, rank, world_size, scenario.total_steps)
     results = []
     try:
-        worker.setup(scenario.checkpoint, find_rank_0(worker, ports) if ports else None)
+        found = worker.setup(scenario.checkpoint, find_rank_0(worker, ports) if ports else None)
         for method, arguments in scenario.calls:
             own = arguments[rank] if isinstance(arguments, list) else arguments
             if own is None:
                 results.append(None)
+            elif method == "found":  # in setup()
+                results.append(found)
             elif method in OWN_METHODS:
                 results.append(OWN_METHODS[method](worker, *own))
             else:

@@ -1,5 +1,6 @@
 """Checkpoints: saved at any number of ranks, loaded at any other; whole or refused."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -9,7 +10,9 @@ from safetensors.torch import load_file
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner import checkpoint
-from infsample_rl.learner.checkpoint import SavedState, save_training_state, write_progress
+from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state, write_progress
+from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.weight_sync.buckets import shapes_of
 
 pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes
 
@@ -130,7 +133,8 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
         (f"p{number}", {kind: torch.full((100,), float(number)) for kind in ("master", "exp_avg", "exp_avg_sq")})
         for number in range(5)
     ]
-    save_training_state(tmp_path, iter(states), rank=0, world_size=1)
+    one_by_one = [(f"{name}/{kind}", value) for name, state in states for kind, value in state.items()]
+    save_training_state(tmp_path, shapes_of(one_by_one), iter(one_by_one), rank=0, world_size=1)
     write_progress(tmp_path, num_updates=4, optimizer_steps=3)
     sizes = {path.name: len(load_file(path)) for path in (tmp_path / "training_state").glob("*.safetensors")}
     # 1,200 bytes a parameter
@@ -139,6 +143,27 @@ def test_files_are_written_when_they_are_large_enough_and_no_more_is_held(tmp_pa
     for name, state in states:
         read = saved.read(name, torch.Size([100]))
         assert read.keys() == state.keys() and all(torch.equal(read[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("file_bytes", [50 * 10**9, 30_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_written_a_tensor_at_a_time_is_the_one_of_save_pretrained(
+    tools, tied_policy, tmp_path, monkeypatch, dtype, file_bytes
+):
+    monkeypatch.setattr(checkpoint, "WEIGHT_FILE_BYTES", file_bytes)
+    lm, tokenizer = tools.load_plain(tied_policy).to(dtype), load_tokenizer(tools.make_config(tied_policy).model)
+    tensors = list(lm.named_parameters())
+    save_pretrained_folder(tmp_path / "ours", lm, shapes_of(tensors), iter(tensors), tokenizer, rank=0)
+    lm.save_pretrained(tmp_path / "theirs", max_shard_size=file_bytes)
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys() and (len(ours) > 6) == (file_bytes == 30_000)
+    index = "model.safetensors.index.json"
+    if index in ours:
+        assert json.loads(ours.pop(index))["weight_map"] == json.loads(theirs.pop(index))["weight_map"]
+    assert ours == theirs
 
 
 # by rank

@@ -21,8 +21,10 @@ from transformers import (
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.worker import LearnerWorker
+from infsample_rl.plan import learner_memory
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.devices import host
+from infsample_rl.plan.learner_memory import beside_steps
 from infsample_rl.plan.limits import with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_processes, plan_role
@@ -142,6 +144,20 @@ def test_a_colocated_rank_has_the_weights_once_and_no_process_holds_a_model_twic
     (plan,) = plan_processes(config, model)
     assert plan.role == "colocated" and "weights" in plan.lines and "sampling: weights" not in plan.lines
     assert plan.lines["sampling: KV pool: responses"] > 0
+
+
+def test_a_model_that_is_loaded_whole_is_counted_and_of_one_read_in_slices_the_slices_alone(monkeypatch):
+    monkeypatch.setattr(learner_memory, "BUCKET_BYTES", 1000)  # less than this small model
+
+    def loaded(*overrides: str) -> float:
+        """Of a rank among 64, in bytes a parameter."""
+        config, model = settings(*overrides)
+        return beside_steps(with_settings(config, cluster__learner_ranks=64), model, {}) / model.num_parameters
+
+    deepspeed = "learner.backend=deepspeed"
+    assert loaded(deepspeed, "learner.zero_stage=2") == 4
+    assert loaded(deepspeed, "learner.zero_stage=2", "learner.lora_rank=4", "model.dtype=bfloat16") == 2
+    assert loaded() < 2 and loaded(deepspeed, "learner.zero_stage=3") < 2
 
 
 def test_a_worker_has_no_more_rows_than_a_step_or_an_evaluation_has_samples():

@@ -34,7 +34,11 @@ class Piece(NamedTuple):
 
 def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> list[Shape]:
     """The shapes of what will be sent; runs `tensors`, on a learner rank a collective, to its end."""
-    return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+    return [*map(_shape_of, tensors)]  # keeping none while the next one comes
+
+
+def _shape_of(named: tuple[str, Tensor]) -> Shape:
+    return named[0], named[1].dtype, tuple(named[1].shape)
 
 
 def plan_weights(shapes: Iterable[Shape], version: int, bucket_bytes: int = BUCKET_BYTES) -> WeightManifest:
@@ -114,6 +118,7 @@ def fill_buckets(
     ):
         for piece in pieces:
             if piece.start == 0:
+                flat = part = torch.empty(0)  # the last one goes before the next is gathered
                 flat = _next_tensor(source, manifest, piece.entry)
             part = flat[piece.start : piece.stop]
             buffer[piece.offset : piece.offset + part.nbytes].view(part.dtype).copy_(part)

@@ -1,0 +1,149 @@
+"""A rank reads the slices of its own shards: bitwise the weights of the whole model, or the whole model is loaded."""
+
+import importlib.util
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import infsample_rl
+from infsample_rl.config import LearnerConfig, ModelConfig
+from infsample_rl.learner.policy_loading import load_policy
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.weight_slices import NotSliceable, load_outline, materialize
+
+KK_TINY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
+LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
+LORA = replace(LEARNER, lora_rank=3, lora_alpha=6.0)
+ZERO_3 = {"backend": "deepspeed", "zero_stage": 3}
+# FSDP2, and where DeepSpeed is installed its stage 3, whose masters in 16 bits come from the files too.
+SHARDED = {"fsdp": {}}
+if importlib.util.find_spec("deepspeed") is not None:
+    SHARDED |= {"zero 3": ZERO_3}
+
+
+def loaded_whole(path, dtype=torch.float32):
+    """What from_pretrained gives."""
+    return load_model(ModelConfig(path=path), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tools, tied_policy, untied_policy, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slices")
+    paths = {"kk_tiny": KK_TINY, "tied": tied_policy, "untied": untied_policy}
+    paths["bfloat16 files"] = str(folder / "bfloat16")
+    loaded_whole(untied_policy, torch.bfloat16).save_pretrained(paths["bfloat16 files"], max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(untied_policy) / name, paths["bfloat16 files"])
+    calls = {"whole": [("found", ()), ("parameters", ())], "LoRA": [("found", ()), ("full_parameters", ())]}
+    scenarios = {}
+    for sharded, settings in SHARDED.items():
+        for name, path in paths.items():
+            for dtype in ("float32", "bfloat16"):
+                config = tools.make_config(path, learner=replace(LEARNER, **settings), dtype=dtype, ranks=2)
+                scenarios[sharded, name, dtype] = tools.Scenario(config, calls["whole"])
+        for name in ("tied", "untied"):
+            learner = replace(LORA, **settings)
+            config = tools.make_config(paths[name], learner=learner, dtype="bfloat16", ranks=2)
+            scenarios[sharded, "LoRA", name] = tools.Scenario(config, calls["LoRA"])
+    return paths, tools.run_ranks(folder, scenarios, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["kk_tiny", "tied", "untied", "bfloat16 files"])
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_shards_read_in_slices_are_bitwise_the_whole_model(two_ranks, sharded, name, dtype):
+    paths, ranks = two_ranks
+    expected = dict(loaded_whole(paths[name]).named_parameters())
+    for rank in ranks:
+        setup, found = rank[sharded, name, dtype]
+        assert setup["loaded"] == "in slices"
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+@pytest.mark.parametrize("sharded", SHARDED)
+def test_adapters_on_an_outline_are_those_on_the_whole_model(tools, two_ranks, sharded, name):
+    paths, ranks = two_ranks
+    alone = tools.run_here(tools.make_config(paths[name], learner=LORA, dtype="bfloat16"), [("full_parameters", ())])[0]
+    for rank in ranks:
+        setup, found = rank[sharded, "LoRA", name]
+        assert setup["loaded"] == "in slices"
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[key], value) for key, value in alone.items())
+
+
+@pytest.mark.parametrize("path", [KK_TINY, "tied", "untied"])
+def test_an_outline_made_real_is_the_whole_model_buffers_and_ties_too(tied_policy, untied_policy, path):
+    path = {"tied": tied_policy, "untied": untied_policy}.get(path, path)
+    whole, (lm, slices) = loaded_whole(path), load_outline(ModelConfig(path=path), dtype=torch.float32)
+    materialize(lm, "cpu")
+    for name, parameter in lm.named_parameters():
+        slices.read(name, parameter)
+    ids = torch.arange(2, 40)[None]
+    assert torch.equal(lm(ids).logits, whole(ids).logits)
+    assert lm.state_dict().keys() == whole.state_dict().keys()
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) is whole.config.tie_word_embeddings
+    assert all(torch.equal(found, value) for found, value in zip(lm.buffers(), whole.buffers(), strict=True))
+    assert lm.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert not lm.training
+
+
+def copied(path, folder, change):
+    """The model of `path` at `folder`, with changed tensors."""
+    shutil.copytree(path, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def test_a_head_beside_tied_embeddings_may_be_in_the_files_when_it_is_equal(tied_policy, tmp_path):
+    def add(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    path = copied(tied_policy, tmp_path / "equal", add)
+    lm, _ = load_outline(ModelConfig(path=path), dtype=torch.float32)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    path = copied(path, tmp_path / "other", lambda tensors: tensors["lm_head.weight"].add_(1.0))
+    with pytest.raises(NotSliceable, match="tied, and differ"):
+        load_outline(ModelConfig(path=path), dtype=torch.float32)
+
+
+def renamed(tensors):
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "have no model.norm.weight"),
+        (renamed, "have no model.embed_tokens.weight"),
+        (lambda tensors: tensors.update({"x.LayerNorm.gamma": torch.zeros(1)}), "converts x.LayerNorm.gamma"),
+    ],
+)
+def test_files_that_transformers_would_convert_or_complete_are_loaded_whole(
+    tools, untied_policy, tmp_path, change, reason
+):
+    path = copied(untied_policy, tmp_path / "model", change)
+    config = tools.make_config(path, learner=LEARNER, ranks=2)
+    policy = load_policy(config, torch.device("cpu"), None, in_slices=True)
+    assert policy.slices is None
+    assert policy.how.startswith("whole on every rank: ")
+    assert reason in policy.how
+    assert not any(parameter.is_meta for parameter in policy.lm.parameters())
+
+
+def test_bin_files_are_loaded_whole(tools, untied_policy, tmp_path):
+    folder = tmp_path / "bin"
+    shutil.copytree(untied_policy, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    policy = load_policy(tools.make_config(str(folder), learner=LEARNER), torch.device("cpu"), None, in_slices=True)
+    assert policy.how == ("whole on every rank: it has neither model.safetensors nor model.safetensors.index.json")
+    assert torch.equal(policy.lm.lm_head.weight, loaded_whole(untied_policy).lm_head.weight)
