@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from infsample_rl.commands.convert.values import NoEquivalent, not_negative, positive
+from infsample_rl.commands.convert.values import NoEquivalent, count_rows, not_negative, positive
 from infsample_rl.config import fields
 from infsample_rl.config.overrides import SECTIONS
 
@@ -96,11 +96,27 @@ class Conversion:
         self._read.add(name)
         self.dropped.append(f"{self._spelled(name)}: {why}")
 
-    def set_source(self, ours: str, name: str, files: list[str]) -> None:
-        """data.source or data.eval_source of the first file; the others are said, to be joined."""
-        self.set(ours, files[0] if files else None, name)
-        if len(files) > 1:
-            self.drop(name, f"{', '.join(files[1:])} beside {files[0]}; {ours} is one: join them into one file")
+    def set_sources(self, files: list[str], theirs: str, held_out: list[str], theirs_held_out: str) -> None:
+        """data.source and data.eval_source, or for several files data.sources, in which every row counts alike."""
+        beside = held_out[len(files) or 1 :]
+        if len(files) <= 1:
+            self.set("data.source", files[0] if files else None, theirs)
+            self.set("data.eval_source", held_out[0] if held_out else None, theirs_held_out)
+        else:
+            rows = [count_rows(file) for file in files]
+            if None in rows:
+                self.drop(theirs, "its rows could not be counted: every source has the same weight in data.sources")
+            tests = [*held_out, *[None] * len(files)]
+            self.set(
+                "data.sources",
+                [
+                    {"source": file, "weight": count if None not in rows else 1, "eval_source": test}
+                    for file, count, test in zip(files, rows, tests, strict=False)
+                ],
+                f"{theirs} {theirs_held_out}",
+            )
+        if beside:
+            self.drop(theirs_held_out, f"{', '.join(beside)} beside the others; join them into one file")
 
     def set_lengths(self, prompt: int, new: int, theirs: str) -> None:
         """The longest prompt and response, and learner and reference rows that hold both."""
@@ -147,7 +163,8 @@ class Conversion:
         left = {name for name in self.given.keys() - self._read if self.given[name] is not None}
         self.without_effect = {name for name in left if any(fnmatchcase(name, pattern) for pattern in self._patterns)}
         self.dropped += map(self._spelled, left - self.without_effect)
-        for ours in ("model.path", "data.source", "reward.functions"):
+        source = "data.sources" if "data.sources" in self.settings else "data.source"
+        for ours in ("model.path", source, "reward.functions"):
             if self.ours(ours) in (None, []) or ours not in self.settings:
                 raise ValueError(f"nothing says what {ours} is to be; add it behind FILE, as one would for {self.peer}")
         return self

@@ -75,8 +75,7 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
     c.dropped += code
     files, config = c.value("dataset_name", local_paths), c.value("dataset_config")
     files = [f"{file}:{config}" if config else file for file in files]
-    c.set_source("data.source", "dataset_name", files)
-    c.set_source("data.eval_source", "eval_strategy", [] if c.is_off("eval_strategy") else files[:1])
+    c.set_sources(files, "dataset_name", [] if c.is_off("eval_strategy") else files, "eval_strategy")
     prompt = c.value("max_prompt_length", lambda longest: 1024 if longest is None else positive(longest))
     c.set_lengths(prompt, c.value("max_completion_length", positive, 512), "max_prompt_length max_completion_length")
     _steps(c)

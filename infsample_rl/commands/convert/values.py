@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+from infsample_rl.data.rows import FILE_SUFFIXES, read_rows
 
 
 class NoEquivalent(Exception):
@@ -31,6 +34,15 @@ def truth(value: Any) -> bool:
 def texts(value: Any) -> list[str]:
     """A list of texts, of one where it is a single value."""
     return [] if value is None else [str(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def count_rows(file: str) -> int | None:
+    """Rows of a file of data; None where it is not here, or no such file."""
+    path = Path(file)
+    try:
+        return len(read_rows(path, file)) if path.suffix in FILE_SUFFIXES else None
+    except (OSError, ValueError):
+        return None
 
 
 def local_path(path: Any) -> str:

@@ -98,8 +98,8 @@ def convert(path: Path, arguments: list[str]) -> Conversion:
             name = new + name.removeprefix(old) if name.startswith(old) else name
         given[name] = value
     c = Conversion(given, "verl 0.9.1", ROWS, WITHOUT_EFFECT)
-    c.set_source("data.source", "data.train_files", c.value("data.train_files", local_paths))
-    c.set_source("data.eval_source", "data.val_files", c.value("data.val_files", local_paths))
+    files, held_out = (c.value(f"data.{name}_files", local_paths) for name in ("train", "val"))
+    c.set_sources(files, "data.train_files", held_out, "data.val_files")
     lengths = ("data.max_prompt_length", "data.max_response_length")
     c.set_lengths(c.value(lengths[0], positive, 512), c.value(lengths[1], positive, 512), " ".join(lengths))
     prompts, mini = c.value("data.train_batch_size", positive), c.value(f"{ACTOR}.ppo_mini_batch_size", positive, 256)

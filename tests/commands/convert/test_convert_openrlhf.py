@@ -63,7 +63,7 @@ def test_nothing_of_a_script_is_dropped_in_silence_and_keys_are_never_shown(conv
         ("--algo.kl.init_coef 0.02", {"objective.kl_in_reward": True, "objective.kl_reward_coef": 0.02}, ""),
         ("--actor.eps_clip_low_high 0.2 0.3 2>&1 | tee train.log", {"objective.clip_high": 0.3}, ""),
         ("--train.async_enable --ds.lora.rank 8", {"run.max_staleness": 1, "learner.lora_rank": 8}, ""),
-        ("--data.prompt_dataset a.jsonl,b.jsonl", {}, "b.jsonl beside a.jsonl"),
+        ("--data.prompt_dataset a.jsonl,b.jsonl", {}, "its rows could not be counted"),
     ],
 )
 def test_flags_by_their_name(convert, added, settings, dropped):

@@ -73,7 +73,7 @@ def test_a_script_keeps_units_and_objective_and_says_what_it_drops(convert):
         ("ACTOR.policy_loss.loss_mode=clip_cov", {"objective.loss": "dapo"}, "loss_mode=clip_cov"),
         ("algorithm.adv_estimator=gae", {"objective.advantage": "std"}, "adv_estimator=gae: there is no critic"),
         ("ACTOR.optim.lr=1e-5 trainer.total_training_steps=9", {"learner.lr": 1e-5, "run.steps": 9}, ""),
-        ("data.train_files=[a.parquet,b.parquet,c.parquet]", {}, "b.parquet, c.parquet beside a.parquet"),
+        ("data.train_files=[a.parquet,b.parquet,c.parquet]", {}, "its rows could not be counted"),
         ("data.train_batch_size=", {"data.prompts_per_step": 1024}, "data.train_batch_size= is empty"),
         ("actor_rollout_ref.rollout.ignore_eos=True", {}, "actor_rollout_ref.rollout.ignore_eos=True"),
     ],
@@ -84,6 +84,18 @@ def test_settings_by_their_name(convert, arguments, settings, dropped):
     assert found.has(settings) == settings
     assert dropped in found.said and found.code == (3 if dropped else 0)
     assert found.functions() == [("data_source", 1.0)]
+
+
+def test_every_training_file_is_kept_and_every_row_counts_alike(convert, tmp_path):
+    for name, rows in [("a.jsonl", 3), ("b.jsonl", 1)]:
+        (tmp_path / name).write_text('{"prompt": "?", "answer": 1}\n' * rows)
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    words = (f"data.train_files=[{','.join(files)}]", f"data.val_files=[{files[1]}]")
+    found = convert("verl", "one.yaml", MINIMAL, *words)
+    sources = [(entry.source, entry.weight, entry.eval_source) for entry in found.config.data.sources]
+    assert sources == [(files[0], 3.0, files[1]), (files[1], 1.0, None)] and found.code == 0
+    found = convert("verl", "one.yaml", MINIMAL, words[0], f"data.val_files=[{','.join([*files, files[0]])}]")
+    assert f"{files[0]} beside the others" in found.said and found.code == 3
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "share"), [(1, 1, 0.75), (8, 7, 1)])
