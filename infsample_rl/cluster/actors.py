@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_micro_groups, unseal
+from infsample_rl.cluster.observed import Observed, with_control, with_groups
+from infsample_rl.cluster.reference_actors import ReferenceCalls
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
 from infsample_rl.config import Config
-from infsample_rl.observe.phases import phase, report_phases, status, watch_log
+from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
@@ -24,8 +26,6 @@ from infsample_rl.types import (
     StreamOrder,
     WeightManifest,
     WeightSyncReport,
-    WorkerPhases,
-    WorkerStatus,
 )
 
 if TYPE_CHECKING:  # a reward worker needs no torch for it
@@ -35,32 +35,6 @@ DECODE_STEPS_PER_TURN = 8  # running steps between two learner rows, in a proces
 
 Items = Iterator[MicroGroupHeader | list[Completion]]
 Published = tuple[WeightManifest, list[ray.ObjectRef]]  # with flat buckets
-
-
-class Observed:
-    """What every actor tells of itself, also while its own calls run."""
-
-    _done = 0  # micro-groups or rows
-
-    def observe(self, role: str, index: int) -> None:
-        """Begin to keep the last log line."""
-        watch_log()
-        self._role, self._index = role, index
-
-    @ray.method(concurrency_group="control")
-    def progress(self) -> int:
-        """Grows as long as the worker works, also within a call."""
-        return self._done
-
-    @ray.method(concurrency_group="control")
-    def phases(self) -> WorkerPhases:
-        """Phases since the last call."""
-        return report_phases(self._role, self._index, ray.util.get_node_ip_address())
-
-    @ray.method(concurrency_group="control")
-    def status(self) -> WorkerStatus:
-        """Process, last log line, and where its threads stand."""
-        return status()
 
 
 class RolloutCalls(Observed):
@@ -140,25 +114,6 @@ class RewardCalls(Observed):
         """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
         asked = zip(prompts, payloads, strict=True)
         return seal([self.worker.score(unseal(prompt), open_micro_group(payload)) for prompt, payload in asked])
-
-
-class ReferenceCalls(Observed):
-    """The frozen policy."""
-
-    def __init__(self, secrets: Secrets, config: Config, index: int):
-        take_secrets(secrets)
-        from infsample_rl.learner.reference import ReferenceWorker
-
-        self.worker = ReferenceWorker(config)
-        self.observe("reference", index)
-
-    def logprobs(self, prompts: list[bytes], *payloads: Payload) -> list[Any]:
-        """Of a micro-group of each sealed Prompt: a sealed list[ReferenceReport], then every ReferenceResult."""
-        found: list[ReferenceResult] = []
-        for prompt, payload in zip(prompts, payloads, strict=True):
-            found.append(self.worker.logprobs(unseal(prompt), open_micro_group(payload)))
-            self._done += 1
-        return [seal([result.report for result in found]), *found]
 
 
 class LearnerCalls(Observed):
@@ -271,14 +226,11 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
         return self.both.publish(version, probe)
 
 
-_with_groups: Any = ray.remote  # its hints lack concurrency_groups
-# two: give_back() waits for a running step, progress() must not
-_with_control = _with_groups(concurrency_groups={"control": 2})
 ACTORS = {
-    "rollout": _with_control(RolloutCalls),
-    "reward": _with_control(RewardCalls),
-    "reference": _with_control(ReferenceCalls),
-    "learner": _with_control(LearnerCalls),
+    "rollout": with_control(RolloutCalls),
+    "reward": with_control(RewardCalls),
+    "reference": with_control(ReferenceCalls),
+    "learner": with_control(LearnerCalls),
     # Learner calls of a process that also samples run beside its stream, in their order.
-    "colocated": _with_groups(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
+    "colocated": with_groups(concurrency_groups={"control": 2, "learner": 1})(ColocatedCalls),
 }

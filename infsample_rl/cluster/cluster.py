@@ -68,7 +68,7 @@ class Cluster:
         """Start every worker, and the learner's process group."""
         cluster, workers = self._config.cluster, self._calls.workers
         for group in worker_groups(self._config):
-            workers.start(group.role, group.count)
+            workers.start(group.role, group.count // group.ranks)
         if cluster.colocate:
             workers.share("learner", "rollout")
         for role in ("reward", "reference") if cluster.colocate else ("rollout", "reward", "reference"):
@@ -166,8 +166,11 @@ def _begin_worker(
     """Start a worker in its place, and ask it a first question."""
     colocated = role == "learner" and config.cluster.colocate
     actor = ACTORS["colocated" if colocated else role].options(**session.options(role, index))
-    ranks = [config.cluster.learner_ranks, total_steps] if role == "learner" else []
-    handle = actor.remote(secrets[role], config, index, *ranks)
+    of_role: dict[str, list[Any]] = {
+        "learner": [config.cluster.learner_ranks, total_steps],
+        "reference": [session.options_of_ranks(role, index)],
+    }
+    handle = actor.remote(secrets[role], config, index, *of_role.get(role, []))
     return handle, handle.status.remote()
 
 

@@ -67,7 +67,15 @@ class Session:
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Options of the actor of worker `index` of a role: what it takes, and the bundle it takes it from."""
-        group, (reservation, bundle) = self._groups[role], self._bundles[role, index]
+        return self._options(role, index * self._groups[role].ranks)
+
+    def options_of_ranks(self, role: str, index: int) -> list[dict[str, Any]]:
+        """Of the worker's ranks beside the first."""
+        ranks = self._groups[role].ranks
+        return [self._options(role, index * ranks + rank) for rank in range(1, ranks)]
+
+    def _options(self, role: str, place: int) -> dict[str, Any]:
+        group, (reservation, bundle) = self._groups[role], self._bundles[role, place]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
         environment = {"env_vars": allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)}
         return {

@@ -34,6 +34,7 @@ ROLES = {  # what a process does, by the class that Ray titles it with
     "RolloutCalls": ("rollout",),
     "RewardCalls": ("reward",),
     "ReferenceCalls": ("reference",),
+    "ReferenceRankCalls": ("reference rank",),
     "LearnerCalls": ("learner",),
     "ColocatedCalls": ("rollout", "learner"),
 }

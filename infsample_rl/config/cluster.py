@@ -51,8 +51,14 @@ class ClusterConfig:
     reference_workers: int = setting(
         1, "reference workers, started only when a KL term is used", low=1, read_if=lambda c: c.has_reference_workers
     )
+    reference_ranks: int = setting(
+        1,
+        "processes that the model of one reference worker is sharded over, where it is above one GPU",
+        low=1,
+        read_if=lambda c: c.has_reference_workers,
+    )
     reference_gpus: float = setting(
-        0.0, "GPUs of one reference worker", low=0, high=1, read_if=lambda c: c.has_reference_workers
+        0.0, "GPUs of each process of a reference worker", low=0, high=1, read_if=lambda c: c.has_reference_workers
     )
     reward_workers: int = setting(1, "reward workers", low=1)
     reward_gpus: float = setting(
@@ -79,13 +85,17 @@ class ClusterConfig:
     progress_timeout_s: float = setting(
         600.0,
         "seconds without any progress after which what is waited for is taken as lost; half of it for a collective of "
-        "the learner ranks; 300 at least for a start",
+        "ranks; 300 at least for a start",
         above=0,
     )
 
     def __post_init__(self) -> None:
         check_bounds("cluster", self)
-        check_pairs([("cluster.learner_ranks>1", "cluster.learner_gpus=0|1", "ranks cannot share a GPU")], cluster=self)
+        pairs = [
+            (f"cluster.{role}_ranks>1", f"cluster.{role}_gpus=0|1", "ranks cannot share a GPU")
+            for role in ("learner", "reference")
+        ]
+        check_pairs(pairs, cluster=self)
         if self.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", self.address):
             raise ValueError(
                 f"cluster.address must be auto or host:port, got {self.address!r}: Ray Client (ray://) cannot stream; "
@@ -104,5 +114,5 @@ class ClusterConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Seconds a collective of the learner ranks may take: it fails before who waits for the rank gives up."""
+        """Seconds a collective of ranks may take: it fails before who waits for the rank gives up."""
         return self.progress_timeout_s / 2

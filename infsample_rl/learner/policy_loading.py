@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, ModelConfig
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.lora import add_adapters
 from infsample_rl.model.weight_slices import WeightSlices, load_outline
@@ -37,20 +37,30 @@ def load_policy(config: Config, device: torch.device, checkpoint: str | None, *,
     learner = config.learner
     # With LoRA never the checkpoint, which holds adapters alone; they come with its training state.
     path, dtype = (checkpoint, torch.float32) if learner.lora_rank == 0 else (None, getattr(torch, config.model.dtype))
-    lm, slices, how = None, None, "whole"
-    if in_slices:
-        try:
-            lm, slices = load_outline(config.model, path=path, dtype=dtype)
-            how = "in slices"
-        except (OSError, ValueError, KeyError) as reason:  # what is wrong with the files load_model says better
-            how = f"{WHOLE}: {reason}"
-    if lm is None:
-        lm = load_model(config.model, device, path=path, dtype=dtype)
+    load = load_in_slices if in_slices else _load_whole
+    lm, slices, how = load(config.model, device, path=path, dtype=dtype)
     if learner.lora_rank == 0:
         return LoadedPolicy(lm, None, slices, how)
     with _weights_of_one_value(lm) if slices else contextlib.nullcontext():
         adapted = add_adapters(lm, learner, seed=config.run.seed, path=config.model.path)
     return LoadedPolicy(lm, adapted, slices, how)
+
+
+def load_in_slices(
+    model: ModelConfig, device: torch.device | str, *, path: str | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, WeightSlices | None, str]:
+    """An outline, what reads its weights, and how it was loaded in words; where its files do not allow that the whole
+    model, None and why. Errors as load_model's."""
+    try:
+        return *load_outline(model, path=path, dtype=dtype), "in slices"
+    except (OSError, ValueError, KeyError) as reason:  # what is wrong with the files load_model says better
+        return load_model(model, device, path=path, dtype=dtype), None, f"{WHOLE}: {reason}"
+
+
+def _load_whole(
+    model: ModelConfig, device: torch.device | str, *, path: str | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, WeightSlices | None, str]:
+    return load_model(model, device, path=path, dtype=dtype), None, "whole"
 
 
 @contextlib.contextmanager

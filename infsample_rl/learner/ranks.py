@@ -15,19 +15,25 @@ from infsample_rl.model.weight_slices import WeightSlices
 from infsample_rl.model.weight_sync.store import SignedStore
 
 
+def join_default_group(config: Config, store: SignedStore, rank: int, world_size: int, *, backend: str) -> None:
+    """Make the default process group of the ranks that meet in this store."""
+    meeting = store.plain if "nccl" in backend else cast(dist.Store, store)
+    limit = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=limit)
+
+
 def join_ranks(config: Config, store: SignedStore, rank: int, world_size: int) -> dist.ProcessGroup:
-    """Make the default process group, and return another, in which the ranks tell each other what they could write.
+    """Make the learner's default process group, and return another, in which the ranks tell each other what they could
+    write.
 
     There they wait for one that writes, whose disk may be slower than any collective, as long as the driver waits for
     them.
     """
-    backend, meeting = "gloo", cast(dist.Store, store)
+    backend = "gloo"
     if config.cluster.learner_gpus > 0:
         # The gradients of an offloaded optimizer have their norm taken in host memory.
         backend = "cpu:gloo,cuda:nccl" if config.learner.offload_optimizer else "nccl"
-        meeting = store.plain
-    limit = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=limit)
+    join_default_group(config, store, rank, world_size, backend=backend)
     return dist.new_group(timeout=datetime.timedelta(seconds=config.cluster.progress_timeout_s), backend="gloo")
 
 

@@ -1,5 +1,5 @@
-"""The frozen reference policy of the KL terms: in a worker of its own, or on the learner ranks themselves
-(reference.placement=learner), where nothing is sent.
+"""The frozen reference policy of the KL terms: in a worker of its own, which may be sharded over several ranks, or on
+the learner ranks themselves (reference.placement=learner), where nothing is sent.
 
 There with LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the
 policy, sharded over the same ranks wherever rows run in lockstep; with learner.grad_sync=last_row, where they do not,
@@ -19,11 +19,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from infsample_rl.config import Config
 from infsample_rl.learner.backend import Backend
+from infsample_rl.learner.policy_loading import load_in_slices
+from infsample_rl.learner.ranks import join_default_group
 from infsample_rl.learner.row_plan import runs_within
-from infsample_rl.model.logprobs import PackedPolicy, load_frozen_policy
+from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.logprobs import PackedPolicy, packed_policy
 from infsample_rl.model.lora import adapters_off
 from infsample_rl.model.packing import PackedRow, pack_row
 from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.weight_slices import materialize
+from infsample_rl.model.weight_sync.store import SignedStore
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import Completion, MaybeNone, Prompt, ReferenceReport, ReferenceResult
 
@@ -36,17 +41,22 @@ Forward = Callable[[PackedRow, float], tuple[Tensor, Tensor]]  # as PackedPolicy
 class ReferenceWorker:
     """Log-probabilities of finished micro-groups under reference.path, or under the policy the run starts from."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, rank: int = 0, store: SignedStore | None = None) -> None:
+        """`rank` of cluster.reference_ranks, which meet in `store`, each with a shard. Every method is a collective of
+        them, and gives the same on all."""
         torch.set_num_threads(config.cluster.threads_per_worker)
+        ranks = config.cluster.reference_ranks if store is not None else 1
         self.device = torch.device("cuda" if config.cluster.reference_gpus > 0 else "cpu")
         self.temperature = config.rollout.temperature
         self.max_tokens = config.reference.max_tokens_per_micro_batch
         self.memory = process_memory(self.device.type)
-        self.policy = load_frozen_policy(config, self.device)
+        if store is not None:
+            join_default_group(config, store, rank, ranks, backend="nccl" if self.device.type == "cuda" else "gloo")
+        self.policy = load_frozen_policy(config, self.device, ranks=ranks)
         self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
 
     @phase("reference")
-    @torch.inference_mode()
+    @torch.no_grad()
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
         """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus
         reference."""
@@ -112,17 +122,48 @@ def build_reference(
 def _frozen_copy(config: Config, device: torch.device, world_size: int) -> PackedPolicy:
     # On a CPU machine the weights are in host memory in any case.
     offload = config.reference.offload and device.type != "cpu"
-    policy = load_frozen_policy(config, "cpu" if offload else device)
     if world_size > 1 and config.learner.grad_sync == "every_row":
+        return load_frozen_policy(config, device, ranks=world_size, offload=offload)
+    policy = load_frozen_policy(config, "cpu" if offload else device)
+    if offload:
+        keep_in_host_memory(policy, device)
+    return policy
+
+
+def load_frozen_policy(
+    config: Config, device: torch.device | str, *, ranks: int = 1, offload: bool = False
+) -> PackedPolicy:
+    """The reference, frozen: reference.path, or the policy the run starts from; of more than one of the `ranks` of the
+    default process group this one's shard, in host memory with `offload`.
+
+    ValueError when the policy's tokenizer has ids it does not know.
+    """
+    path, device = config.reference.path or config.model.path, torch.device(device)
+    where, slices = torch.device("cpu") if offload else device, None
+    if ranks > 1:
+        dtype = getattr(torch, config.model.dtype)
+        lm, slices, _ = load_in_slices(config.model, where, path=path, dtype=dtype)
+    else:
+        lm = load_model(config.model, where, path=path)
+    valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
+    if config.reference.path and rows < valid_vocab:
+        raise ValueError(
+            f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has "
+            f"{valid_vocab}"
+        )
+    policy = packed_policy(config, lm, valid_vocab).requires_grad_(False)
+    if ranks > 1:
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(device.type, (world_size,)),
+            "mesh": init_device_mesh(device.type, (ranks,)),
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         for unit in (*policy.decoder_layers(), policy):
             # no backward comes that would free what was gathered
             fully_shard(unit, **options, reshard_after_forward=True)
-    elif offload:
-        keep_in_host_memory(policy, device)
+    if slices is not None:
+        materialize(policy, where)
+        for name, shard in policy.lm.named_parameters():
+            slices.read(name, shard)
     return policy
 
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infsample_rl.config import Config
-from infsample_rl.model.loading import load_model, load_tokenizer
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
@@ -246,16 +245,3 @@ def packed_policy(config: Config, lm: PreTrainedModel, valid_vocab: int) -> Pack
         bad_token_ids=config.rollout.bad_token_ids,
         head_fp32=config.model.lm_head_fp32,
     )
-
-
-def load_frozen_policy(config: Config, device: torch.device | str) -> PackedPolicy:
-    """The reference, frozen: reference.path, or the policy the run starts from. ValueError when the policy's tokenizer
-    has ids it does not know."""
-    lm = load_model(config.model, device, path=config.reference.path or config.model.path)
-    valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]
-    if config.reference.path and rows < valid_vocab:
-        raise ValueError(
-            f"reference.path={config.reference.path} has a vocabulary of {rows} ids, the policy's tokenizer has "
-            f"{valid_vocab}"
-        )
-    return packed_policy(config, lm, valid_vocab).requires_grad_(False)

@@ -22,12 +22,14 @@ Worker = tuple[str, int]  # role and index
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroup:
-    """`count` processes of one role. Example: WorkerGroup(role="rollout", count=2, cpus=1.0, gpus=0.0)"""
+    """`count` processes of one role; `ranks` of them, next to each other, are one worker. Example:
+    WorkerGroup(role="rollout", count=2, cpus=1.0, gpus=0.0)"""
 
     role: str
     count: int
     cpus: float
     gpus: float
+    ranks: int = 1
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -77,8 +79,8 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
     KL term only."""
     cluster = config.cluster
 
-    def group(role: str, count: int, gpus: float) -> WorkerGroup:
-        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker, gpus=gpus)
+    def group(role: str, count: int, gpus: float, ranks: int = 1) -> WorkerGroup:
+        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker, gpus=gpus, ranks=ranks)
 
     groups = [
         group("reward", cluster.reward_workers, cluster.reward_gpus),
@@ -87,23 +89,23 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
     if not cluster.colocate:
         groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_gpus))
     if config.objective.needs_reference and config.reference.placement == "workers":
-        groups.append(group("reference", cluster.reference_workers, cluster.reference_gpus))
+        count = cluster.reference_workers * cluster.reference_ranks
+        groups.append(group("reference", count, cluster.reference_gpus, cluster.reference_ranks))
     return groups
 
 
 def reservations(config: Config) -> list[Reservation]:
-    """What Ray is asked to reserve, in that order: learner ranks on few nodes, since they meet in every row, the others
+    """What Ray is asked to reserve, in that order: ranks on few nodes, since they meet in every row, the others
     over many. With cluster.weight_sync=cuda_ipc learner and engines share a GPU: one reservation on one node."""
-    counts = {group.role: group.count for group in worker_groups(config)}
+    groups = {group.role: group for group in worker_groups(config)}
+    places = {role: [(role, index) for index in range(group.count)] for role, group in groups.items()}
     shares_gpu = config.cluster.weight_sync == "cuda_ipc" and not config.cluster.colocate
     together = ["learner", "rollout"] if shares_gpu else ["learner"]
     strategies = [("learner", "STRICT_PACK" if shares_gpu else "PACK", together)]
-    others = [role for role in ("reference", "rollout", "reward") if role in counts and role not in together]
-    strategies += [(role, "SPREAD", [role]) for role in others]
+    others = [role for role in ("reference", "rollout", "reward") if role in groups and role not in together]
+    strategies += [(role, "PACK" if groups[role].ranks > 1 else "SPREAD", [role]) for role in others]
     return [
-        Reservation(
-            name=name, strategy=strategy, workers=[(role, index) for role in roles for index in range(counts[role])]
-        )
+        Reservation(name=name, strategy=strategy, workers=[place for role in roles for place in places[role]])
         for name, strategy, roles in strategies
     ]
 
@@ -284,7 +286,9 @@ def reference_text(config: Config) -> str:
         return "none: no KL term is used"
     path = reference.path or "the policy as the run starts"
     if reference.placement == "workers":
-        return f"{path}, in {cluster.reference_workers} reference worker{'s' if cluster.reference_workers > 1 else ''}"
+        sharded = f", each sharded over {cluster.reference_ranks} processes" if cluster.reference_ranks > 1 else ""
+        workers = f"{cluster.reference_workers} reference worker{'s' if cluster.reference_workers > 1 else ''}"
+        return f"{path}, in {workers}{sharded}"
     if config.learner.lora_rank > 0:
         return "on the learner ranks: the policy without its adapters"
     is_sharded = cluster.learner_ranks > 1 and config.learner.grad_sync == "every_row"

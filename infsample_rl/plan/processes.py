@@ -108,7 +108,7 @@ def _together(config: Config, model: ModelOutline, learner: dict[str, int]) -> d
 
 
 def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
-    """A reference worker: weights, and the fullest row it runs, without gradient."""
+    """A process of a reference worker: weights or its shard of them, and the fullest row it runs, without gradient."""
     dtype = getattr(torch, config.model.dtype)
     if config.reference.path not in (None, config.model.path):
         other = replace(config.model, path=config.reference.path)
@@ -125,4 +125,9 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
     )
     lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     row = row_groups(*lengths, config.reference.max_tokens_per_micro_batch, config.rollout.micro_group, 1)
-    return {"weights": dtype.itemsize * model.num_parameters} | fullest_moment(settings, row)
+    ranks, size = config.cluster.reference_ranks, dtype.itemsize
+    lines = {"weights": size * model.num_parameters // ranks} | fullest_moment(settings, row)
+    if ranks == 1:
+        return lines
+    gathered = {"gathered: two layers": 2 * size * model.layer_parameters}
+    return lines | gathered | {"gathered: embeddings and head": size * model.root_parameters}

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from infsample_rl.cluster.actors import ColocatedCalls, LearnerCalls, ReferenceCalls
+from infsample_rl.cluster.actors import ColocatedCalls, LearnerCalls
 from infsample_rl.cluster.colocated import TurnLock
 from infsample_rl.cluster.messages import seal
+from infsample_rl.cluster.reference_actors import ReferenceCalls
 from infsample_rl.types import ReferenceReport, ReferenceResult, RowWork
 
 ROWS = seal([RowWork(row=None, prompt_ids={}, totals=totals, row_id=None) for totals in (None, "totals", "totals")])
@@ -32,6 +33,7 @@ def test_a_process_that_also_samples_counts_rows_and_running_steps():
 
 def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call():
     calls, seen = ReferenceCalls.__new__(ReferenceCalls), []
+    calls._others = []
 
     def logprobs(prompt, completions):
         seen.append(calls.progress())

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
-from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, keep_in_host_memory
-from infsample_rl.model.logprobs import load_frozen_policy
+from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, keep_in_host_memory, load_frozen_policy
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import Prompt

@@ -113,18 +113,22 @@ def hit(settings: list[str], folder: Path, role: str, wanted: str, number: int, 
 
 
 @pytest.mark.parametrize(
-    ("role", "phase", "said"),
+    ("role", "phase", "said", "changes"),
     [
-        ("rollout", "decode", "rollout worker .* started again"),
-        ("reward", "idle", "reward worker 0: .* started again"),
-        ("reference", "reference", "reference worker 0: .* started again"),
-        ("learner", "forward", "going back to"),
-        ("learner", "backward", "going back to"),
-        ("learner", "optimizer", "going back to"),
+        ("rollout", "decode", "rollout worker .* started again", ()),
+        ("reward", "idle", "reward worker 0: .* started again", ()),
+        ("reference", "reference", "reference worker 0: .* started again", ()),
+        ("reference", "reference", "reference worker 0: .* started again", ("cluster.reference_ranks=2",)),
+        ("reference rank", "reference", "reference worker 0: .* started again", ("cluster.reference_ranks=2",)),
+        ("learner", "forward", "going back to", ()),
+        ("learner", "backward", "going back to", ()),
+        ("learner", "optimizer", "going back to", ()),
     ],
 )
-def test_a_killed_worker_is_replaced_and_nothing_else_changes(settings, undisturbed, tmp_path, role, phase, said):
-    output = hit(settings, tmp_path, role, phase, signal.SIGKILL)
+def test_a_killed_worker_is_replaced_and_nothing_else_changes(
+    settings, undisturbed, tmp_path, role, phase, said, changes
+):
+    output = hit(settings, tmp_path, role, phase, signal.SIGKILL, *changes)
     assert re.search(said, output), output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
