@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,10 @@ def pack_buckets():
         return manifest, [bucket.copy() for bucket in stream_buckets(tensors, manifest, bucket_bytes)]
 
     return pack
+
+
+@pytest.fixture
+def short_path():
+    """A folder for a node of Ray: the paths of its sockets may have 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        yield folder

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -218,13 +217,6 @@ def test_what_does_not_fit_is_refused_and_a_second_run_is_told_of_the_first(two_
         first.wait()
     again, _ = make_session(two_nodes.address, tmp_path / "second", "cluster.wait_for_nodes_s=60")
     again.open()  # what the killed run held has come back
-
-
-@pytest.fixture
-def short_path():
-    """A folder for a node of Ray: the paths of its sockets may have 107 characters."""
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
-        yield folder
 
 
 def start_node(arguments: list[str], environment: dict[str, str], prefix: list[str] | None = None) -> subprocess.Popen:

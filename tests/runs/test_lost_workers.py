@@ -347,9 +347,9 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
     assert chaos.differences(undisturbed, run) == []
 
 
-def test_ten_kills_at_random_change_nothing(tmp_path):
+def test_ten_kills_at_random_change_nothing(short_path):
     arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", "kills=10", "seed=3"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": short_path}
     done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "10 kills, " in done.stdout and "the same weights, rewards and samples, bit for bit" in done.stdout
