@@ -48,7 +48,7 @@ class FakeCluster:
             arrivals=self._arrivals, score=self._score, learn=self._learn, abandon=self._abandon
         )
         self.rollout = SimpleNamespace(start=self._start_rollout, ends=[])
-        self.learner = SimpleNamespace(step=self._optimizer_step, save=self._save)
+        self.learner = SimpleNamespace(step=self._optimizer_step, save=self._save, facts={})
         self.weights = SimpleNamespace(publish=self._publish, holders={0})
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
         self.micro_groups = SimpleNamespace(completions=lambda key: self._micro_groups[key], forget=self._forget)

@@ -125,6 +125,7 @@ class LearnerRanks:
 
     def __init__(self, config: Config, calls: Calls, session: Session, weights: WeightDelivery) -> None:
         self._config, self._calls, self._session, self._weights = config, calls, session, weights
+        self.facts: dict[str, Any] = {}  # of rank 0, as LearnerWorker.setup() has them
 
     def start(self, checkpoint: str | None) -> None:
         """Wait for every rank, connect them, load the policy or a checkpoint; weights must be published then."""
@@ -133,9 +134,9 @@ class LearnerRanks:
         self._session.check_new_nodes()  # this role writes checkpoints
         meeting = ask("learner", "learner rank 0", lambda rank: rank.host_store.remote(), limit, only=[0])[0]
         what = "learner ranks to load the policy"
-        found = ask("learner", what, lambda rank: rank.setup.remote(checkpoint, meeting), limit)[0]
-        if found["loaded"].startswith(WHOLE):
-            self._calls.note(f"warning: the policy is loaded {found['loaded']}")
+        self.facts = ask("learner", what, lambda rank: rank.setup.remote(checkpoint, meeting), limit)[0]
+        if self.facts["loaded"].startswith(WHOLE):
+            self._calls.note(f"warning: the policy is loaded {self.facts['loaded']}")
         self._weights.forget_learner()
 
     def step(self, totals: LossTotals, *, is_last: bool) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from infsample_rl.types import ReferenceResult
 if TYPE_CHECKING:  # what a worker imports, it imports where it runs
     from infsample_rl.model.weight_sync.store import StoreAddress
 
-ANSWER_S = 10.0  # within which Ray knows of a rank that has died
+ANSWER_S = 10.0  # a rank that has not answered for so long is taken as gone
 
 
 class ReferenceCalls(Observed):
@@ -72,13 +72,11 @@ class ReferenceRankCalls(Observed):
 
 
 def gone(actor: Any) -> bool:
-    """Whether an actor's process has died."""
+    """Whether an actor's process has died or hangs."""
     try:
         ray.get(actor.progress.remote(), timeout=ANSWER_S)
-    except ray.exceptions.RayActorError:
-        return True
     except ray.exceptions.RayError:
-        pass
+        return True
     return False
 
 

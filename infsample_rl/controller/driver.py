@@ -110,6 +110,7 @@ class Driver:
         """Start all workers, with the weights that sample first."""
         run, checkpoint = self.run_state, self.saver.checkpoint
         run.cluster.start(str(checkpoint) if checkpoint else None)
+        run.log.keep("learner: " + ", ".join(f"{name} {value}" for name, value in run.cluster.learner.facts.items()))
         claim_run_folder(run.config, run.run_dir, run.step)
         if run.step:
             run.log.rewind(run.step)
