@@ -11,6 +11,7 @@ import pytest
 
 from infsample_rl.observe.records import RecordFile, read_records
 from infsample_rl.observe.run_log import RunLogger
+from infsample_rl.observe.screen import Screen
 from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
 from tests.observe.logged import logged_config, sample
 
@@ -184,6 +185,19 @@ def test_an_ascii_pipe_gets_no_escape_codes_and_wandb_disabled_is_not_imported(t
     assert ESCAPE not in done.stdout
     assert done.stdout.splitlines()[1] == "  G  [bold]\\x1b[31m\\u03b1"
     assert done.stdout.splitlines()[-2:] == ["step 9/9  reward 0.750  length 7", "wandb imported: False"]
+
+
+def test_run_log_begins_with_what_was_said_before_there_was_a_folder(tmp_path, capsys):
+    screen = Screen(logged_config(), total_steps=2, start_step=0)
+    screen.line("Ray is started")
+    screen.keep("the whole table")
+    screen.print("the table in short")
+    logger = RunLogger(logged_config(), tmp_path, total_steps=2, start_step=0, screen=screen)
+    logger.note("workers are started")
+    logger.close()
+    said = [line.split(" ", 2)[2] for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert said == ["Ray is started", "the whole table", "workers are started"]
+    assert capsys.readouterr().out.splitlines() == ["Ray is started", "the table in short", "workers are started"]
 
 
 @pytest.fixture
