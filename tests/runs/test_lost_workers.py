@@ -140,6 +140,15 @@ def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
+def test_a_reference_rank_that_hangs_takes_its_worker_with_it_and_all_ranks_are_started_again(
+    settings, undisturbed, tmp_path
+):
+    changes = ("cluster.reference_ranks=2", "cluster.progress_timeout_s=30")
+    output = hit(settings, tmp_path, "reference rank", "reference", signal.SIGSTOP, *changes)
+    assert re.search("reference worker 0: .* started again", output), output[-3000:]
+    assert chaos.differences(undisturbed, tmp_path / "run") == []
+
+
 def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings, tmp_path):
     run = tmp_path / "run"
     changes = ("rollout.group_size=96", "run.steps=2", "run.deterministic=false", "cluster.progress_timeout_s=9")
