@@ -10,7 +10,8 @@ from infsample_rl.plan.run_plan import RolePlan, RunPlan
 
 
 def print_plan(plan: RunPlan, console: Console) -> None:
-    """A table for every role, then how long decoding takes and what to change."""
+    """A table for every role and how long decoding takes; then, which needs seconds, the largest settings and what to
+    change."""
     console.print(f"{plan.model}, {plan.parameters:,} parameters, {plan.dtype}")
     for role in plan.roles:
         console.print(_table(role))
@@ -23,6 +24,9 @@ def print_plan(plan: RunPlan, console: Console) -> None:
         )
         console.print(together, soft_wrap=True)
     console.print(_decoding(plan), soft_wrap=True)
+    for role in plan.roles:
+        if limits := role.limits:
+            console.print(f"{role.process.role}: {'; '.join(limits)}", soft_wrap=True)
     for role in plan.roles:
         if not role.fits:
             advice = (
@@ -58,7 +62,7 @@ def _table(role: RolePlan) -> Table:
 
 def _verdict(role: RolePlan) -> str:
     sizes = f"{gigabytes(role.process.sum_bytes)} of {gigabytes(role.device.usable_bytes)}"
-    return "; ".join([f"{'fits' if role.fits else 'DOES NOT FIT'} in {role.device.name}: {sizes}", *role.limits])
+    return f"{'fits' if role.fits else 'DOES NOT FIT'} in {role.device.name}: {sizes}"
 
 
 def _decoding(plan: RunPlan) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,60 @@ from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """One role: what it holds, where, the largest settings that fit there, and what to change where it does not."""
+    """One role: what it holds and where. What is largest there and what to change is worked out when it is asked for,
+    since that plans the role many times."""
 
+    config: Config
+    model: ModelOutline
     process: ProcessPlan
     device: Device
-    largest: dict[str, int | None]
-    limits: list[str]
-    advice: list[str]
 
     @property
     def fits(self) -> bool:
         """Whether the sum is no more than the device has for it."""
         return self.process.sum_bytes <= self.device.usable_bytes
+
+    @cached_property
+    def largest_pool(self) -> dict[str, int]:
+        """Of a role that samples: pages, slots and rows that fit. Empty of any other."""
+        if self.process.role not in ("rollout", "colocated"):
+            return {}
+        return largest_pool(self.config, self.model, self.process, self.device)
+
+    @cached_property
+    def largest(self) -> dict[str, int | None]:
+        """The largest settings that fit, by name."""
+        largest: dict[str, int | None] = dict(self.largest_pool)
+        if self.largest_pool:
+            largest["group_size"] = largest_group(self.config, self.largest_pool)
+        if self.process.role in ("learner", "colocated"):
+            largest["max_tokens_per_micro_batch"] = largest_row(self.config, self.model, self.device)
+        return largest
+
+    @cached_property
+    def advice(self) -> list[str]:
+        """What to change where the role does not fit."""
+        return [] if self.fits else advise(self.config, self.model, self.process, self.device)
+
+    @property
+    def limits(self) -> list[str]:
+        """`largest` in words, and KV memory that lies idle."""
+        limits: list[str] = []
+        rollout, largest = self.config.rollout, self.largest
+        if pool := self.largest_pool:
+            most = "any" if largest["group_size"] is None else f"at most {largest['group_size']:,}"
+            limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
+            if rollout.schedule == "token_budget" and rollout.preemption != "recompute":
+                parked = gigabytes(parked_bytes(self.config, self.model, self.device))
+                limits.append(f"of each up to {parked} of preempted KV {_parked_in(self.config)}")
+            idle = idle_memory(self.config, self.model, self.process, pool)
+            limits += [idle] if idle else []
+        if "max_tokens_per_micro_batch" in largest:
+            row = largest["max_tokens_per_micro_batch"]
+            limits.append("no row fits" if row is None else f"learner.max_tokens_per_micro_batch at most {row:,}")
+        return limits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +107,15 @@ class RunPlan:
 def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
     """Plan a run of these settings. ValueError, in one line, for a model, a file or a device that is not to be had."""
     model = ModelOutline.of(config)
-    roles = [_plan_role(config, model, process) for process in plan_processes(config, model)]
+    roles = [
+        RolePlan(
+            config=config,
+            model=model,
+            process=process,
+            device=device_of(config, "learner" if process.role == "colocated" else process.role),
+        )
+        for process in plan_processes(config, model)
+    ]
     sampling = device_of(config, "learner" if config.cluster.colocate else "rollout")
     return RunPlan(
         model=config.model.path,
@@ -76,35 +125,6 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         decode=decode_time(config, model, sampling, lengths),
         host_bytes=sum(role.process.count * role.process.sum_bytes for role in roles if role.process.gpus == 0),
         host_room=host().memory_bytes,
-    )
-
-
-def _plan_role(config: Config, model: ModelOutline, process: ProcessPlan) -> RolePlan:
-    device = device_of(config, "learner" if process.role == "colocated" else process.role)
-    largest: dict[str, int | None] = {}
-    limits: list[str] = []
-    if process.role in ("rollout", "colocated"):
-        pool = largest_pool(config, model, process, device)
-        group = largest_group(config, pool)
-        largest |= pool | {"group_size": group}
-        most = "any" if group is None else f"at most {group:,}"
-        limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
-        if config.rollout.schedule == "token_budget" and config.rollout.preemption != "recompute":
-            limits.append(
-                f"of each up to {gigabytes(parked_bytes(config, model, device))} of preempted KV {_parked_in(config)}"
-            )
-        limits += [idle] if (idle := idle_memory(config, model, process, pool)) else []
-    if process.role in ("learner", "colocated"):
-        row = largest_row(config, model, device)
-        largest["max_tokens_per_micro_batch"] = row
-        limits.append("no row fits" if row is None else f"learner.max_tokens_per_micro_batch at most {row:,}")
-    fits = process.sum_bytes <= device.usable_bytes
-    return RolePlan(
-        process=process,
-        device=device,
-        largest=largest,
-        limits=limits,
-        advice=[] if fits else advise(config, model, process, device),
     )
 
 
