@@ -16,18 +16,16 @@ PROMPTS = [[5, 9, 7, 30, 2], [11, 4, 4], [8, 60, 33, 21, 17, 50, 3]]
 STOP = {3, 17, 40}  # of 64 tokens: samples end after 20 tokens on average
 
 
-def make_engine(
-    model, tokenizer, *, stop=STOP, deterministic=False, max_prompt_tokens=None, **settings
-) -> SamplingEngine:
+def make_engine(model, tokenizer, *, stop=STOP, max_prompt_tokens=None, **settings) -> SamplingEngine:
     """An engine whose warnings are not of interest; `settings` beside those of six samples in three slots."""
     from infsample_rl.config import RolloutConfig
     from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
     config = RolloutConfig(**({"group_size": 6, "slots": 3, "max_new_tokens": 24} | settings))
-    options = {"deterministic": deterministic, "max_prompt_tokens": max_prompt_tokens}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return SamplingEngine(model, tokenizer, config, stop_token_ids=None if stop is None else set(stop), **options)
+        ends = None if stop is None else set(stop)
+        return SamplingEngine(model, tokenizer, config, stop_token_ids=ends, max_prompt_tokens=max_prompt_tokens)
 
 
 def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
@@ -38,6 +36,11 @@ def tokens_of(groups: Sequence[Sequence[Completion]]) -> list[list[list[int]]]:
 def ends_of(groups: Sequence[Sequence[Completion]]) -> list[list[tuple[list[int], str]]]:
     """(token ids, finish reason) [prompt][sample]."""
     return [[(completion.token_ids.tolist(), completion.finish_reason) for completion in group] for group in groups]
+
+
+def bits_of(groups: Sequence[Sequence[Completion]]) -> list[list[bytes]]:
+    """Log-probabilities [prompt][sample], as their bytes."""
+    return [[completion.logprobs.tobytes() for completion in group] for group in groups]
 
 
 def assert_logprobs_close(found, wanted, tolerance: float) -> None:

@@ -44,8 +44,9 @@ class ColocatedWorker:
         }
 
     def _learner_growth(self) -> int:
-        """Bytes that the learner's fullest row takes by the plan above what it holds now: `auto` leaves them free."""
-        if self.config.rollout.kv_budget_bytes != "auto":
+        """Bytes that the learner's fullest row takes by the plan above what it holds now: a pool that takes what is
+        free leaves them."""
+        if not self.config.rollout.takes_free_memory:
             return 0
         lines, _ = learner_lines(self.config, ModelOutline.of(self.config, len(self.learner.tokenizer)))
         return max(0, sum(lines.values()) - self.learner.memory.held_bytes())

@@ -127,7 +127,6 @@ def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list
         lm,
         load_tokenizer(config.model),
         config.rollout,
-        deterministic=config.run.deterministic,
         max_prompt_tokens=max(len(prompt.token_ids) for prompt in prompts),
         lm_head_fp32=config.model.lm_head_fp32,
     )

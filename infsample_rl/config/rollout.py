@@ -25,6 +25,7 @@ PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need pr
 PAPER_PREFIX_TOKENS = 16  # k of the paper
 KV_DTYPES = ("auto", "fp8", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
+DEFAULT_SLOTS = 4  # of fixed-slot schedules, the paper's
 MOST_ROWS = 256  # of token_budget, where rollout.max_rows does not say
 PLANNED_PROMPTS = 2  # whose KV the default budget adds to its full responses with rollout.prompts_at_once=auto
 
@@ -51,8 +52,11 @@ class RolloutConfig:
     """Sampling: G completions of every prompt through a fixed KV pool."""
 
     group_size: int = setting(8, "G, completions of every prompt", low=1)
-    slots: int = setting(
-        4, "rows of a fixed-slot schedule (full_group: G); token_budget: the memory of how many full responses", low=1
+    slots: int | None = setting(
+        None,
+        f"rows of a fixed-slot schedule (none: {DEFAULT_SLOTS}; full_group: G); token_budget: the memory of how many "
+        "full responses (none: all that is free)",
+        low=1,
     )
     schedule: str = setting("token_budget", "which sample decodes next (docs/engine.md)", choices=SCHEDULES)
     predictor: str = setting(
@@ -92,13 +96,11 @@ class RolloutConfig:
         "resident ones cannot fill are idle, within the KV budget",
     )
     page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
-    kv_budget_tokens: int | None = setting(
-        None, "all KV tokens of a worker, prompts included; none: slots x max_new_tokens + resident prompts", low=1
-    )
+    kv_budget_tokens: int | None = setting(None, "all KV tokens of a worker, prompts included, instead of slots", low=1)
     kv_budget_bytes: str | None = setting(
         None,
-        "the same in bytes, as 24GB or 512MiB; auto: 0.9 of what is free after the weights and, colocated, the "
-        "learner's planned peak",
+        "the same in bytes, as 24GB or 512MiB; auto: of what is free after the weights and, colocated, the learner's "
+        "planned peak, 0.9 on a GPU, half on the CPU among its workers",
     )
     kv_dtype: str = setting(
         "auto",
@@ -112,7 +114,7 @@ class RolloutConfig:
         "the temporary folder); auto: park if there is a place; a path: park in a file there, on a disk of each "
         "rollout machine",
     )
-    micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots", low=1)
+    micro_group_size: int | None = setting(None, "samples of one prompt streamed together; none: slots, or 4", low=1)
 
     def __post_init__(self) -> None:
         if isinstance(self.kv_budget_bytes, int):
@@ -175,12 +177,19 @@ class RolloutConfig:
     def num_slots(self) -> int:
         """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for
         `full_group`."""
-        return self.group_size if self.schedule == "full_group" else self._filled(self.slots)
+        return self.group_size if self.schedule == "full_group" else self._filled(self.slots or DEFAULT_SLOTS)
 
     @property
     def has_budget(self) -> bool:
-        """Whether the KV budget is given by itself, not as slots."""
-        return self.kv_budget_tokens is not None or self.kv_budget_bytes is not None
+        """Whether the KV budget is one of its own, not that of slots."""
+        return self.takes_free_memory or self.kv_budget_tokens is not None or self.kv_budget_bytes is not None
+
+    @property
+    def takes_free_memory(self) -> bool:
+        """Whether the KV pool has all the memory that is free: as kv_budget_bytes=auto says, or token_budget where
+        nothing says how much."""
+        given = (self.slots, self.kv_budget_tokens, self.kv_budget_bytes)
+        return self.kv_budget_bytes == "auto" or (self.schedule == "token_budget" and given == (None, None, None))
 
     @property
     def most_rows(self) -> int:
@@ -205,4 +214,4 @@ class RolloutConfig:
     @property
     def micro_group(self) -> int:
         """Samples streamed together."""
-        return self.micro_group_size or min(self.slots, self.group_size)
+        return self.micro_group_size or min(self.slots or DEFAULT_SLOTS, self.group_size)

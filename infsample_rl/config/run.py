@@ -17,7 +17,11 @@ class RunConfig:
     name: str = setting("infsample_rl", "name of the run, of its folder and in W&B")
     dir: str | None = setting(None, "run folder; none: runs/<name>-<date>-<time>")
     seed: int = setting(0, "seed of the sampling noise and the data order", low=0, high=2**31 - 1)
-    deterministic: bool = setting(False, "bitwise repeatable on CPU in float32 under any timing or resume; slow")
+    deterministic: bool | None = setting(
+        None,
+        "the same weights, bit by bit, under any timing, kill and number of rollout workers; none: yes where all is "
+        "float32 on the CPU and run.max_staleness=0",
+    )
     resume: str = setting("auto", "auto: go on from run.dir's last checkpoint; never; or the path of a checkpoint")
     steps: int | None = setting(None, "training steps; none: run.epochs passes over the data", low=1)
     epochs: float = setting(

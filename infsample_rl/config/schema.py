@@ -58,7 +58,7 @@ PAIRS = (
     ("run.deterministic=true", "cluster.reward_gpus=0", "only CPU runs are bitwise repeatable"),
     ("run.deterministic=true", "model.dtype=float32", ""),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
-    ("run.deterministic=true", "rollout.predictor=none|probe", "rebuilt prefixes round differently; probe is off then"),
+    ("run.deterministic=true", "run.max_staleness<=0", "time decides which weights a stale sample is drawn from"),
 )
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
 
@@ -149,10 +149,13 @@ class Config:
         return self.objective.needs_reference and self.reference.placement == "workers"
 
     @property
-    def uses_probe(self) -> bool:
-        """Whether the run has a length probe. Not with run.deterministic: what it learns depends on which worker ended
-        when."""
-        return self.rollout.probes and not self.run.deterministic
+    def is_deterministic(self) -> bool:
+        """run.deterministic, where it is none by what the run computes with."""
+        if self.run.deterministic is not None:
+            return self.run.deterministic
+        cluster = self.cluster
+        gpus = cluster.rollout_gpus, cluster.learner_gpus, cluster.reference_gpus, cluster.reward_gpus
+        return self.mismatch_is_rounding and not any(gpus)
 
     @property
     def importance(self) -> str:

@@ -92,7 +92,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     probe: RunProbe | RunBert | None = None
     if config.rollout.trains_bert:
         probe = RunBert(config.rollout.num_prefix_tokens, seed=config.run.seed)
-    elif config.uses_probe:
+    elif config.rollout.probes:
         probe = RunProbe(last_hidden_size(architecture), max_new_tokens=config.rollout.max_new_tokens)
     start = Start(
         prompts=prompts,

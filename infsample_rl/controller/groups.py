@@ -72,7 +72,7 @@ class Group:
 class StepGroups:
     """Collects a step's micro-groups, rewards and reference results; hands out each group once, when it is complete.
 
-    With run.deterministic groups are handed out in prompt order, never by arrival.
+    In a deterministic run groups are handed out in prompt order, never by arrival.
     """
 
     def __init__(self, prompts: list[Prompt], config: Config, *, group_size: int, step: int, with_reference: bool):
@@ -179,7 +179,7 @@ class StepGroups:
     def take_complete(self) -> list[Group]:
         """Groups completed since the last call, with their advantages, in prompt order."""
         complete = []
-        while self._ready and (not self._config.run.deterministic or self._ready[0] == len(self._handed_out)):
+        while self._ready and (not self._config.is_deterministic or self._ready[0] == len(self._handed_out)):
             group = self.groups[heapq.heappop(self._ready)]
             self._handed_out.add(group.prompt.prompt_index)
             self._set_advantages(group)

@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from infsample_rl.config import Config, RolloutConfig
+from infsample_rl.config import Config
 from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.architecture import KVShape
@@ -18,7 +18,7 @@ from infsample_rl.plan.placement import reference_text, total_gpus, worker_group
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.length_prediction.run_bert import FIRST_GROUPS
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
-from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import CPU_SHARE, GPU_SHARE, num_pool_pages
 
 # Rows of derived_table() that the console shows too; run.log has all of them.
 IN_SHORT = ("model", "data", "steps", "schedule", "KV pool", "KV memory", "processes", "run folder", "sent away")
@@ -43,7 +43,7 @@ def setting_warnings(config: Config) -> list[str]:
             rollout.has_budget
             and rollout.schedule == "token_budget"
             and rollout.micro_group_size is None
-            and rollout.slots != RolloutConfig.slots
+            and rollout.slots is not None
         ),
         f"set, but nothing reads it here: {', '.join(unread)}": bool(unread),
         "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the "
@@ -140,8 +140,6 @@ def _predictor_text(config: Config) -> str:
         return "none"
     if not rollout.probes and rollout.predictor == "probe":
         return f"none: probe is not read by rollout.schedule={rollout.schedule}"
-    if rollout.predictor == "probe" and config.run.deterministic:
-        return "none: with run.deterministic=true the probe is off, and all lengths count as equal"
     waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
     if rollout.trains_bert:
         return f"bert{waits}, frozen; lengths: all equal until {FIRST_GROUPS} groups have been sampled, which train it"
@@ -153,14 +151,15 @@ def _predictor_text(config: Config) -> str:
 def _pool_text(config: Config, per_token: int) -> str:
     """Size of the KV pool; ValueError when one prompt and one full response do not fit in it."""
     rollout = config.rollout
-    if rollout.kv_budget_bytes == "auto":
+    if rollout.takes_free_memory:
         beside = " and the learner's planned peak" if config.cluster.colocate else ""
-        return f"0.9 of what is free after the weights{beside}"
+        share = f"{GPU_SHARE:g}" if config.cluster.rollout_gpus > 0 else f"{CPU_SHARE:g}, among its workers,"
+        return f"{share} of what is free after the weights{beside}"
     prompts = [config.data.max_prompt_tokens] * rollout.planned_prompts
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
     text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
-    if rollout.num_prefix_tokens and not config.run.deterministic:
+    if rollout.num_prefix_tokens:
         kept = (rollout.group_size - rollout.num_slots) * rollout.num_prefix_tokens
         text += f"; up to {kept:,} tokens of waiting prefixes stay while pages allow, the others are computed again"
     return text

@@ -67,7 +67,7 @@ class LearnerWorker(RowTrainer):
         A worker of one rank needs no host_store() before.
         """
         torch.set_num_threads(self.config.cluster.threads_per_worker)
-        torch.use_deterministic_algorithms(self.config.run.deterministic)
+        torch.use_deterministic_algorithms(self.config.is_deterministic)
         torch.manual_seed(self.config.run.seed)
         if self.world_size > 1 or self.config.learner.backend == "deepspeed":
             if self.world_size == 1:

@@ -7,11 +7,12 @@ import dataclasses
 from typing import Any
 
 from infsample_rl.config import Config
-from infsample_rl.config.rollout import MOST_ROWS
+from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS
 from infsample_rl.plan.devices import Device, gigabytes
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, plan_role
 from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages, prompt_pages, response_pages
+from infsample_rl.rollout.schedule.kv_budget import CPU_SHARE
 
 ROW_STEP, MOST_ROW_TOKENS, TRIES = 256, 2**18, 6
 FILLED = 0.8  # of the KV memory that is free; below it lies idle
@@ -53,7 +54,8 @@ def idle_memory(config: Config, model: ModelOutline, plan: ProcessPlan, most: di
     it is at least FILLED of what there is, or of what a step's samples can fill. `most`: of largest_pool()."""
     rollout, page, of_response = config.rollout, pool_page_bytes(config, model), response_pages(config)
     pool = sum(size for name, size in plan.lines.items() if "KV pool" in name) // page
-    free = most["pages"] if plan.gpus else most["pages"] // plan.count  # processes on the CPU share its memory
+    # processes on the CPU share its memory
+    free = most["pages"] if plan.gpus else int(CPU_SHARE * most["pages"]) // plan.count
     samples = -(-config.samples_per_step // plan.count)
     prompts = prompt_pages(config)
     fillable = min(free, samples * of_response + prompts)
@@ -70,7 +72,8 @@ def idle_memory(config: Config, model: ModelOutline, plan: ProcessPlan, most: di
         name = "kv_budget_bytes" if rollout.kv_budget_bytes is not None else "kv_budget_tokens"
         limit, change = f"rollout.{name}={getattr(rollout, name)}", "rollout.kv_budget_bytes=auto"
     else:
-        limit, change = f"rollout.slots={rollout.slots}", f"rollout.slots={fit}"
+        change = "rollout.slots=" + ("null" if rollout.schedule == "token_budget" else str(fit))
+        limit = f"rollout.slots={rollout.slots or DEFAULT_SLOTS}"
     return (
         f"uses {gigabytes(used * page)} of {gigabytes(free * page)} of KV memory: rows limited by {limit}; set {change}"
     )
@@ -104,7 +107,7 @@ def largest_row(config: Config, model: ModelOutline, device: Device) -> int | No
     samples = config.rollout.group_size * config.rollout.max_new_tokens
     most = min(MOST_ROW_TOKENS, config.data.prompts_per_step * (config.data.max_prompt_tokens + samples))
 
-    if config.rollout.kv_budget_bytes == "auto":  # takes what rows leave it
+    if config.rollout.takes_free_memory:  # what rows leave it
         fewest_tokens = pool_pages(config, model, 0) * config.rollout.page_size
         config = with_settings(config, rollout__kv_budget_bytes=None, rollout__kv_budget_tokens=fewest_tokens)
 

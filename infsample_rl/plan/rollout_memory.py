@@ -7,7 +7,6 @@ follow from the code.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from infsample_rl.rollout.engine.decoder import ARCHITECTURES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
-from infsample_rl.rollout.schedule.kv_budget import AUTO_SHARE, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
 Lines = dict[str, int]
@@ -53,14 +52,13 @@ def pool_page_bytes(config: Config, model: ModelOutline) -> int:
 
 
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
-    """Pages of the pool, where `free` bytes are free after the weights; of rollout.kv_budget_bytes=auto at least the
-    fewest with which a run starts, so that a plan says what they need where they do not fit."""
+    """Pages of the pool, where `free` bytes are free after the weights; of a pool that takes them at least the fewest
+    with which a run starts, so that a plan says what they need where they do not fit."""
     rollout, prompts = config.rollout, [config.data.max_prompt_tokens] * config.rollout.most_prompts
-    if rollout.kv_budget_bytes == "auto":
-        least = kv_pages(1, rollout.max_new_tokens, prompts[:1], rollout.page_size)
-        if int(AUTO_SHARE * free) < least * pool_page_bytes(config, model):
-            return math.ceil(least / AUTO_SHARE)
-    return num_pool_pages(rollout, page_bytes=pool_page_bytes(config, model), prompts=prompts, free_bytes=free)
+    page = pool_page_bytes(config, model)
+    least = kv_pages(1, rollout.max_new_tokens, prompts[:1], rollout.page_size) * page
+    free = free_for_pool(free, on_gpu=config.cluster.rollout_gpus > 0, sharers=config.cluster.rollout_workers)
+    return num_pool_pages(rollout, page_bytes=page, prompts=prompts, free_bytes=max(free, least))
 
 
 def parked_bytes(config: Config, model: ModelOutline, device: Device) -> int:

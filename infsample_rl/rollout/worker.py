@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -61,12 +62,18 @@ class RolloutWorker:
             self.model,
             tokenizer,
             config.rollout,
-            deterministic=config.run.deterministic,
             max_prompt_tokens=config.data.max_prompt_tokens,
             lm_head_fp32=config.model.lm_head_fp32,
             shared_probe=True,
             reserved_bytes=reserved_bytes,
+            sharers=config.cluster.rollout_workers,
         )
+        if config.is_deterministic and not self.engine.runner.is_exact:
+            warnings.warn(
+                f"samples may differ by rounding from run to run: model type {self.model.config.model_type} has no "
+                "compiled decoder here",
+                stacklevel=2,
+            )
 
     def stream(
         self,

@@ -64,8 +64,30 @@ def test_paper_setting():
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_model_fills_the_memory_there_is(name):
     rollout = load_config([f"+experiment={name}"]).rollout
-    assert (rollout.schedule, rollout.kv_budget_bytes, rollout.predictor) == ("token_budget", "auto", "probe")
+    assert (rollout.schedule, rollout.takes_free_memory, rollout.predictor) == ("token_budget", True, "probe")
     assert (rollout.prompts_at_once, rollout.most_prompts) == ("auto", 256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "deterministic"),
+    [
+        ([], True, True),
+        (["rollout.slots=4"], False, True),
+        (["rollout.kv_budget_tokens=4096"], False, True),
+        (["rollout.kv_budget_bytes=1GB"], False, True),
+        (["rollout.schedule=arrival"], False, True),
+        (["rollout.schedule=arrival", "rollout.kv_budget_bytes=auto"], True, True),
+        (["rollout.slots=4", "rollout.kv_budget_bytes=auto"], True, True),
+        (["run.deterministic=false"], True, False),
+        (["run.max_staleness=1"], True, False),
+        (["model.dtype=bfloat16"], True, False),
+        (["rollout.kv_dtype=int8", "objective.importance=token_tis"], True, False),
+        (["cluster.rollout_gpus=1"], True, False),
+    ],
+)
+def test_a_pool_has_what_is_free_and_a_run_repeats_unless_settings_say_otherwise(overrides, free, deterministic):
+    config = load_config(overrides)
+    assert (config.rollout.takes_free_memory, config.is_deterministic) == (free, deterministic)
 
 
 def test_prompts_at_once_is_auto_or_a_count():
@@ -147,8 +169,8 @@ WRONG = [
         "rollout.prefix_tokens must be <= 0 with rollout.predictor=none, got 4",
     ),
     (
-        ["rollout.schedule=lpt", "rollout.predictor=bert", "run.deterministic=true"],
-        "rollout.predictor must be none or probe with run.deterministic=true, got bert",
+        ["run.max_staleness=1", "run.deterministic=true"],
+        "run.max_staleness must be <= 0 with run.deterministic=true, got 1",
     ),
     (["rollout.group_size=1"], "rollout.group_size must be > 1 with objective.advantage=std, got 1"),
     (["rollout.temperature=0"], "rollout.temperature must be > 0, got 0: this is training"),
@@ -434,10 +456,6 @@ def test_prefixes_are_the_papers_where_a_schedule_waits_for_predictions(settings
             "probe, after 16 tokens, then every 32 running steps; learns from every finished sample",
         ),
         (["rollout.schedule=arrival"], "none: probe is not read by rollout.schedule=arrival"),
-        (
-            ["run.deterministic=true"],
-            "none: with run.deterministic=true the probe is off, and all lengths count as equal",
-        ),
         (["rollout.predictor=none"], "none"),
         (
             ["rollout.schedule=lpt", "rollout.predictor=bert"],
@@ -449,7 +467,7 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
     config = load_config(overrides)
     qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     assert dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))["length predictor"] == text
-    assert config.uses_probe == text.startswith("probe")
+    assert config.rollout.probes == text.startswith("probe")
 
 
 @pytest.mark.parametrize(
@@ -501,7 +519,10 @@ OWN = "# @package _global_\nmodel: {path: x}\ndata: {source: gsm8k}\n"
             OWN + "rollout: {grop_size: 8}",
             "rollout.grop_size is not a setting; did you mean rollout.group_size? (in {})",
         ),
-        (OWN + "rollout: {slots: many}", "rollout.slots must be a whole number, got 'many'; the default is 4 (in {})"),
+        (
+            OWN + "rollout: {slots: many}",
+            "rollout.slots must be a whole number, got 'many'; the default is null (in {})",
+        ),
         (OWN.replace("# @package _global_\n", ""), "{}: the first line must be `# @package _global_`"),
         (
             OWN + "rollout: {temperature: 20}",

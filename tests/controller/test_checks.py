@@ -87,8 +87,8 @@ def test_a_run_folder_is_locked_before_its_checkpoints_are_looked_at(tmp_path, m
     checkpoints.lock_run_folder(tmp_path / "run").close()  # given back where the settings were refused
 
 
-def test_a_bitwise_run_and_a_schedule_that_reads_no_lengths_have_no_probe(tmp_path):
-    assert begin(tmp_path / "one", "run.deterministic=true").probe is None
+def test_a_schedule_that_reads_no_lengths_has_no_probe(tmp_path):
+    assert begin(tmp_path / "one").probe is not None
     assert begin(tmp_path / "two", "rollout.schedule=arrival").probe is None
 
 

@@ -30,9 +30,6 @@ SHAPES = {  # of the models that experiments name: no hub is asked
         tie_word_embeddings=True,
     ),
 }
-SMALL_ON_PURPOSE = {
-    "kk_tiny"
-}  # the tour of the paper's idea, with the KV of four responses; a CPU has no rows to spare
 
 
 def idle(model_folder, *settings, model=None):
@@ -61,7 +58,7 @@ def test_every_shipped_experiment_uses_the_memory_that_is_free_or_is_the_papers(
     model, slots = ModelOutline.of(config), config.rollout.slots
     for device in DEVICES if config.cluster.rollout_gpus else [None]:
         found = idle(None, *own, *([f"cluster.device_type={device}"] if device else []), model=model)
-        if experiment.endswith("_paper") or experiment in SMALL_ON_PURPOSE:
+        if experiment.endswith("_paper"):
             assert f"rows limited by rollout.slots={slots}; set rollout.slots=" in found, "told, not silent"
         else:
             assert found is None, (device, found)
@@ -79,7 +76,8 @@ def test_every_shipped_experiment_uses_the_memory_that_is_free_or_is_the_papers(
             "rollout.prompts_at_once=1",
             "rollout.prompts_at_once=auto",
         ),
-        (["rollout.kv_budget_bytes=auto"], None, None),
+        (["rollout.slots=4"], "rollout.slots=4", "rollout.slots=null"),
+        ([], None, None),
     ],
 )
 def test_what_limits_the_rows_is_named_with_what_to_set_and_that_fills_it(settings, limit, change, folders):

@@ -159,13 +159,13 @@ def test_the_largest_row_fits_and_a_tenth_more_does_not():
 
 def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     recorded = "tests/data/lengths/llama3b_rgrl_step400_amc23_n50.jsonl"
-    _, longest = plan_json(capsys)
-    _, plan = plan_json(capsys, f"lengths={recorded}")
+    _, longest = plan_json(capsys, "rollout.slots=4")
+    _, plan = plan_json(capsys, "rollout.slots=4", f"lengths={recorded}")
     assert plan["decode"]["lengths"] == "llama3b_rgrl_step400_amc23_n50.jsonl"
     assert 0 < plan["decode"]["running_steps"] < longest["decode"]["running_steps"]
     shutil.copy(recorded, tmp_path / "lengths.jsonl")
-    # a run folder
-    assert plan_json(capsys, f"lengths={tmp_path}")[1]["decode"]["running_steps"] == plan["decode"]["running_steps"]
+    _, again = plan_json(capsys, "rollout.slots=4", f"lengths={tmp_path}")  # a run folder
+    assert again["decode"]["running_steps"] == plan["decode"]["running_steps"]
 
 
 def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
@@ -208,11 +208,11 @@ def test_where_the_kv_of_preempted_samples_goes_and_how_much_of_it(settings, pla
 
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):
     """0.2 % less than all 8,192 simulated, which takes a hundred times as long."""
-    settings = ["rollout.group_size=8192", "data.prompts_per_step=1", "rollout.max_new_tokens=512"]
+    settings = ["rollout.slots=4", "rollout.group_size=8192", "data.prompts_per_step=1", "rollout.max_new_tokens=512"]
     assert main(settings) == 0
     assert "(every response as long as it may be; from 2,048 of 8,192 samples)" in capsys.readouterr().out
     assert plan_json(capsys, *settings)[1]["decode"]["running_steps"] == pytest.approx(566_845, rel=0.02)
-    status, plan = plan_json(capsys, "rollout.group_size=1000000000000")
+    status, plan = plan_json(capsys, "rollout.slots=4", "rollout.group_size=1000000000000")
     assert status == 0 and plan["decode"]["samples"] == 2 * 10**12
 
 

@@ -168,7 +168,7 @@ def test_a_worker_has_no_more_rows_than_a_step_or_an_evaluation_has_samples():
 
 
 def test_a_run_keeps_its_plan_and_an_unknown_model_is_one_warning(tmp_path):
-    config, _ = settings()
+    config, _ = settings("rollout.slots=4", "rollout.group_size=64")
     plan, idle, missing = plan_at_start(config, 60, total_steps=9)
     assert missing is None and "rows limited by rollout.slots=4" in idle
     (rollout, learner) = json.loads(plan)["processes"]

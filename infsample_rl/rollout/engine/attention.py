@@ -88,7 +88,6 @@ class GatherStep:
     pages: Tensor  # [R, n], as many as the longest row has
     mask: Tensor | None  # [R, 1, 1, n S] added to the scores; None: every row sees all
     prompts: list[tuple[Tensor, int, Tensor | None]]  # (pages [1, n], tokens, rows; None: all)
-    fixed_shapes: bool  # each prompt sees all R rows, one by one, and only its own are kept
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """As Step's."""
@@ -102,17 +101,12 @@ class GatherStep:
 
     def _attend_prompts(self, layer: int, query: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """query [R, H, N, D] -> output [R, H, N, D] and log-sum-exp [R, H, N] over each row's own prompt."""
-        attend = _attend_row_by_row if self.fixed_shapes else _attend_folded
         out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
         for pages, num_tokens, rows in self.prompts:
             keys, values = (part[:, :num_tokens].transpose(1, 2) for part in self.kv.gather(layer, pages))
             if rows is None:
-                return attend(query, keys, values, scaling)
-            if self.fixed_shapes:
-                every_out, every_lse = attend(query, keys, values, scaling)
-                out[rows], lse[rows] = every_out[rows], every_lse[rows]
-            else:
-                out[rows], lse[rows] = attend(query[rows], keys, values, scaling)
+                return _attend_folded(query, keys, values, scaling)
+            out[rows], lse[rows] = _attend_folded(query[rows], keys, values, scaling)
         return out, lse
 
 
@@ -152,13 +146,6 @@ def _attend_folded(query: Tensor, keys: Tensor, values: Tensor, scaling: float) 
     return out.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1), lse.reshape(
         num_kv_heads, num_rows, group
     ).transpose(0, 1)
-
-
-def _attend_row_by_row(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-    """query [R, H, N, D] as R blocks against the same KV: a row's result does not depend on its place, as in a folded
-    block's tail it may."""
-    num_rows = query.shape[0]
-    return attention_with_lse(query, keys.expand(num_rows, -1, -1, -1), values.expand(num_rows, -1, -1, -1), scaling)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,18 +86,17 @@ class DecodeLoop:
         stops: StopRule,
         micro_groups: MicroGroups,
         *,
-        fixed_rows: int | None = None,
         run_ahead: bool = False,
         watch: ProbeWatch | BertWatch | MaybeNone = None,
     ) -> None:
-        """`fixed_rows`: every step has that many, a sample's row is its slot. `run_ahead`: launch a repeated step
-        before reading the one before. `watch`: predicts lengths and learns them."""
+        """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
+        them."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
         # dynamic_slot keeps the first to finish, and a sample that starts a step later finishes later
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
-        self.fixed_rows, self.run_ahead = fixed_rows, run_ahead and not keeps_first
+        self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
         self._launched: tuple[Rows, DrawnTensors, Moment | None] | MaybeNone = None
         self._rows: Rows = []
@@ -158,9 +157,6 @@ class DecodeLoop:
         if plan.rows_changed:
             self.micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1)
             self._rows = list(plan.rows)
-            if self.fixed_rows is not None:
-                by_slot = {sample.slot: sample for sample in plan.rows}
-                self._rows = [by_slot.get(slot) for slot in range(self.fixed_rows)]
             batch.arrange(self._rows)
         elif plan.pages_changed:
             batch.write_pages(self._rows)

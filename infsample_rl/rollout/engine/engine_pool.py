@@ -9,25 +9,31 @@ from infsample_rl.rollout.engine.cuda_decode import GraphCache
 from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.parked_kv import ParkedKV, check_parking, open_parking
-from infsample_rl.rollout.schedule.kv_budget import check_pages, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages
 
 
 class EnginePool:
     """Allocates the runner's pool within the budget of the settings."""
 
     def __init__(
-        self, config: RolloutConfig, runner: ModelRunner, *, max_prompt_tokens: int | None, reserved_bytes: int
+        self,
+        config: RolloutConfig,
+        runner: ModelRunner,
+        *,
+        max_prompt_tokens: int | None,
+        reserved_bytes: int,
+        sharers: int,
     ) -> None:
         """As SamplingEngine's. ValueError for a budget that is too small, and where KV cannot be parked as asked."""
         check_parking(config, runner.device)
         self._config, self._runner = config, runner
-        self._max_prompt_tokens, self._reserved_bytes = max_prompt_tokens, reserved_bytes
+        self._max_prompt_tokens, self._reserved_bytes, self._sharers = max_prompt_tokens, reserved_bytes, sharers
         self.graphs = GraphCache(runner)
         # where preempted samples' KV waits, once a schedule that preempts has run; else computed again
         self.parking: ParkedKV | None = None
         self._parked_beside: PagedKV | None = None  # the pool beside which that is
         # of a size that no prompt changes; else it grows with the longest so far
-        self.is_fixed = config.has_budget and (config.kv_budget_bytes != "auto" or max_prompt_tokens is not None)
+        self.is_fixed = config.has_budget and (not config.takes_free_memory or max_prompt_tokens is not None)
         if max_prompt_tokens is not None or self.is_fixed:
             self.allocate([max_prompt_tokens or 1] * config.most_prompts)
 
@@ -38,8 +44,9 @@ class EnginePool:
             return
         page_bytes, free = runner.page_bytes(config.page_size), None
         held = 0 if runner.kv is None else runner.kv.num_pages
-        if config.kv_budget_bytes == "auto":
+        if config.takes_free_memory:
             free = max(0, free_bytes(runner.device) + held * page_bytes - self._reserved_bytes)
+            free = free_for_pool(free, on_gpu=runner.device.type == "cuda", sharers=self._sharers)
         pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
         if pages > held:
             self.graphs.clear()
@@ -52,21 +59,6 @@ class EnginePool:
         if self.is_fixed:
             pages, page_bytes = self._runner.kv.num_pages, self._runner.page_bytes(self._config.page_size)
             check_pages(pages, self._config, num_tokens, f"prompt {prompt_index}", page_bytes=page_bytes)
-
-    def longest(self, prompts: Sequence[int]) -> int:
-        """Tokens that a step's tensors must hold of a prompt; deterministic: of the longest to come, whatever is
-        asked for."""
-        to_come = [self._max_prompt_tokens or 1] if self._runner.deterministic else []
-        return max([*to_come, *prompts], default=1)
-
-    def most_rows(self, config: RolloutConfig, longest: int) -> int:
-        """Rows that may decode at a time, prompts having up to `longest` tokens."""
-        pages, page_size = self._runner.kv.num_pages, config.page_size
-        most_rows = min(config.most_rows, pages)  # a row has a page from its second token on
-        if self._runner.deterministic:  # a full response of every row fits: none is preempted
-            for_responses, full_response = pages - -(-longest // page_size), -(-config.max_new_tokens // page_size)
-            most_rows = max(1, min(most_rows, for_responses // full_response))
-        return most_rows
 
     def open_parking(self) -> ParkedKV | None:
         """Where preempted samples' KV waits, made when a schedule that preempts first finds this pool."""

@@ -27,7 +27,7 @@ class LengthSource:
         self._bert: BertLengthPredictor | None = None
         self._predict = self._load(config, runner, tokenizer)
         self.watch: ProbeWatch | BertWatch | MaybeNone = None  # with what learns while the run samples
-        if config.probes and not runner.deterministic:
+        if config.probes:
             self.watch = ProbeWatch(last_hidden_size(runner.model.config), config, shared=shared)
         elif shared and config.trains_bert:
             self.watch = BertWatch(config.num_prefix_tokens, runner.device)

@@ -36,17 +36,12 @@ class ModelRunner:
     """Runs a model with attention that reads and writes the KV pool. Between its own forwards the model is as it
     was."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, deterministic: bool = False, lm_head_fp32: bool = False, kv_dtype: str = "auto"
-    ) -> None:
-        """`deterministic`: every decode step runs all rows at the full KV extent, so results do not depend on what else
-        runs.
-
-        `kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert it,
-        and for a model that cannot be decoded here.
+    def __init__(self, model: PreTrainedModel, *, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
+        """`kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert
+        it, and for a model that cannot be decoded here.
         """
         check_architecture(model)
-        self.model, self.deterministic, self.lm_head_fp32 = model, deterministic, lm_head_fp32
+        self.model, self.lm_head_fp32 = model, lm_head_fp32
         self.shape = KVShape.of(model.config)
         self.context = context_of(model.config)  # None: unbounded
         self.device, self.dtype = model.device, model.dtype
@@ -68,12 +63,16 @@ class ModelRunner:
     def find_decoder(self) -> None:
         """Choose the decoder, at first and when a parameter has been replaced; None: the model's own modules."""
         self.decoder: CompiledDecoder | FusedDecoder | None = None
-        # deterministic without compiled kernels: own modules, in which a row's result does not depend on its place
-        if supports(self.model) and not (self.deterministic and self.kernels is None):
+        if supports(self.model):
             if self._kernels_read_pages and not self.length_rope:
                 self.decoder = CompiledDecoder(self.model, self.kernels)
             else:
                 self.decoder = FusedDecoder(self.model, self.kernels, joins=self.device.type == "cuda")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a sample's bits depend on nothing but the sample: no row beside it, no preemption, no page size."""
+        return isinstance(self.decoder, CompiledDecoder)
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +99,15 @@ class ModelRunner:
         self, tokens: list[int], num_kept: int, pages: list[int], prompt_pages: list[int], num_prompt_tokens: int
     ) -> None:
         """Write the KV of a sample's `tokens` from `num_kept` on into its `pages`, which hold that of the ones
-        before."""
+        before: where kernels are compiled the very bits that decoding wrote, since every token is a row of a step."""
+        if isinstance(self.decoder, CompiledDecoder):
+            sizes = (len(pages), 1, len(prompt_pages), self.kv.scratch_page, self.device)
+            for begin in range(num_kept, len(tokens), PREFILL_TOKENS["cpu"]):
+                piece = range(begin, min(begin + PREFILL_TOKENS["cpu"], len(tokens)))
+                batch = RowBatch(len(piece), *sizes)
+                batch.arrange_tokens(tokens, piece, pages, prompt_pages, num_prompt_tokens)
+                self.decoder(batch, len(piece), self.kv)
+            return
         prompt = (torch.tensor(prompt_pages, device=self.device), num_prompt_tokens)
         self._extend(tokens, pages, [prompt], num_prompt_tokens, num_kept)
 
@@ -162,7 +169,7 @@ class ModelRunner:
         if self._kernels_read_pages:
             return attention.CPUKernelStep(self.kv, write_index, batch, num_rows, self.kernels)
         page_size, is_one = self.kv.page_size, len(batch.groups) == 1
-        num_pages = batch.tables.shape[1] if self.deterministic else -(-batch.max_length // page_size)
+        num_pages = -(-batch.max_length // page_size)
         unseen = torch.arange(num_pages * page_size, device=self.device) > positions[:, None]
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device).masked_fill_(unseen, -math.inf)
         prompts = []
@@ -175,7 +182,6 @@ class ModelRunner:
             pages=batch.tables[:num_rows, :num_pages],
             mask=mask[:, None, None],
             prompts=prompts,
-            fixed_shapes=self.deterministic,
         )
 
     def _forward(self, ids: Tensor, positions: Tensor, step: attention.Step) -> Tensor:

@@ -89,6 +89,21 @@ class RowBatch:
         self._tables[:], self._pages_written = self.scratch_page, [0] * self.max_rows
         self.write_pages(rows)
 
+    def arrange_tokens(
+        self, tokens: Sequence[int], places: range, pages: Sequence[int], prompt_pages: Sequence[int], start: int
+    ) -> None:
+        """Every token of one response at `places` as a row of its own, in a batch of as many rows: a step over them
+        writes the KV that as many steps of one row wrote, since its layers write all rows before one attends. `start`:
+        tokens of the prompt."""
+        self.num_rows = len(places)
+        self.tokens.copy_(torch.tensor(tokens[places.start : places.stop]))
+        self.positions.copy_(torch.arange(places.start, places.stop))
+        self.lengths.copy_(self.positions + 1)
+        self.starts.fill_(start)
+        self.tables.copy_(torch.tensor(pages, dtype=torch.int32))
+        self.prompt_tables.copy_(torch.tensor(prompt_pages, dtype=torch.int32))
+        self.prompt_lengths.fill_(start)
+
     def write_pages(self, rows: Sequence[Sample | None]) -> None:
         """Write the pages that rows have got since they were arranged."""
         for row, sample in enumerate(rows):

@@ -43,25 +43,23 @@ class SamplingEngine:
         rollout_config: RolloutConfig,
         *,
         stop_token_ids: set[int] | None = None,
-        deterministic: bool = False,
         max_prompt_tokens: int | None = None,
         lm_head_fp32: bool = False,
         shared_probe: bool = False,
         reserved_bytes: int = 0,
+        sharers: int = 1,
     ) -> None:
         """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
 
-        `deterministic`: bitwise the same results whatever else runs, at the price of always computing every row, and of
-        room for a full response of each. `max_prompt_tokens`: longest prompt to come; None: with the default KV budget,
+        `max_prompt_tokens`: longest prompt to come; None: with the default KV budget,
         and with auto, the pool is allocated at the first call, and again at a longer prompt. `shared_probe`: the length
         probe belongs to a run: it predicts with what `lengths.watch.load` brings, and `learn` hands over what it saw;
-        else it learns from each call for the next. `reserved_bytes`: of the free memory, what
-        rollout.kv_budget_bytes=auto leaves to others in this process. ValueError for what cannot work.
+        else it learns from each call for the next. Of a pool that takes what is free, `reserved_bytes`: what it leaves
+        to others in this process; `sharers`: engines of other processes on the CPU and this one. ValueError for what
+        cannot work.
         """
         self.config, self.tokenizer = rollout_config, tokenizer
-        self.runner = ModelRunner(
-            model.eval(), deterministic=deterministic, lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype
-        )
+        self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
         if len(tokenizer) > self.runner.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary of "
@@ -72,7 +70,11 @@ class SamplingEngine:
         self.stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout_config.stop_strings)
         self.lengths = LengthSource(rollout_config, self.runner, tokenizer, shared=shared_probe)
         self.pool = EnginePool(
-            rollout_config, self.runner, max_prompt_tokens=max_prompt_tokens, reserved_bytes=reserved_bytes
+            rollout_config,
+            self.runner,
+            max_prompt_tokens=max_prompt_tokens,
+            reserved_bytes=reserved_bytes,
+            sharers=sharers,
         )
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
@@ -135,8 +137,8 @@ class SamplingEngine:
             self._loop.free()
         self._loop = None
         self.pool.allocate(sizes)
-        longest = self.pool.longest(sizes)
-        most_rows = self.pool.most_rows(config, longest)
+        # a row has a page from its second token on
+        most_rows = min(config.most_rows, self.runner.kv.num_pages)
         slots = min(config.num_slots, most_rows)
         if self.lengths.watch is not None and not evaluation:
             self.lengths.watch.prepare()
@@ -151,7 +153,7 @@ class SamplingEngine:
         if watch is not None:
             pages, parks = self.runner.kv.num_pages, planner.parking is not None
             watch.begin(groups, ReplaySettings(config, pages, parks), step=step)
-        self._loop = self._new_loop(planner, config, sampler, longest, watch)
+        self._loop = self._new_loop(planner, config, sampler, max(sizes, default=1), watch)
         self.stats = self._loop.stats
         return self._run(self._loop, pause_every, is_halted)
 
@@ -219,7 +221,7 @@ class SamplingEngine:
 
     def _new_planner(self, groups: list[PromptGroup], config: RolloutConfig, most_rows: int) -> StepPlanner:
         policy = parking = None
-        if config.schedule == "token_budget" and not self.runner.deterministic:  # those rows are never preempted
+        if config.schedule == "token_budget":
             parking = self.pool.open_parking()
             policy = TokenBudgetPolicy(config.page_size, config.max_new_tokens, parks=parking is not None)
         return StepPlanner(
@@ -242,10 +244,7 @@ class SamplingEngine:
     ) -> DecodeLoop:
         """The tensors of one call, whose prompts have up to `longest` tokens."""
         runner, page_size, groups, most_rows = self.runner, config.page_size, list(planner.waiting), planner.num_slots
-        # deterministic: the same shapes whatever part of a step is asked for
-        prompts = min(config.most_prompts, most_rows)
-        if not runner.deterministic:
-            prompts = min(prompts, max(len(groups), 1))
+        prompts = min(config.most_prompts, most_rows, max(len(groups), 1))
         pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
         batch = RowBatch(most_rows, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         ends_text = self._stop_strings.ends if config.stop_strings else None
@@ -254,7 +253,6 @@ class SamplingEngine:
             DecodeStep(runner, batch, sampler, self.pool.graphs.take(batch, sampler)),
             StopRule(config.max_new_tokens, self.stop_token_ids, ends_text),
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),
-            fixed_rows=most_rows if runner.deterministic else None,
             run_ahead=runner.device.type == "cuda",
             watch=watch,
         )

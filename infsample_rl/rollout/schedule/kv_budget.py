@@ -8,7 +8,15 @@ from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import kv_pages, parse_bytes
 from infsample_rl.types import MaybeNone
 
-AUTO_SHARE = 0.9  # of the free memory; the rest is for activations of a prefill and fragmentation
+# Of the free memory what pools take that are to take it: the rest of a GPU is for activations of a prefill and
+# fragmentation, that of a machine for the other processes, which all share it.
+GPU_SHARE, CPU_SHARE = 0.9, 0.5
+
+
+def free_for_pool(free_bytes: int, *, on_gpu: bool, sharers: int) -> int:
+    """Bytes that the pool of one worker may take of those that are free after its weights. `sharers`: workers on the
+    CPU, which have one memory together."""
+    return int(GPU_SHARE * free_bytes) if on_gpu else int(CPU_SHARE * free_bytes) // sharers
 
 
 def num_pool_pages(
@@ -17,17 +25,17 @@ def num_pool_pages(
     """Pages of the pool for prompts of these numbers of tokens, of which rollout.prompts_at_once may be resident
     together; the default budget counts the longest.
 
-    `free_bytes`: what is free for the pool, read for rollout.kv_budget_bytes=auto alone. Raises ValueError, with the
+    `free_bytes`: of free_for_pool(), read where the pool takes what is free alone. Raises ValueError, with the
     smallest budget that would do, when one prompt and one full response do not fit.
     """
     page_size, longest = config.page_size, sorted(prompts, reverse=True)
     if config.kv_budget_tokens is not None:
         pages, given = config.kv_budget_tokens // page_size, f"rollout.kv_budget_tokens={config.kv_budget_tokens}"
-    elif config.kv_budget_bytes == "auto":
+    elif config.takes_free_memory:
         longest = longest[: config.most_prompts]
         rows = min(config.most_rows, config.group_size * len(longest))
         most = kv_pages(rows, config.max_new_tokens, longest, page_size)
-        pages = min(most, int(AUTO_SHARE * free_bytes) // page_bytes)  # more could never be used
+        pages = min(most, free_bytes // page_bytes)  # more could never be used
         given = f"rollout.kv_budget_bytes=auto ({free_bytes} bytes free for it)"
     elif config.kv_budget_bytes is not None:
         pages = parse_bytes(config.kv_budget_bytes) // page_bytes

@@ -219,7 +219,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_written(make_model)
 
 
 def test_the_runner_takes_it_for_float32_pages_and_the_fused_one_otherwise(make_model, monkeypatch):
-    assert isinstance(ModelRunner(make_model(), deterministic=True).decoder, CompiledDecoder)
+    assert isinstance(ModelRunner(make_model()).decoder, CompiledDecoder)
     assert isinstance(ModelRunner(make_model(), kv_dtype="int8").decoder, FusedDecoder)
     assert isinstance(ModelRunner(make_model().bfloat16()).decoder, FusedDecoder)
     monkeypatch.setattr(cpu_kernels, "load", lambda: None)

@@ -56,7 +56,6 @@ SETTINGS = [
     {"top_p": 0.8, "temperature": 0.9},
     {"max_new_tokens": 1},
     {"group_size": 40, "prompts_at_once": 2, "slots": 40, "max_new_tokens": 6},  # logits in several pieces
-    {"deterministic": True, "slots": 5, "prompts_at_once": 2},
 ]
 
 

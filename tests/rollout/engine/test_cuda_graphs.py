@@ -48,7 +48,6 @@ def test_greedy_tokens_equal_generate(gpu_model, tokenizer, family):
         {"top_p": 0.8, "temperature": 0.9},
         {"top_k": 9, "min_p": 0.02, "bad_token_ids": [1]},
         {"group_size": 40, "slots": 40},
-        {"deterministic": True, "slots": 5, "prompts_at_once": 2},
     ],
     ids=str,
 )

@@ -21,15 +21,14 @@ def engine_of(model, tokenizer, **settings):
 
 @pytest.mark.parametrize("schedule", BARRED)
 @pytest.mark.parametrize(
-    ("deterministic", "settings"),
+    "settings",
     [
-        (False, {"max_new_tokens": 16, "kv_budget_tokens": 32}),  # two pages, the fewest that work, for four slots
-        (False, {"max_new_tokens": 32, "page_size": 1024, "kv_budget_tokens": 3072}),
-        (True, {"max_new_tokens": 32, "kv_budget_tokens": 96}),  # deterministic: room for two full responses
+        {"max_new_tokens": 16, "kv_budget_tokens": 32},  # two pages, the fewest that work, for four slots
+        {"max_new_tokens": 32, "page_size": 1024, "kv_budget_tokens": 3072},
     ],
 )
-def test_slots_beyond_the_pool_are_left_out(make_model, make_tokenizer, schedule, deterministic, settings):
-    model, common = make_model(), {"deterministic": deterministic, "group_size": 8}
+def test_slots_beyond_the_pool_are_left_out(make_model, make_tokenizer, schedule, settings):
+    model, common = make_model(), {"group_size": 8}
     engine = engine_of(model, make_tokenizer(), schedule=schedule, **common, **settings)
     roomy = engine_of(
         model, make_tokenizer(), max_new_tokens=settings["max_new_tokens"], schedule="token_budget", **common

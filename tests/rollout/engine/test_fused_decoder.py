@@ -24,7 +24,7 @@ def run(runner, decoder, tokens):
     num_rows = len(tokens)
     rows, prompt = torch.arange(num_rows), [(torch.tensor([[num_rows]]), 2, None)]
     runner.kv.store.copy_(torch.randn(runner.kv.store.shape, generator=torch.Generator().manual_seed(1)))
-    step = attention.GatherStep(runner.kv, rows * 8, rows[:, None], None, prompt, fixed_shapes=False)
+    step = attention.GatherStep(runner.kv, rows * 8, rows[:, None], None, prompt)
     positions = torch.full((num_rows,), 3)
     if decoder is None:
         return runner._forward(tokens[:, None], positions[:, None], step)[:, 0]

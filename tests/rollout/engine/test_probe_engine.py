@@ -175,13 +175,10 @@ def test_what_a_step_that_was_given_up_has_shown_is_forgotten_when_it_is_done_ag
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        *({"schedule": name} for name in ("arrival", "dynamic_slot", "full_group")),
-        {"schedule": "lpt", "deterministic": True},
-    ],
+    [{"schedule": name} for name in ("arrival", "dynamic_slot", "full_group")],
     ids=str,
 )
-def test_bitwise_runs_and_schedules_that_read_no_prediction_have_no_probe(countdown, tokenizer, settings):
+def test_schedules_that_read_no_prediction_have_no_probe(countdown, tokenizer, settings):
     engine = make_engine(countdown, tokenizer, group_size=8, slots=4, max_new_tokens=64, **settings)
     engine.generate(PROMPTS[:1], seed=0)
     assert engine.lengths.watch is None and engine.config.predictor == "probe"

@@ -4,7 +4,7 @@ import pytest
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import kv_pages, parse_bytes
-from infsample_rl.rollout.schedule.kv_budget import num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 
 
@@ -42,7 +42,9 @@ def test_prompt_and_response_are_rounded_to_pages():
         ({"kv_budget_tokens": 100}, 6),
         ({"kv_budget_bytes": "10KB"}, 10),
         ({"kv_budget_bytes": "10KiB"}, 10),
-        ({"kv_budget_bytes": "auto"}, 18),  # 0.9 of 20,000 bytes
+        ({"kv_budget_bytes": "auto"}, 20),  # what is free
+        ({"slots": None}, 20),
+        ({"slots": None, "schedule": "arrival"}, 4 * 2 + 2 * 3),
         ({"kv_budget_bytes": "auto", "group_size": 1, "prompts_at_once": 2}, 2 * 2 + 2 * 3),  # more could never be used
         ({"kv_budget_bytes": "auto", "max_rows": 1}, 1 * 2 + 3),  # one row is of one prompt
     ],
@@ -50,6 +52,12 @@ def test_prompt_and_response_are_rounded_to_pages():
 def test_pages_of_every_kind_of_budget(settings, pages):
     config = RolloutConfig(**({"group_size": 8, "slots": 4, "max_new_tokens": 30} | settings))
     assert num_pool_pages(config, page_bytes=1000, prompts=[40, 7, 40], free_bytes=20_000) == pages
+
+
+def test_a_gpu_is_its_workers_own_and_a_machine_is_shared():
+    assert free_for_pool(1000, on_gpu=True, sharers=3) == 900
+    assert free_for_pool(1000, on_gpu=False, sharers=1) == 500
+    assert free_for_pool(1000, on_gpu=False, sharers=2) == 250
 
 
 @pytest.mark.parametrize(
