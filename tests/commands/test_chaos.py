@@ -1,0 +1,76 @@
+"""What the chaos command compares, tears and counts. Disturbances of real runs are in tests/runs/test_lost_workers.py."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.commands.chaos import differences, main, table_of
+from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Hit, tear
+
+PACKAGE = Path(__file__).resolve().parents[2] / "infsample_rl"
+
+
+def write_run(folder, *, weights=b"weights", reward=0.5, seconds=1.0, response="yes", steps=(1, 2)):
+    """A run folder of two steps and two checkpoints."""
+    for step in steps:
+        checkpoint = folder / "checkpoints" / f"step_{step:06d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "model.safetensors").write_bytes(weights)
+        (checkpoint / "config.json").write_text("{}")
+    metrics = [{"step": step, "reward/mean": reward, "timing/step": seconds, "cluster/restarts": 0} for step in steps]
+    completions = [{"step": step, "prompt_index": 0, "response": response} for step in steps]
+    for name, records in (("metrics", metrics), ("completions", completions)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"seconds": 9.0}, []),
+        ({"weights": b"weightS"}, ["model.safetensors differs"]),
+        ({"reward": 0.25}, ["step 1: reward/mean differs", "step 2: reward/mean differs"]),
+        ({"response": "no"}, ["completions.jsonl differs in steps [1, 2]"]),
+    ],
+)
+def test_weights_metrics_and_completions_are_compared_and_times_are_not(tmp_path, changes, found):
+    assert differences(write_run(tmp_path / "a"), write_run(tmp_path / "b", **changes)) == found
+
+
+def test_a_step_that_is_missing_is_a_difference(tmp_path):
+    found = differences(write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=(1,)))
+    assert "metrics.jsonl has steps [1, 2] and [1]" in found and "completions.jsonl differs in steps [2]" in found
+
+
+def test_the_newest_checkpoint_is_torn_where_there_is_an_older_one(tmp_path):
+    both, one = write_run(tmp_path / "both"), write_run(tmp_path / "one", steps=(1,))
+    for run in (both, one):
+        tear(run)
+    sizes = [path.stat().st_size for path in sorted(both.rglob("model.safetensors"))]
+    assert sizes == [7, 3] and (one / "checkpoints/step_000001/model.safetensors").stat().st_size == 7
+
+
+def test_every_phase_that_is_aimed_at_is_one_that_the_code_has():
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    named = set(re.findall(r'phase\("(\w+)"\)', code))
+    assert {phase for _, phase in PHASES} <= named and {cell.phase for cell in CELLS} <= named
+
+
+def test_a_hit_costs_what_it_took_beyond_a_step():
+    cell = Cell("kill", "rollout", "decode")
+    hits = [Hit(cell, 1, 0.0, seconds=12.0), Hit(cell, 2, 0.0, seconds=8.0), Hit(cell, 3, 0.0)]
+    assert table_of(hits, 2.0) == [{**cell._asdict(), "hits": 3, "seconds_lost": 8.0}]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("kills=0", "kills=0: must be >= 1"), ("kils=3", "kils"), ("rollout.grop_size=3", "rollout.group_size")],
+)
+def test_a_bad_argument_is_one_line_and_exit_2(argument, message, capsys):
+    assert main([argument]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
