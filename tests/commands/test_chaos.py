@@ -1,4 +1,4 @@
-"""What the chaos command compares, tears and counts. Disturbances of real runs are in tests/runs/test_lost_workers.py."""
+"""What the chaos command compares, tears and counts; tests/runs/test_lost_workers.py disturbs real runs."""
 
 from __future__ import annotations
 
