@@ -8,12 +8,14 @@ every rank has a whole one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -142,7 +144,9 @@ def load_frozen_policy(
     where, slices = torch.device("cpu") if offload else device, None
     if ranks > 1:
         dtype = getattr(torch, config.model.dtype)
-        lm, slices, _ = load_in_slices(config.model, where, path=path, dtype=dtype)
+        lm, slices, how = load_in_slices(config.model, where, path=path, dtype=dtype)
+        if slices is None and dist.get_rank() == 0:
+            warnings.warn(f"the reference is loaded {how}", stacklevel=2)
     else:
         lm = load_model(config.model, where, path=path)
     valid_vocab, rows = len(load_tokenizer(config.model)), lm.get_output_embeddings().weight.shape[0]

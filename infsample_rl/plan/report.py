@@ -24,6 +24,8 @@ def print_plan(plan: RunPlan, console: Console) -> None:
         )
         console.print(together, soft_wrap=True)
     console.print(_decoding(plan), soft_wrap=True)
+    waiting = f"finished samples that wait for the learner: at most {gigabytes(plan.waiting_bytes)}"
+    console.print(f"{waiting} of Ray's object store", soft_wrap=True)
     for role in plan.roles:
         if limits := role.limits:
             console.print(f"{role.process.role}: {'; '.join(limits)}", soft_wrap=True)

@@ -17,6 +17,8 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
 
+SAMPLE_TOKEN_BYTES = 16  # id, log-probability, that of a truncated distribution, the reference's: 4 each
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
@@ -85,6 +87,7 @@ class RunPlan:
     decode: DecodeTime
     host_bytes: int  # of all processes that compute on the CPU
     host_room: int
+    waiting_bytes: int  # of finished samples that wait for the learner in Ray's object store, at most
 
     @property
     def fits(self) -> bool:
@@ -100,7 +103,7 @@ class RunPlan:
             for role in self.roles
         ]
         decode = dataclasses.asdict(self.decode) | {"seconds": self.decode.seconds}
-        names = ("model", "dtype", "parameters", "fits", "host_bytes", "host_room")
+        names = ("model", "dtype", "parameters", "fits", "host_bytes", "host_room", "waiting_bytes")
         return {name: getattr(self, name) for name in names} | {"processes": processes, "decode": decode}
 
 
@@ -125,6 +128,7 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         decode=decode_time(config, model, sampling, lengths),
         host_bytes=sum(role.process.count * role.process.sum_bytes for role in roles if role.process.gpus == 0),
         host_room=host().memory_bytes,
+        waiting_bytes=SAMPLE_TOKEN_BYTES * config.samples_per_step * config.rollout.max_new_tokens,
     )
 
 

@@ -56,7 +56,7 @@ def test_the_papers_8b_setting_is_planned_from_its_config_alone_and_a_sum_is_its
         "cluster.device_type=h100",
         "rollout.group_size=64",
     )
-    assert status == 0 and plan["fits"]
+    assert status == 0 and plan["fits"] and plan["waiting_bytes"] == 16 * 64 * 4 * 1024
     assert [process["role"] for process in plan["processes"]] == ["rollout", "learner", "reference"]
     for process in plan["processes"]:
         assert process["sum_bytes"] == sum(lines(process).values())
