@@ -31,7 +31,7 @@ def reward_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
-    """Runs two steps of 3 prompts x G = 4 and returns their metrics and what was printed."""
+    """Runs two steps of 3 prompts x G = 4 and returns their metrics and run.log."""
 
     def run(*changes: str) -> tuple[list[dict], str]:
         folder = tmp_path_factory.mktemp("run") / "run"
@@ -65,7 +65,8 @@ def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
             cwd=folder.parent,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], done.stdout
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return rows, (folder / "run.log").read_text()
 
     return run
 

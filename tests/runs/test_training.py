@@ -217,7 +217,9 @@ def test_the_papers_experiment_takes_a_real_step_with_only_model_data_and_device
         "cluster.reference_gpus=0",
     ]
     process = subprocess.Popen(
-        command(["+experiment=math_qwen3_8b_paper", f"model.path={tiny_qwen3}", "data.source=problems.jsonl", *devices]),
+        command(
+            ["+experiment=math_qwen3_8b_paper", f"model.path={tiny_qwen3}", "data.source=problems.jsonl", *devices]
+        ),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
