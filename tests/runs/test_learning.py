@@ -26,10 +26,6 @@ def held_out_rise(run_dir: Path, *program: str) -> float:
     arguments = ["run.steps=12", "run.eval_every=0", f"run.dir={run_dir}", "logging.wandb=disabled"]
     subprocess.run([sys.executable, *program, *arguments], check=True, cwd=run_dir.parent, timeout=600)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    overlaps = [row["timing/overlap"] for row in rows if row["step"] > 0]
-    assert sum(overlap > 0 for overlap in overlaps) >= 6, (
-        "in most steps the learner has rows before the last sample has ended"
-    )
     accuracy = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     assert 0.2 <= accuracy[0] <= 0.6
     return accuracy[-1] - accuracy[0]
