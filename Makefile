@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 DOCS := .venv-docs
 READY := $(VENV)/.ready
 
-.PHONY: run test test-all lint gpu tables docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu tables docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -28,6 +28,10 @@ test: $(READY)
 
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# Every setting of the matrix by the real command; part of test (six of them) and test-all.
+test-matrix: $(READY)
+	$(BIN)/python -m pytest tests/runs/test_matrix.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

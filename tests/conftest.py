@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,17 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The minutes that each folder took."""
+    seconds = Counter[str]()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds["/".join(report.nodeid.split("/")[:2]).split("::")[0]] += report.duration
+    terminalreporter.section("minutes")
+    for name, spent in seconds.most_common():
+        terminalreporter.line(f"{spent / 60:6.1f}  {name}")
 
 
 def byte_tokenizer():

@@ -3,89 +3,19 @@ that was asked for."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-REWARD = '''
-def vowels(prompts, completions, answer, **columns):
-    """Share of vowels and digits: something a random model's samples differ in."""
-    return [sum(c in "aeiou0123456789" for c in text) / (1 + len(text)) for text in completions]
-
-
-def rarely(prompts, completions, answer, **columns):
-    """One for responses that begin with a byte of the upper half, in prompts of even sums; zero in all others."""
-    return [float(int(value) % 2 == 0 and text[:1] > "a") for value, text in zip(answer, completions)]
-'''
-
-
-@pytest.fixture(scope="module")
-def reward_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"
-    path.write_text(REWARD)
-    return path
-
-
-@pytest.fixture(scope="module")
-def train(tiny_qwen3, sums_file, reward_file, tmp_path_factory):
-    """Runs two steps of 3 prompts x G = 4 and returns their metrics and run.log."""
-
-    def run(*changes: str) -> tuple[list[dict], str]:
-        folder = tmp_path_factory.mktemp("run") / "run"
-        arguments = [
-            f"model.path={tiny_qwen3}",
-            f"data.source={sums_file}",
-            "data.eval_source=null",
-            "data.max_prompt_tokens=64",
-            f"reward.functions=[{{name: '{reward_file}:vowels'}}]",
-            "data.prompts_per_step=3",
-            "rollout.group_size=4",
-            "rollout.slots=2",
-            "rollout.micro_group_size=1",
-            "rollout.max_new_tokens=48",
-            "learner.max_tokens_per_micro_batch=128",
-            "learner.lr=1e-3",
-            "learner.warmup_steps=0",
-            "run.checkpoint_every=0",
-            "run.steps=2",
-            "cluster.rollout_workers=1",
-            "cluster.learner_ranks=1",
-            f"run.dir={folder}",
-            "logging.wandb=disabled",
-            *changes,
-        ]
-        done = subprocess.run(
-            [sys.executable, "-m", "infsample_rl.main", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=400,
-            cwd=folder.parent,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return rows, (folder / "run.log").read_text()
-
-    return run
-
-
-def same_everywhere(row: dict) -> dict:
-    """What no arrangement may change: samples, rewards and the update."""
-    return {
-        name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner", "step")
-    }
+from tests.runs.conftest import same_everywhere
 
 
 @pytest.fixture(scope="module")
 def apart(train):
-    return train("run.deterministic=true", "learner.overlap=false")[0]
+    return train("run.deterministic=true", "learner.overlap=false").rows
 
 
 @pytest.mark.slow
 def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
-    rows, output = train("run.deterministic=true", "learner.overlap=false", "cluster.colocate=true")
+    rows, output, _ = train("run.deterministic=true", "learner.overlap=false", "cluster.colocate=true")
     assert "shares the learner's weights" in output
     assert [same_everywhere(row) for row in rows] == [same_everywhere(row) for row in apart]  # bitwise
     assert [row["weight_sync/bytes"] for row in rows] == [0, 0] and apart[0]["weight_sync/bytes"] > 100_000
@@ -95,7 +25,7 @@ def test_colocated_trains_the_same_and_moves_no_weights(train, apart):
 def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_same(train, apart):
     # the slowest there is, so that the lead is sure
     one_slot = ["rollout.schedule=arrival", "rollout.slots=1", "rollout.prompts_at_once=1"]
-    rows, _ = train("cluster.colocate=true", *one_slot)
+    rows, *_ = train("cluster.colocate=true", *one_slot)
     assert all(row["timing/backward_lead"] > 0 and row["timing/overlap"] > 0 for row in rows)
     assert all(row["timing/overlap"] == 0 for row in apart)
     for row, expected in zip(rows, apart, strict=True):
@@ -106,7 +36,7 @@ def test_backward_begins_before_the_last_token_is_sampled_and_the_update_is_the_
 
 @pytest.mark.slow
 def test_one_step_off_policy_trains_samples_of_the_weights_before_with_importance_weights(train, apart):
-    rows, _ = train("run.max_staleness=1", "run.steps=3")
+    rows, *_ = train("run.max_staleness=1", "run.steps=3")
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 1]
     assert rows[0]["reward/mean"] == apart[0]["reward/mean"]  # the first step is on policy
     assert rows[0]["learner/logprob_diff_max"] < 1e-4 < rows[1]["learner/logprob_diff_max"]
@@ -121,7 +51,7 @@ def test_one_step_off_policy_trains_samples_of_the_weights_before_with_importanc
 def test_several_updates_a_step_clip_against_the_policy_of_its_first_pass(train, apart):
     for ranks in ("1", "2"):
         clip = ["objective.clip_low=1e-4", "objective.clip_high=1e-4"]
-        rows, _ = train("objective.epochs=2", "objective.mini_batches=3", *clip, f"cluster.learner_ranks={ranks}")
+        rows, *_ = train("objective.epochs=2", "objective.mini_batches=3", *clip, f"cluster.learner_ranks={ranks}")
         assert [row["learner/updates"] for row in rows] == [6, 6] and all(row["timing/overlap"] == 0 for row in rows)
         assert rows[0]["reward/mean"] == apart[0]["reward/mean"]
         assert rows[0]["learner/clip_fraction"] > 0.1, "later updates are off the policy of the first pass"
@@ -131,16 +61,16 @@ def test_several_updates_a_step_clip_against_the_policy_of_its_first_pass(train,
 @pytest.mark.slow
 def test_groups_without_signal_are_replaced_by_new_prompts(train, reward_file):
     settings = ["objective.dynamic_sampling=true", f"reward.functions=[{{name: '{reward_file}:rarely'}}]"]
-    rows, _ = train(*settings, "run.steps=1")
+    rows, *_ = train(*settings, "run.steps=1")
     assert rows[0]["rollout/rounds"] > 1
     assert rows[0]["response/tokens"] > 0 and rows[0]["reward/groups_with_signal"] < 1
-    rows, output = train(*settings, "objective.dynamic_sampling_rounds=1")
+    rows, output, _ = train(*settings, "objective.dynamic_sampling_rounds=1")
     assert "groups have a signal after 1 rounds of sampling" in output and len(rows) == 2, "at the cap the run goes on"
 
 
 @pytest.mark.slow
 def test_ranks_that_reduce_once_train_the_same(train, apart):
-    rows, _ = train("learner.grad_sync=last_row", "cluster.learner_ranks=2")
+    rows, *_ = train("learner.grad_sync=last_row", "cluster.learner_ranks=2")
     for row, expected in zip(rows, apart, strict=True):
         for name in ("reward/mean", "learner/loss", "learner/grad_norm"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
@@ -148,7 +78,7 @@ def test_ranks_that_reduce_once_train_the_same(train, apart):
 
 @pytest.mark.slow
 def test_two_colocated_ranks_train_the_same(train, apart):
-    rows, _ = train("cluster.colocate=true", "cluster.learner_ranks=2", "cluster.rollout_workers=2")
+    rows, *_ = train("cluster.colocate=true", "cluster.learner_ranks=2", "cluster.rollout_workers=2")
     for row, expected in zip(rows, apart, strict=True):
         for name in ("reward/mean", "learner/loss", "learner/grad_norm"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6)
