@@ -159,7 +159,8 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
     growth = planned - planned // 3
     monkeypatch.setattr("infsample_rl.model.peak_memory.PeakMemory.held_bytes", lambda memory: planned // 3)
     pages = {}
-    for free_pages in (100, 6):  # beside the learner: more than the resident prompts could use, and less
+    # of which half is taken beside the learner: more than the resident prompts could use, and less
+    for free_pages in (100, 11):
         monkeypatch.setattr(
             "infsample_rl.rollout.engine.engine_pool.free_bytes",
             lambda device, free=free_pages: growth + free * PAGE_BYTES,
@@ -168,7 +169,7 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
         found.setup(None)
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
-    assert pages == {100: made.rollout.most_prompts * (4 * 2 + 1), 6: 5}
+    assert pages == {100: made.rollout.most_prompts * (4 * 2 + 1), 11: 5}
     monkeypatch.setattr("infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup(None)

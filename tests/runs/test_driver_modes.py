@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs.conftest import same_everywhere
+from tests.real_runs import same_everywhere
 
 
 @pytest.fixture(scope="module")
