@@ -153,8 +153,10 @@ def _pool_text(config: Config, per_token: int) -> str:
     rollout = config.rollout
     if rollout.takes_free_memory:
         beside = " and the learner's planned peak" if config.cluster.colocate else ""
-        share = f"{GPU_SHARE:g}" if config.cluster.rollout_gpus > 0 else f"{CPU_SHARE:g}, among its workers,"
-        return f"{share} of what is free after the weights{beside}"
+        free = f"of what is free after the weights{beside}"
+        if config.cluster.rollout_gpus > 0:
+            return f"{GPU_SHARE:g} {free}"
+        return f"{CPU_SHARE:g} {free}, divided among the workers"
     prompts = [config.data.max_prompt_tokens] * rollout.planned_prompts
     pages = num_pool_pages(rollout, page_bytes=per_token * rollout.page_size, prompts=prompts)
     tokens = pages * rollout.page_size
