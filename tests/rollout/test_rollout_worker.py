@@ -1,5 +1,7 @@
 """The rollout worker on a tiny model saved to disk: stream, weights, figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,18 @@ def collect(stream):
     assert [isinstance(item, MicroGroupHeader) for item in items] == [True, False] * (len(items) // 2)
     completions = {(c.prompt_index, c.sample_index): c.token_ids.tolist() for group in items[1::2] for c in group}
     return completions, items[::2], items[1::2]
+
+
+def test_a_run_that_should_repeat_says_that_it_may_not_without_a_compiled_decoder(config, monkeypatch, recwarn):
+    RolloutWorker(config, 0)
+    assert not [each for each in recwarn if "may differ" in str(each.message)]
+    monkeypatch.setattr("infsample_rl.rollout.kernels.cpu_kernels.load", lambda: None)
+    RolloutWorker(replace(config, run=replace(config.run, deterministic=False)), 0)
+    assert not [each for each in recwarn if "may differ" in str(each.message)], "nobody was promised anything"
+    with pytest.warns(
+        UserWarning, match="samples may differ by rounding from run to run: model type .* has no compiled"
+    ):
+        RolloutWorker(config, 0)
 
 
 def test_headers_and_micro_groups_alternate_and_agree(config):

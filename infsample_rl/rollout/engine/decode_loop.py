@@ -22,7 +22,7 @@ from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion, MaybeNone
 
 LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
-Rows = list[Sample | MaybeNone]  # None: a row without a sample
+Rows = list[Sample]
 
 
 class DecodeStep:
@@ -52,8 +52,7 @@ class DecodeStep:
     def _launch_eager(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
         batch = self.batch
         first = {row: self.prompt_logits[rows[row].group] for row in batch.first_rows}
-        only_first = len(first) == sum(1 for sample in rows if sample is not None)
-        hidden = None if only_first else self.runner.decode(batch)
+        hidden = None if len(first) == len(rows) else self.runner.decode(batch)
         size = max(8, LOGITS_AT_A_TIME // self.runner.vocab_size)
         pieces = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
         parts = [self._draw(piece, hidden, first) for piece in pieces]
@@ -63,11 +62,10 @@ class DecodeStep:
         return drawn, hidden
 
     def _draw(self, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
-        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do (a row without a
-        sample any)."""
+        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do."""
         place = slice(rows.start, rows.stop)
         if hidden is None:
-            logits = torch.stack([first.get(row, next(iter(first.values()))) for row in rows])
+            logits = torch.stack([first[row] for row in rows])
         else:
             logits = self.runner.logits(hidden[place])
             for row in first.keys() & rows:
@@ -137,9 +135,7 @@ class DecodeLoop:
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
         sample leaves with the next reading, which must find that token too."""
-        return self._launched is not None and all(
-            sample is None or sample.num_tokens + 1 != sample.wait_at for sample in self._rows
-        )
+        return self._launched is not None and all(sample.num_tokens + 1 != sample.wait_at for sample in self._rows)
 
     def _carry_out(self, plan: StepPlan) -> None:
         runner, parking, batch = self.runner, self._parking, self.decode.batch
@@ -181,8 +177,7 @@ class DecodeLoop:
         if moment is not None:  # before samples end or begin to wait, which predictions are for
             self.watch.read(moment)
         for row, sample in enumerate(rows):
-            # no sample, or it had ended when this step was launched
-            if sample is None or sample.finish_reason or sample.slot < 0:
+            if sample.finish_reason or sample.slot < 0:  # it had ended when this step was launched
                 continue
             _append(sample, drawn, row)
             sample.finish_reason = self.stops.reason(sample.tokens)

@@ -87,7 +87,7 @@ class ProbeWatch:
         kept = deque(groups, maxlen=REPLAYED_GROUPS)
         self._groups = {group: ReplayedGroup(len(group.prompt_ids)) for group in kept}
 
-    def launch(self, hidden: torch.Tensor, rows: Sequence[Sample | MaybeNone]) -> Moment | None:
+    def launch(self, hidden: torch.Tensor, rows: Sequence[Sample]) -> Moment | None:
         """After a step of `rows` was launched, its last hidden states [R, E]: features of those that are due. The
         samples already count the token that is being drawn, which `hidden` has not seen."""
         self._steps_since += 1
@@ -97,7 +97,7 @@ class ProbeWatch:
         due = [
             row
             for row, sample in enumerate(rows)
-            if sample is not None and (sample.num_tokens > 1 if everyone else sample.num_tokens == wait_at)
+            if (sample.num_tokens > 1 if everyone else sample.num_tokens == wait_at)
         ]
         if not due:
             return None
