@@ -1,0 +1,207 @@
+"""What users set, each started by the real command: two steps of a tiny model, and what is particular to the setting.
+
+A run's samples follow from weights, seed and place alone, so that runs which differ in their arrangement are compared
+bit for bit, and runs which differ in how gradients are summed up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+from infsample_rl.commands.chaos import differences
+from infsample_rl.commands.disturbance import Target, send
+from infsample_rl.observe.phases import phase_of
+from tests.real_runs import same_everywhere
+
+BITS = (  # settings that may not change a bit
+    ("rollout.schedule=token_budget", "rollout.slots=null"),
+    ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=recompute"),
+    ("rollout.schedule=token_budget", "rollout.kv_budget_tokens=160", "rollout.preemption=park", "rollout.page_size=4"),
+    *((f"rollout.schedule={name}",) for name in ("arrival", "full_group", "naive", "fixed_slot")),
+    *((f"rollout.schedule={name}",) for name in ("fptas", "sjf", "infinite", "lpt")),
+    ("cluster.weight_sync=broadcast",),
+    ("cluster.weight_sync=object_store", "cluster.rollout_workers=2"),
+)
+SUMS = {  # settings that add gradients up in another order, and the ranks that do
+    "fsdp, full shard": ("cluster.learner_ranks=2",),
+    "fsdp, hybrid": ("cluster.learner_ranks=4", "learner.shard_ranks=2"),
+    "ZeRO 1": ("learner.backend=deepspeed", "learner.zero_stage=1", "cluster.learner_ranks=2"),
+    "ZeRO 2": ("learner.backend=deepspeed", "learner.zero_stage=2", "cluster.learner_ranks=2"),
+    "ZeRO 3": ("learner.backend=deepspeed", "learner.zero_stage=3", "cluster.learner_ranks=2"),
+    "ZeRO 2, offload": ("learner.backend=deepspeed", "learner.zero_stage=2", "learner.offload_optimizer=true"),
+}
+IN_CI = ("ZeRO 3", "fsdp, full shard")
+NAMES = ("learner/loss", "learner/grad_norm", "learner/entropy")
+
+
+def close(row, wanted, names=NAMES, rel=1e-3):
+    """Whether a row has the same samples, and the same update up to rounding."""
+    assert row["response/tokens"] == wanted["response/tokens"] and row["reward/mean"] == wanted["reward/mean"]
+    for name in names:
+        assert row[name] == pytest.approx(wanted[name], rel=rel, abs=1e-6), name
+
+
+@pytest.fixture(scope="module")
+def plain(train):
+    return train("objective=no_kl", "run.checkpoint_every=1")
+
+
+@pytest.fixture(scope="module")
+def no_kl(train):
+    """Runs without a KL, so that three processes are enough."""
+
+    def run(*changes: str, folder: Path | None = None):
+        return train("objective=no_kl", *changes, folder=folder)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(each, marks=() if number in (1, 8) else pytest.mark.slow) for number, each in enumerate(BITS)]
+)
+def test_no_bit_changes_with(no_kl, plain, changes):
+    run = no_kl(*changes)
+    assert [same_everywhere(row) for row in run.rows] == [same_everywhere(row) for row in plain.rows]
+    if "rollout.preemption=recompute" in changes:
+        assert run.rows[0]["rollout/preemptions"] > 0 and run.rows[0]["rollout/recomputed_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in SUMS])
+def test_the_update_is_that_of_one_rank_with(no_kl, plain, name):
+    run = no_kl(*SUMS[name], "run.checkpoint_every=2")
+    for row, wanted in zip(run.rows, plain.rows, strict=True):
+        close(row, wanted)
+    weights, wanted = (load_file(each.folder / "checkpoints/step_000002/model.safetensors") for each in (run, plain))
+    assert weights.keys() == wanted.keys()
+    assert all(torch.allclose(weights[each], wanted[each], atol=1e-4) for each in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("cluster.learner_ranks=2",),
+        ("cluster.learner_ranks=2", "learner.backend=deepspeed"),
+        ("learner.lora_publish=adapters",),
+    ],
+)
+def test_lora_starts_where_the_weights_do_and_trains_adapters_alone(no_kl, plain, changes, tiny_qwen3):
+    run = no_kl("learner.lora_rank=4", "run.checkpoint_every=2", *changes)
+    assert run.rows[0]["reward/mean"] == plain.rows[0]["reward/mean"]
+    assert run.rows[0]["learner/loss"] == pytest.approx(plain.rows[0]["learner/loss"], rel=1e-3, abs=1e-6)
+    assert run.rows[1]["learner/logprob_diff_max"] < 1e-4, "the engine samples with the adapters"
+    checkpoint = run.folder / "checkpoints/step_000002"
+    adapters = load_file(checkpoint / "adapter_model.safetensors")
+    assert adapters and all("lora" in name for name in adapters) and not list(checkpoint.glob("model*.safetensors"))
+    assert any(value.abs().max() > 0 for name, value in adapters.items() if "lora_B" in name), "they have moved"
+
+
+@pytest.fixture(scope="module")
+def judge(tiny_qwen3, tmp_path_factory) -> Path:
+    """A random reward model."""
+    folder = tmp_path_factory.mktemp("judges") / "judge"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "num_labels": 1}
+    config = Qwen3Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_every_sample(no_kl, plain, judge):
+    run = no_kl(f"reward.functions=[{{name: 'model:{judge}'}}]", "run.steps=1")
+    (row,) = run.rows
+    assert row["response/tokens"] == plain.rows[0]["response/tokens"] and row["reward/failed"] == 0
+    assert row["reward/std"] > 0 and row["reward/mean"] != plain.rows[0]["reward/mean"]
+
+
+def advantages(run, step: int) -> dict[tuple[int, int], float]:
+    """Of the kept completions of a step."""
+    records = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    return {(each["prompt_index"], each["sample_index"]): each["advantage"] for each in records if each["step"] == step}
+
+
+@pytest.mark.slow
+def test_a_kl_in_the_reward_moves_advantages_once_policy_and_reference_differ(train):
+    every = ("logging.completions_per_step=12", "objective=paper_section_3_4", "objective.kl_coef=0.001")
+    small, large = (train(*every, f"objective.kl_reward_coef={beta}") for beta in (1e-9, 0.5))
+    assert small.rows[0]["reward/mean"] == large.rows[0]["reward/mean"]
+    first = [advantages(run, 1) for run in (small, large)]
+    assert first[0].keys() == first[1].keys()
+    assert all(first[0][key] == pytest.approx(first[1][key], abs=1e-4) for key in first[0]), "the KL is 0 at first"
+    second = [advantages(run, 2) for run in (small, large)]
+    assert max(abs(second[0][key] - second[1][key]) for key in second[0].keys() & second[1].keys()) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_papers_predictor_trains_on_the_runs_first_groups_and_is_kept(train):
+    many = ("data.prompts_per_step=32", "rollout.group_size=2", "rollout.max_new_tokens=24", "run.steps=3")
+    run = train("objective=no_kl", "rollout=paper", *many, "rollout.max_new_tokens=24", "run.checkpoint_every=3")
+    assert "64 groups" in run.log and (run.folder / "checkpoints/step_000003/length_predictor.npz").is_file()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("int8", marks=()), pytest.param("fp8", marks=pytest.mark.slow)])
+def test_kv_in_8_bits_takes_a_quarter_and_is_corrected_for(no_kl, plain, dtype):
+    run = no_kl(f"rollout.kv_dtype={dtype}", "objective.importance=token_tis", "objective.mismatch_stop=1")
+    assert run.rows[0]["rollout/kv_pool_bytes"] < 0.3 * plain.rows[0]["rollout/kv_pool_bytes"]
+    assert 1e-5 < run.rows[0]["learner/logprob_diff_mean"] < 0.1
+    assert run.rows[0]["learner/importance_mean"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def of_objective(train):
+    """The first step of each, whose samples are the same, on policy."""
+    names = ("no_kl", "gspo", "cispo", "dr_grpo", "rloo", "dapo")
+    plain = ("objective.dynamic_sampling=false", "objective.overlong_buffer_tokens=0", "run.steps=1")
+    return {name: train(f"objective={name}", *plain).rows[0] for name in names}
+
+
+@pytest.mark.slow
+def test_objectives_are_to_each_other_as_their_papers_say(of_objective):
+    norms = {name: row["learner/grad_norm"] for name, row in of_objective.items()}
+    assert len({row["reward/mean"] for row in of_objective.values()}) == 1
+    assert norms["gspo"] == pytest.approx(norms["no_kl"], rel=1e-3), "at ratio 1 it is GRPO"
+    assert norms["cispo"] == pytest.approx(norms["dapo"], rel=1e-3), "both are means over tokens, at ratio 1"
+    assert norms["rloo"] == pytest.approx(4 / 3 * norms["dr_grpo"], rel=1e-3), "the others' mean is of G - 1 of 4"
+    assert norms["dapo"] != pytest.approx(norms["no_kl"], rel=1e-2), "a mean over samples is another"
+
+
+RESUMED = {
+    "fsdp": (),
+    "ZeRO 3": ("learner.backend=deepspeed", "learner.zero_stage=3", "cluster.learner_ranks=2"),
+    "lora": ("learner.lora_rank=4",),
+    "arrival": ("rollout.schedule=arrival",),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in RESUMED])
+def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(no_kl, plain, name):
+    settings = (*RESUMED[name], "run.checkpoint_every=1")
+    whole = plain if name == "fsdp" else no_kl(*settings)
+    parts = no_kl(*settings, "run.steps=1")
+    again = no_kl(*settings, "cluster.rollout_workers=2", folder=parts.folder)
+    assert [same_everywhere(row) for row in again.rows] == [same_everywhere(row) for row in whole.rows]
+
+
+def test_a_rollout_worker_that_is_killed_changes_no_bit(command, plain, tmp_path):
+    run = tmp_path / "run"
+    target = Target(command(run, "objective=no_kl", "run.checkpoint_every=1"), run)
+    try:
+        killed = False
+        while target.driver.poll() is None and not killed:
+            at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
+            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
+        assert killed and target.driver.wait(timeout=300) == 0
+    finally:
+        target.end()
+    assert "started again" in (run / "run.log").read_text() and differences(plain.folder, run) == []
