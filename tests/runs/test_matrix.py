@@ -173,7 +173,7 @@ def test_objectives_are_to_each_other_as_their_papers_say(of_objective):
     assert norms["gspo"] == pytest.approx(norms["no_kl"], rel=1e-3), "at ratio 1 it is GRPO"
     assert norms["cispo"] == pytest.approx(norms["dapo"], rel=1e-3), "both are means over tokens, at ratio 1"
     assert norms["rloo"] == pytest.approx(4 / 3 * norms["dr_grpo"], rel=1e-3), "the others' mean is of G - 1 of 4"
-    assert norms["dapo"] != pytest.approx(norms["no_kl"], rel=1e-2), "a mean over samples is another"
+    assert norms["dapo"] != pytest.approx(norms["no_kl"], rel=3e-3), "a mean over samples is another"
 
 
 RESUMED = {
