@@ -23,6 +23,7 @@ def rarely(prompts, completions, answer, **columns):
     return [float(int(value) % 2 == 0 and text[:1] > "a") for value, text in zip(answer, completions)]
 '''
 
+
 @pytest.fixture(scope="session")
 def reward_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("rewards") / "my_rewards.py"

@@ -64,7 +64,8 @@ def no_kl(train):
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param(each, marks=() if number in (1, 8) else pytest.mark.slow) for number, each in enumerate(BITS)]
+    "changes",
+    [pytest.param(each, marks=() if number in (1, 8) else pytest.mark.slow) for number, each in enumerate(BITS)],
 )
 def test_no_bit_changes_with(no_kl, plain, changes):
     run = no_kl(*changes)
@@ -184,7 +185,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in RESUMED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in RESUMED]
+)
 def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(no_kl, plain, name):
     settings = (*RESUMED[name], "run.checkpoint_every=1")
     whole = plain if name == "fsdp" else no_kl(*settings)
