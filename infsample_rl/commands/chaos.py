@@ -92,7 +92,8 @@ def _run(arguments: list[str]) -> int:
         print(f"chaos: the undisturbed run failed: {plain.stderr.strip() or plain.stdout[-2000:]}", file=sys.stderr)
         return plain.returncode
     seconds = [time.monotonic() - started]
-    step_s = fmean(record["timing/step"] for record in read_records(runs[0] / "metrics.jsonl"))
+    steps = [record.get("timing/step") for record in read_records(runs[0] / "metrics.jsonl")]  # none of an evaluation
+    step_s = fmean(seconds for seconds in steps if seconds is not None)
     target = Target(commands[1], runs[1])
     try:
         hits = Disturber(target, steps=options.steps, kills=options.kills, seed=options.seed).run()

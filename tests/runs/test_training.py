@@ -73,7 +73,11 @@ def metrics(run_dir: Path) -> list[dict]:
 def without_timing(rows: list[dict]) -> list[dict]:
     """What is the same in every run of the same settings: not what processes measure of themselves."""
     return [
-        {key: value for key, value in row.items() if not key.startswith(("timing/", "memory/", "cluster/"))}
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(("timing/", "memory/", "cluster/", "predictor/", "rollout/"))
+        }
         for row in rows
     ]
 
