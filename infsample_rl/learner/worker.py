@@ -68,7 +68,8 @@ class LearnerWorker(RowTrainer):
         """
         torch.set_num_threads(self.config.cluster.threads_per_worker)
         torch.use_deterministic_algorithms(self.config.is_deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads what it has not written
+        # nothing here reads what it has not written
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set by its class
         torch.manual_seed(self.config.run.seed)
         if self.world_size > 1 or self.config.learner.backend == "deepspeed":
             if self.world_size == 1:

@@ -70,16 +70,12 @@ def metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+MEASURED = ("timing/", "memory/", "cluster/", "predictor/", "rollout/")  # by processes, of themselves
+
+
 def without_timing(rows: list[dict]) -> list[dict]:
-    """What is the same in every run of the same settings: not what processes measure of themselves."""
-    return [
-        {
-            key: value
-            for key, value in row.items()
-            if not key.startswith(("timing/", "memory/", "cluster/", "predictor/", "rollout/"))
-        }
-        for row in rows
-    ]
+    """What is the same in every run of the same settings."""
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
 
 
 @pytest.fixture(scope="module")
