@@ -26,7 +26,7 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
-test-all: test
+test-all: $(VENV)/.tools test
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
@@ -77,9 +77,16 @@ $(READY): requirements.lock pyproject.toml
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
+# Extras, linters and TRL from the registry of packages; a browser where none is installed.
+$(VENV)/.tools: requirements-tools.lock $(READY)
+	$(BIN)/uv pip install -q --python $(BIN)/python -r requirements-tools.lock || $(BIN)/python -m pip install -q -r requirements-tools.lock
+	command -v chromium chromium-browser google-chrome > /dev/null || $(BIN)/playwright install --with-deps chromium \
+	  || apt-get install -qq --no-install-recommends chromium || echo "no browser can be had: its tests are skipped"
+	touch $@
+
 # After changing a version in .venv by hand: pin what is installed now.
 lock:
-	(head -n 1 requirements.lock; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia-|cuda-)' | sed 's/+cpu//' | sort -f) > requirements.new
+	(head -n 1 requirements.lock; $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia-|cuda-)' | sed 's/+cpu//' | grep -vixFf requirements-tools.lock | sort -f) > requirements.new
 	mv requirements.new requirements.lock
 
 clean:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -22,11 +24,22 @@ def test_bash_reads_every_script(script):
     subprocess.run(["bash", "-n", script], check=True)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def linter(name: str) -> str:
+    """Path of a linter, installed beside this interpreter or on the machine."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which(name, path=places) or pytest.skip(f"{name} is not installed: make test-all installs it")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script):
-    done = subprocess.run(["shellcheck", "-x", script.relative_to(ROOT)], cwd=ROOT, capture_output=True, text=True)
+    command = [linter("shellcheck"), "-x", script.relative_to(ROOT)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_hadolint_finds_nothing():
+    done = subprocess.run([linter("hadolint"), ROOT / "docker" / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_clusters_machines_are_what_rays_launcher_takes():
