@@ -80,7 +80,7 @@ $(READY): requirements.lock pyproject.toml
 # Extras, linters and TRL from the registry of packages; a browser where none is installed.
 $(VENV)/.tools: requirements-tools.lock $(READY)
 	$(BIN)/uv pip install -q --python $(BIN)/python -r requirements-tools.lock || $(BIN)/python -m pip install -q -r requirements-tools.lock
-	command -v chromium chromium-browser google-chrome > /dev/null || $(BIN)/playwright install --with-deps chromium \
+	which chromium chromium-browser google-chrome | grep -q . || $(BIN)/playwright install --with-deps chromium \
 	  || apt-get install -qq --no-install-recommends chromium || echo "no browser can be had: its tests are skipped"
 	touch $@
 

@@ -183,7 +183,8 @@ def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
         for number, ids in enumerate(seen)
     ]
     worker.learner.config.objective.mismatch_stop_float32 = 100.0
-    worker.learner.accumulate(samples, LossTotals(num_sequences=8, num_tokens=64, length_normalizer=8))
+    for group in (samples[:4], samples[4:]):
+        worker.learner.accumulate(group, LossTotals(num_sequences=8, num_tokens=64, length_normalizer=8))
     ours = torch.cat([parameter.grad.flatten() for _, parameter in worker.learner.policy.lm.named_parameters()])
     theirs = torch.cat([gradients[name].flatten() for name, _ in worker.learner.policy.lm.named_parameters()])
     # Five of 264 ids are in TRL's softmax and not in ours, so they are close and not equal.
