@@ -77,9 +77,10 @@ $(READY): requirements.lock pyproject.toml
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
-# Extras, linters and TRL from the registry of packages; a browser where none is installed.
+# Extras, linters, TRL and verl from the registry of packages; a browser where none is installed.
 $(VENV)/.tools: requirements-tools.lock $(READY)
-	$(BIN)/uv pip install -q --python $(BIN)/python -r requirements-tools.lock || $(BIN)/python -m pip install -q -r requirements-tools.lock
+	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python -r requirements-tools.lock \
+	  || $(BIN)/python -m pip install -q --no-deps -r requirements-tools.lock
 	which chromium chromium-browser google-chrome | grep -q . || $(BIN)/playwright install --with-deps chromium \
 	  || apt-get install -qq --no-install-recommends chromium || echo "no browser can be had: its tests are skipped"
 	touch $@
