@@ -20,7 +20,8 @@ from transformers import (
 from benchmarks.workload import ModelOptions
 from infsample_rl.config import ModelConfig
 from infsample_rl.model.architecture import KVShape
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.types import TrainingSample
 
 TEXT = (

@@ -45,7 +45,8 @@ from benchmarks.workload import TINY_POLICY
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import check_writable, option, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.rollout.length_prediction.accuracy import PromptAccuracy, prompt_accuracy
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 from infsample_rl.rollout.length_prediction.fit import TrainOptions, fit, held_out_keys, recording_group, split_groups

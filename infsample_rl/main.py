@@ -17,6 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
+from infsample_rl import lasting_imports
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.config.overrides import ConfigError, experiments, parse_flags, sweep
 
@@ -76,12 +77,13 @@ def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
 
 def train(config) -> int:
     """Check the inputs, then run; every failure is one line and an exit code."""
-    import torch
+    with lasting_imports():
+        import torch
 
-    from infsample_rl.cluster.interruption import Terminated
-    from infsample_rl.cluster.out_of_memory import explain
-    from infsample_rl.controller.checks import prepare
-    from infsample_rl.controller.driver import Driver
+        from infsample_rl.cluster.interruption import Terminated
+        from infsample_rl.cluster.out_of_memory import explain
+        from infsample_rl.controller.checks import prepare
+        from infsample_rl.controller.driver import Driver
 
     # the driver computes little, and threads that spin would wait for cores that its workers need
     torch.set_num_threads(1)

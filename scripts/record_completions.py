@@ -25,7 +25,8 @@ import torch
 from infsample_rl.config import Config
 from infsample_rl.config.loading import load_config
 from infsample_rl.data.prompts import build_train_prompts
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.reward.worker import RewardWorker
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import Completion, Prompt

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from infsample_rl import lasting_imports
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, seal_micro_groups, unseal
 from infsample_rl.cluster.observed import Observed, with_control, with_groups
 from infsample_rl.cluster.reference_actors import ReferenceCalls
@@ -42,7 +43,8 @@ class RolloutCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
-        from infsample_rl.rollout.worker import RolloutWorker
+        with lasting_imports():
+            from infsample_rl.rollout.worker import RolloutWorker
 
         self.rollout = RolloutWorker(config, index)
         self.observe("rollout", index)
@@ -100,7 +102,8 @@ class RewardCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
-        from infsample_rl.reward.worker import RewardWorker
+        with lasting_imports():
+            from infsample_rl.reward.worker import RewardWorker
 
         self.worker = RewardWorker(config)
         self.observe("reward", index)
@@ -121,7 +124,8 @@ class LearnerCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
         take_secrets(secrets)
-        from infsample_rl.learner.worker import LearnerWorker
+        with lasting_imports():
+            from infsample_rl.learner.worker import LearnerWorker
 
         self.learner = LearnerWorker(config, rank, world_size, total_steps)
         self.observe("learner", rank)
@@ -188,7 +192,8 @@ class ColocatedCalls(RolloutCalls, LearnerCalls):  # type: ignore[misc]
 
     def __init__(self, secrets: Secrets, config: Config, rank: int, world_size: int, total_steps: int):
         take_secrets(secrets)
-        from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
+        with lasting_imports():
+            from infsample_rl.cluster.colocated import ColocatedWorker, TurnLock
 
         self.both = ColocatedWorker(config, rank, world_size, total_steps)
         self.learner, self.turn = self.both.learner, TurnLock()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from infsample_rl import lasting_imports
 from infsample_rl.cluster.messages import Payload, open_micro_group, seal, unseal
 from infsample_rl.cluster.observed import Observed, with_control
 from infsample_rl.cluster.worker_secrets import Secrets, take_secrets
@@ -25,8 +26,9 @@ class ReferenceCalls(Observed):
     def __init__(self, secrets: Secrets, config: Config, index: int, beside: list[dict[str, Any]]):
         """`beside`: options of the actors of the other ranks, which end with this process, since it makes them."""
         take_secrets(secrets)
-        from infsample_rl.learner.reference import ReferenceWorker
-        from infsample_rl.model.weight_sync.store import host_store
+        with lasting_imports():
+            from infsample_rl.learner.reference import ReferenceWorker
+            from infsample_rl.model.weight_sync.store import host_store
 
         self.observe("reference", index)
         store, self._others = None, list[Any]()
@@ -59,8 +61,9 @@ class ReferenceRankCalls(Observed):
 
     def __init__(self, secrets: Secrets, config: Config, index: int, rank: int, meeting: StoreAddress):
         take_secrets(secrets)
-        from infsample_rl.learner.reference import ReferenceWorker
-        from infsample_rl.model.weight_sync.store import open_store
+        with lasting_imports():
+            from infsample_rl.learner.reference import ReferenceWorker
+            from infsample_rl.model.weight_sync.store import open_store
 
         self.worker = ReferenceWorker(config, rank, open_store(meeting, config.cluster.collective_timeout_s))
         self.observe("reference", index)

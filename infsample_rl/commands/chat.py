@@ -25,8 +25,7 @@ from infsample_rl.config.command_line import option, parse_with_settings, run_co
 from infsample_rl.config.fields import check_temperature
 from infsample_rl.data.chat import check_template_kwargs, render
 from infsample_rl.data.fields import Problem
-from infsample_rl.model.generation import response_text
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 HELP = "/reset forgets what was said, Ctrl-C ends an answer, Ctrl-D the talk"

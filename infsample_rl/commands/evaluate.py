@@ -43,8 +43,7 @@ from infsample_rl.config import ALL_PROBLEMS, Config, RunConfig
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
 from infsample_rl.data.prompts import build_eval_prompts
 from infsample_rl.model.architecture import context_of
-from infsample_rl.model.generation import response_text
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.reward.columns import check_columns
 from infsample_rl.reward.worker import RewardWorker, check_reward_functions
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from infsample_rl.commands.run_settings import checkpoint_folder
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.command_line import option, parse, run_command
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
 from infsample_rl.model.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_PREFIX, merge_weight, read_adapter_settings
+from infsample_rl.model.tokenizer import load_tokenizer
 
 # Settings merge_weight knows nothing of, and beginnings of base weights that are not those of the base model.
 VARIANTS = ["use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save"]

@@ -27,9 +27,10 @@ from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.model.architecture import check_full_attention, context_of, last_hidden_size
 from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.model.generation import load_generation_config
-from infsample_rl.model.loading import load_model_config, load_tokenizer
+from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.observe.files import write_atomically
 from infsample_rl.observe.trackers.trackers import check_trackers

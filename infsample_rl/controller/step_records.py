@@ -17,7 +17,7 @@ from infsample_rl.controller.groups import Group, SampleRecord, StepGroups
 from infsample_rl.controller.recording import Fetch, write_recording
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.controller.step_metrics import Metrics
-from infsample_rl.model.generation import response_text
+from infsample_rl.model.tokenizer import response_text
 from infsample_rl.observe.run_log import LENGTHS_FILE, SAMPLES_FILE
 
 TEXT_END = 80  # characters of a response's beginning, and of its end, that samples.jsonl has

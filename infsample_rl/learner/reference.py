@@ -24,11 +24,12 @@ from infsample_rl.learner.backend import Backend
 from infsample_rl.learner.policy_loading import load_in_slices
 from infsample_rl.learner.ranks import join_default_group
 from infsample_rl.learner.row_plan import runs_within
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
 from infsample_rl.model.logprobs import PackedPolicy, packed_policy
 from infsample_rl.model.lora import adapters_off
 from infsample_rl.model.packing import PackedRow, pack_row
 from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_slices import materialize
 from infsample_rl.model.weight_sync.store import SignedStore
 from infsample_rl.observe.phases import phase

@@ -28,7 +28,6 @@ from infsample_rl.learner.ranks import build_backend, join_ranks
 from infsample_rl.learner.reference import build_reference
 from infsample_rl.learner.row_trainer import RowTrainer, dummy_row
 from infsample_rl.learner.update_sums import UpdateSums, check_mean
-from infsample_rl.model.loading import load_tokenizer
 from infsample_rl.model.logprobs import checkpoint_every, packed_policy
 from infsample_rl.model.lora import (
     adapter_parameters,
@@ -37,6 +36,7 @@ from infsample_rl.model.lora import (
     save_adapter_folder,
 )
 from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.store import SignedStore, StoreAddress, host_store, open_store
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals, MaybeNone

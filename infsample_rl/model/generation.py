@@ -1,10 +1,6 @@
-"""Where a response ends and its text; and the generation settings a model comes with, of which only the stop ids are
-taken: what else they would change is told, never applied."""
+"""The generation settings that a model comes with: its stop ids are taken, and what else they would change is told."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -60,9 +56,3 @@ def stop_ids_of(generation: GenerationConfig | None, tokenizer: PreTrainedTokeni
     configured = generation.eos_token_id if generation is not None else None
     ends = [configured] if isinstance(configured, int) else configured or []
     return {*extra, *ends} | ({tokenizer.eos_token_id} - {None})
-
-
-def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: Sequence[str] = ()) -> str:
-    """A response as text, without special tokens, up to the first place where a stop string begins."""
-    text: Any = tokenizer.decode(token_ids, skip_special_tokens=True)  # a str, for one list of ids
-    return text[: min((place for place in map(text.find, stop_strings) if place >= 0), default=len(text))]

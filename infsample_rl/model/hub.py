@@ -1,5 +1,5 @@
-"""Whether the Hugging Face hub can be asked. Without an answer, from_pretrained and load_dataset retry for minutes.
-Standard library only."""
+"""Whether the Hugging Face hub can be asked, without whose answer from_pretrained and load_dataset retry for minutes;
+and the line on what could not be had. Standard library only."""
 
 from __future__ import annotations
 
@@ -45,3 +45,17 @@ def _answers(url: str) -> bool:
     # URLError and time-outs are OSErrors; an endpoint that is no URL: ValueError
     except (OSError, ValueError, http.client.HTTPException):
         return False
+
+
+def not_found(setting: str, path: str, what: str, error: Exception) -> str:
+    """The line on a model, config or tokenizer that could not be loaded from `path`."""
+    reason = str(error).strip().split("\n")[0][:160]
+    kind = (
+        "folder"
+        if Path(path).is_absolute() or os.path.isdir(path)
+        else "hub name (a local folder of that name does not exist)"
+    )
+    return (
+        f"{setting}={path}: no {what} could be loaded from this {kind}; give the path of a Hugging Face folder "
+        f"({type(error).__name__}: {reason})"
+    )

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from infsample_rl import lasting_imports
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
 from infsample_rl.config.overrides import parse_flags
@@ -34,7 +35,8 @@ def _run(arguments: list[str]) -> int:
     flags = parse_flags(arguments)
     options, overrides = parse_with_settings(flags.words, PlanOptions)
     config = load_config(overrides, flags.config_dir)
-    from infsample_rl.plan.run_plan import plan_run
+    with lasting_imports():
+        from infsample_rl.plan.run_plan import plan_run
 
     if options.lengths == "":
         raise ValueError("lengths is empty: give lengths=FILE.jsonl or a run folder")

@@ -13,8 +13,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from infsample_rl.config import Config
 from infsample_rl.model.architecture import KVShape, check_full_attention
-from infsample_rl.model.loading import load_model_config, load_tokenizer
+from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.lora import target_names
+from infsample_rl.model.tokenizer import load_tokenizer
 
 
 def build_outline(

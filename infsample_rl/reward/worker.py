@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from infsample_rl.config import Config, RewardConfig
 from infsample_rl.data.fields import RAW_ANSWER
-from infsample_rl.model.generation import response_text
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.observe.phases import phase
 from infsample_rl.reward.columns import Needs
 from infsample_rl.reward.functions import component_names, kind_of

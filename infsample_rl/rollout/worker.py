@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
 from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.peak_memory import process_memory
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.link import WeightLink, join_link
 from infsample_rl.model.weight_sync.store import StoreAddress, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights

@@ -21,7 +21,8 @@ from infsample_rl.controller.step_records import StepRecorder, length_records
 from infsample_rl.data.prompts import build_train_prompts
 from infsample_rl.learner.row_plan import assemble
 from infsample_rl.learner.worker import LearnerWorker
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.types import MicroGroupHeader, RewardResult

@@ -23,7 +23,7 @@ from infsample_rl.controller.start_table import (
 from infsample_rl.data.sources import HUB_NAMES, SHIPPED
 from infsample_rl.main import main
 from infsample_rl.model.architecture import context_of
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer
 from tests.config.setting_reads import unread_settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from infsample_rl.controller.step_records import (
     sample_records,
     text_reader,
 )
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.types import Completion, Forecast, MicroGroupHeader, Prompt, RewardResult, RowStay
 
 CONFIG = load_config([])

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner import checkpoint
 from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state, write_progress
-from infsample_rl.model.loading import load_tokenizer
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.buckets import shapes_of
 
 pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes

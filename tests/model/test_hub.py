@@ -20,7 +20,8 @@ from infsample_rl.model.hub import cached_only, hub_reachable
 CODE = """
 import json, sys, time
 from infsample_rl.config import ModelConfig
-from infsample_rl.model.loading import load_model, load_model_config, load_tokenizer
+from infsample_rl.model.loading import load_model, load_model_config
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.rollout.length_prediction.bert import BertLengthPredictor
 missing = ModelConfig(path="nowhere/nothing")
 calls = [lambda: load_tokenizer(missing), lambda: load_model_config(missing), lambda: load_model(missing)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from infsample_rl.model.generation import response_text
+from infsample_rl.model.tokenizer import response_text
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character decode to
 _SLACK_TOKENS = 8

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_linear_schedule_with_warmup
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from infsample_rl.config.command_line import option
 from infsample_rl.model.hub import cached_only
@@ -137,6 +137,8 @@ def fit(
 ) -> list[dict[str, Any]]:
     """Fit `predictor` in place, on its device, and leave it with the best epoch's weights; what each epoch came to,
     which `say` is told too."""
+    from transformers import get_linear_schedule_with_warmup  # peft comes with it
+
     model, ks, order = predictor.model, options.prefix_tokens, np.random.default_rng(options.seed)
     predictor.max_tokens = min(predictor.max_tokens, options.window or predictor.max_tokens)
     predictor.tokenizer.model_max_length = predictor.max_tokens  # saved, so that later as much is read

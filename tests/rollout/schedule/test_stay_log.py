@@ -6,7 +6,8 @@ import pytest
 
 from infsample_rl.config import ModelConfig
 from infsample_rl.config.rollout import RolloutConfig
-from infsample_rl.model.loading import load_model, load_tokenizer
+from infsample_rl.model.loading import load_model
+from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.length_prediction import watch
 from infsample_rl.rollout.schedule.prompt_group import Sample
