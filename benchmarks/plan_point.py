@@ -1,11 +1,12 @@
-"""The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [+experiment=NAME]
-[group.key=value ...]
+"""The plan beside the measured peak of one process: python -m benchmarks.plan_point PART [limit_bytes=N]
+[+experiment=NAME] [group.key=value ...]
 
 PART is learner, rollout or reference. The learner trains two updates of full rows, the rollout worker samples a step's
 prompts and an evaluation's, the reference worker reads a micro-group twice, all of random tokens, in lengths the
 settings allow at most. Before it is measured the process does the same with a toy of the same architecture, so that
-libraries are loaded, and their buffers made: its idle footprint. One JSON object on stdout: predicted_bytes,
-measured_bytes, error, lines.
+libraries are loaded, and their buffers made: its idle footprint. With `limit_bytes` the kernel refuses it more private
+memory than that beyond the footprint (RLIMIT_DATA). One JSON object on stdout: predicted_bytes, measured_bytes, error,
+lines.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import gc
 import itertools
 import json
 import mmap
+import resource
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.models import random_sample
 from benchmarks.process import FREED_AT_ONCE, measure
 from infsample_rl.config import Config
-from infsample_rl.config.command_line import run_command
+from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
 from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner
@@ -55,6 +59,13 @@ TOY = {
 }
 
 
+@dataclass(kw_only=True)
+class PlanPointOptions:
+    """What is no setting of the run."""
+
+    limit_bytes: int | None = option(None, "private memory that the process may have beyond its idle footprint")
+
+
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Predicted and measured peak of this process, which is spec["part"] with spec["settings"]."""
     part, config = spec["part"], config_of(spec["part"], spec["settings"])
@@ -67,6 +78,8 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)  # what the toy has left would be taken again, unseen
     process_memory.cache_clear()
     PeakMemory(device).reset()
+    if spec["limit_bytes"] is not None:
+        limit_data(spec["limit_bytes"])
     measured = run(config)
     plan = plan_role(config, ModelOutline.of(config), part)
     return spec | {
@@ -76,6 +89,13 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
         "lines": {name: round(size) for name, size in plan.lines.items()},
         "device": str(device),
     }
+
+
+def limit_data(more: int) -> None:
+    """Let this process have so many bytes of private memory more than it has mapped now."""
+    status = Path("/proc/self/status").read_text()
+    mapped = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * mapped + more, resource.RLIM_INFINITY))
 
 
 def config_of(part: str, overrides: Sequence[str]) -> Config:
@@ -191,10 +211,11 @@ def run(arguments: list[str]) -> int:
     """Measure in a process whose allocator gives back what is freed. ValueError for arguments that are wrong."""
     if not arguments or arguments[0] not in PARTS:
         raise ValueError(f"the first argument must be one of {', '.join(PARTS)}")
-    part, settings = arguments[0], arguments[1:]
+    part = arguments[0]
+    options, settings = parse_with_settings(arguments[1:], PlanPointOptions)
     threads = config_of(part, settings).cluster.threads_per_worker
     environment = FREED_AT_ONCE | {"MKL_DISABLE_FAST_MM": "1"} | ({} if part == "rollout" else FEW_COMPILED_PRODUCTS)
-    spec = {"part": part, "settings": settings}
+    spec = {"part": part, "settings": settings, "limit_bytes": options.limit_bytes}
     found = measure("plan_point.main", spec, threads=threads, timeout_s=TIMEOUT_S, environment=environment)
     print(json.dumps(found), flush=True)
     return 0

@@ -14,6 +14,7 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 GIB = 2**30
 # what CUDA, cuBLAS and NCCL take of a GPU beside torch's tensors, and what fragments; not part of a process's sum
 CUDA_RESERVE = GIB
+HOST_RESERVE = 0.02  # of the memory: what the allocator rounds up, and stacks
 HOST_BANDWIDTH, HOST_FLOPS = 15e9, 1e11  # of 2 cores with AVX-512, as benchmarks.engine reads them
 
 
@@ -30,7 +31,7 @@ class Device:
     @property
     def usable_bytes(self) -> int:
         """Of the memory, what torch's tensors may take."""
-        return self.memory_bytes - (CUDA_RESERVE if self.multiprocessors else 0)
+        return self.memory_bytes - (CUDA_RESERVE if self.multiprocessors else int(HOST_RESERVE * self.memory_bytes))
 
 
 # name: MiB, bytes/s of its memory, operations/s, multiprocessors

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from infsample_rl.plan import learner_memory
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.devices import host
 from infsample_rl.plan.learner_memory import beside_steps
-from infsample_rl.plan.limits import with_settings
+from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_processes, plan_role
 from infsample_rl.plan.rollout_memory import most_rows
@@ -241,6 +242,11 @@ KEPT_APART = {
 }
 
 
+def plan_point(*arguments):
+    command = [sys.executable, "-m", "benchmarks.plan_point", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT_APART)
 def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one_on_models_kept_apart(name, tmp_path):
@@ -259,8 +265,29 @@ def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one_on_models_kept
         "rollout.group_size=24",
         "data.prompts_per_step=2",
     ]
-    command = [sys.executable, "-m", "benchmarks.plan_point", part, f"model.path={path}", *common, *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500)
+    done = plan_point(part, f"model.path={path}", *common, *options)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert abs(found["error"]) < MEASURED, found
+
+
+@pytest.mark.slow
+def test_the_largest_settings_that_fit_run_in_memory_that_the_kernel_limits_and_twice_as_large_ones_do_not(tmp_path):
+    sizes = {"hidden_size": 416, "num_hidden_layers": 6, "intermediate_size": 1100, "num_attention_heads": 13}
+    path = save_policy(tmp_path / "model", "llama", 6000, **sizes, head_dim=32, tie_word_embeddings=False)
+    shared = [f"model.path={path}", "data.max_prompt_tokens=48", "rollout.max_new_tokens=80", "rollout.group_size=48"]
+    shared += ["data.prompts_per_step=2", "run.eval_prompts=0"]
+    config, model = settings(*shared)
+    room = {"learner": 700_000_000, "rollout": 160_000_000}
+    row = largest_row(config, model, replace(host(), memory_bytes=room["learner"]))
+    small = replace(host(), memory_bytes=room["rollout"])
+    pool = largest_pool(config, model, plan_role(config, model, "rollout"), small)["pages"] * config.rollout.page_size
+    for part, name, most in (
+        ("learner", "learner.max_tokens_per_micro_batch", row),
+        ("rollout", "rollout.kv_budget_tokens", pool),
+    ):
+        limit = f"limit_bytes={room[part]}"
+        fits = plan_point(part, limit, *shared, f"{name}={most}")
+        assert fits.returncode == 0, fits.stderr
+        assert json.loads(fits.stdout.splitlines()[-1])["measured_bytes"] > 0.8 * room[part], "the limit is near"
+        assert plan_point(part, limit, *shared, f"{name}={2 * most}").returncode == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infsample_rl.config import Config
+from infsample_rl.types import MaybeNone
 
 WITH_SAMPLES = ("completions.jsonl", "report.html")
 LONGEST_VALUE = 500  # characters of a parameter, what every version of its server takes
@@ -47,7 +48,7 @@ class MlflowTracker:
         self._run_dir, self._uri = run_dir, config.logging.mlflow
         self._uploads_completions = config.logging.upload_completions
         try:
-            self._client = MlflowClient(tracking_uri=self._uri)
+            self._client: MlflowClient | MaybeNone = MlflowClient(tracking_uri=self._uri)
             self._run_id = self._start(config, kept_id)
         except Exception as error:  # MLflow's own, requests', SQLAlchemy's: whatever it is, the place cannot be used
             raise ValueError(f"logging.mlflow={self._uri} cannot be used: {_one_line(error)}") from error
