@@ -4,12 +4,14 @@ python -m benchmarks.engine [model=PATH] [group_size=32] [slots=4] [max_new_toke
 [json=true] ...
 
 Every rival is measured twice: as it runs best (`generate`: G rows at a time) and, `/equal_kv`, within the KV budget of
-`slots`. Of each rival's variants the fastest on a short workload is taken. Each measurement has a process of its own,
-warmed up.
+`slots`. Of each rival's variants the fastest on a short workload is taken. Each measurement has a process of its own in
+every round, warmed up; figures are of the median round. "first / this" is what the first measurement takes of this
+one's time.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
@@ -19,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
-from benchmarks.process import end_with_terminate, measure, measure_points
+from benchmarks.process import end_with_terminate, measure
 from benchmarks.rival_settings import Measurement, measure_vllm, rival_measurements
+from benchmarks.rounds import beside, measure_rounds, median_round
 from benchmarks.workload import EngineOptions
 from infsample_rl.config.command_line import run_with_options
 
@@ -40,8 +43,12 @@ def run(options: EngineOptions) -> int:
         measuring = EngineBenchmark(options, scratch)
         asked = [*ours_measurements(options), *rival_measurements(options, measuring.facts)]
         points = [(f"bench.engine: {each.name}", partial(measuring.record, each)) for each in asked]
-        found, failed = measure_points(points, as_json=options.json)
-    if not options.json:
+        rounds, failed = measure_rounds(points, options.repeats)
+    found = in_one(rounds)
+    if options.json:
+        for record in found:
+            print(json.dumps(record), flush=True)
+    else:
         figures.print_records(found, figures.ENGINE_COLUMNS)
         for record in found:
             if record["profile"]:
@@ -52,6 +59,16 @@ def run(options: EngineOptions) -> int:
         expected = found[0]["tokens_expected"]
         print(f"bench.engine: token counts differ from {expected}: {', '.join(unequal)}", file=sys.stderr)
     return 1 if failed or unequal else 0
+
+
+def in_one(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A record of all rounds for every measurement that has any; `ratio`: the first one's seconds over its own."""
+    measured = [records for records in rounds if records]
+    seconds = [[record["seconds"] for record in records] for records in measured]
+    return [
+        median_round(records, "seconds") | {"seconds_rounds": own} | beside(seconds[0], own)
+        for records, own in zip(measured, seconds, strict=True)
+    ]
 
 
 def ours_measurements(options: EngineOptions) -> list[Measurement]:
@@ -79,16 +96,21 @@ class EngineBenchmark:
         self.options = options
         self.workload = asdict(options) | {"config_folder": scratch}
         self.facts = self._measure("facts", self.workload, {"config_folder": scratch})
-        self.step_seconds: dict[str, float] | None = None  # of our engine
+        self._step_seconds: dict[str, float] | None = None  # of our engine
+        self._fastest: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # by the measurement's name
 
-    def record(self, measurement: Measurement, earlier: list[dict[str, Any]]) -> dict[str, Any]:
-        """The object of one measurement."""
-        index, variants = self._fastest_variant(measurement)
+    def record(self, measurement: Measurement, number: int) -> dict[str, Any]:
+        """The object of one measurement in one round."""
+        if measurement.name not in self._fastest:
+            self._fastest[measurement.name] = self._fastest_variant(measurement)
+        index, variants = self._fastest[measurement.name]
         settings = measurement.variants[index]
+        if number > 0:  # single steps are timed in the first round
+            settings = _shown(settings)
         raw = self._measure(measurement.what, self.workload, settings)
         if measurement.what == "ours":
-            self.step_seconds = self.step_seconds or raw.get("step_seconds")
-            raw["step_seconds"] = self.step_seconds
+            self._step_seconds = self._step_seconds or raw.get("step_seconds")
+            raw["step_seconds"] = self._step_seconds
         return record_of(measurement.name, self.options, self.facts, raw) | {
             "settings": _shown(settings),
             "variants": variants,
@@ -106,7 +128,7 @@ class EngineBenchmark:
         if len(measurement.variants) == 1:
             return 0, []
         tokens = min(SHORT_TOKENS, self.options.max_new_tokens)
-        short = self.workload | {"max_new_tokens": tokens, "repeats": 1}
+        short = self.workload | {"max_new_tokens": tokens}
         if "rows" in measurement.variants[0]:
             short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
         seconds = self._tune(measurement, short)

@@ -25,6 +25,7 @@ from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 
 # the time of a step is the difference of two runs of so many tokens, which leaves out the prefill
 STEP_TOKENS = (4, 20)
+STEP_PAIRS = 5
 WARM_UP_STEPS = 5  # before steps are profiled
 # By name, of the CUDA runtime or of operators that read a tensor's value on the host. cudaDeviceSynchronize is this
 # module's and the profiler's, cudaEventSynchronize waits for what the step before drew, while this one runs.
@@ -102,19 +103,16 @@ def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
 
 
 def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, lengths and the engine's own figures, of the fastest of `repeats` runs after a full one that warms
-    up."""
+    """Seconds, lengths and the engine's own figures, of a run after a full one that warms up."""
     workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption")}
     config = rollout_config(workload, **asked)
     stop_ids = set() if workload["ignore_eos"] else None
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=stop_ids)
-    runs = []
-    for repeat in range(workload["repeats"] + 1):
-        started = time.perf_counter()
-        groups = engine.generate(given.prompts, seed=workload["seed"] + repeat)
-        seconds = time.perf_counter() - started
-        runs.append((seconds, [len(completion.token_ids) for group in groups for completion in group], engine.stats))
-    seconds, lengths, stats = min(runs[1:], key=lambda run: run[0])
+    engine.generate(given.prompts, seed=workload["seed"])
+    started = time.perf_counter()
+    groups = engine.generate(given.prompts, seed=workload["seed"] + 1)
+    seconds, stats = time.perf_counter() - started, engine.stats
+    lengths = [len(completion.token_ids) for group in groups for completion in group]
     found = {"seconds": seconds, "lengths": lengths, "park_seconds": _park_seconds(engine)}
     return found | {name: getattr(stats, name) for name in STATISTICS}
 
@@ -138,18 +136,26 @@ def _park_seconds(engine: SamplingEngine) -> float | None:
 
 
 def step_seconds(given: Loaded, rows: int) -> float:
-    """Seconds of one decode step of so many rows."""
-    fastest = []
+    """Seconds of one decode step of so many rows: the median of STEP_PAIRS differences of a long and a short run.
+    RuntimeError where a short run took longer than the long one beside it."""
+    engines = []
     for tokens in STEP_TOKENS:
         config = rollout_config({}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens)
-        engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
+        engines.append(SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set()))
+    differences = []
+    for _ in range(STEP_PAIRS + 1):  # the first warms up
         seconds = []
-        for _ in range(4):  # the first warms up
+        for engine in engines:
             started = time.perf_counter()
             engine.generate(given.prompts, seed=given.workload["seed"])
             seconds.append(time.perf_counter() - started)
-        fastest.append(min(seconds[1:]))
-    return (fastest[1] - fastest[0]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
+        differences.append(seconds[1] - seconds[0])
+    if min(differences[1:]) <= 0:
+        raise RuntimeError(
+            f"{STEP_TOKENS[1]} tokens of {rows} rows took no longer than {STEP_TOKENS[0]}: this machine is too noisy "
+            "to time a step now; rows=[] leaves that out"
+        )
+    return statistics.median(differences[1:]) / (STEP_TOKENS[1] - STEP_TOKENS[0])
 
 
 def profile_steps(given: Loaded, steps: int) -> dict[str, Any]:

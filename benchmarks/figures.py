@@ -11,6 +11,7 @@ from infsample_rl.config.command_line import print_table
 ENGINE_COLUMNS = {
     "name": "name",
     "seconds": "s",
+    "ratio_said": "first / this",
     "tokens": "tokens",
     "tokens_per_s": "tokens/s",
     "running_steps": "steps",

@@ -105,7 +105,7 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
     blocks = max(settings["num_blocks"], math.ceil(sample / VLLM_BLOCK) + 1)  # it keeps one block for itself
     spec = {
         name: workload[name]
-        for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos", "repeats")
+        for name in ("dtype", "seed", "group_size", "max_new_tokens", "prompt_tokens", "ignore_eos")
     }
     spec |= {
         "model": workload["model"] if workload["shape"] is None else workload["config_folder"],

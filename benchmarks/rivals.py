@@ -45,14 +45,11 @@ def measure_generate(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
     batches = [min(rows, group_size - start) for start in range(0, group_size, rows)]
     for count in sorted(set(batches)):
         generate_once(given, settings["cache"], count)
-    runs = []
-    for _ in range(given.workload["repeats"]):
-        started, lengths, steps, kv_bytes = time.perf_counter(), [], 0, 0
-        for count in batches:
-            found, taken = generate_once(given, settings["cache"], count)
-            lengths, steps, kv_bytes = lengths + found, steps + max(found), max(kv_bytes, taken)
-        runs.append((time.perf_counter() - started, lengths, steps, kv_bytes))
-    return _figures(*min(runs, key=lambda run: run[0]))
+    started, lengths, steps, kv_bytes = time.perf_counter(), list[int](), 0, 0
+    for count in batches:
+        found, taken = generate_once(given, settings["cache"], count)
+        lengths, steps, kv_bytes = lengths + found, steps + max(found), max(kv_bytes, taken)
+    return _figures(time.perf_counter() - started, lengths, steps, kv_bytes)
 
 
 def measure_generate_batch(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
@@ -76,19 +73,17 @@ def measure_generate_batch(given: Loaded, settings: dict[str, Any]) -> dict[str,
     inputs = given.prompts * copies
     forwards: list[None] = []
     handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: forwards.append(None))
-    runs = []
-    for _ in range(workload["repeats"] + 1):
+    for _ in range(2):  # the first warms up
         forwards.clear()
         started = time.perf_counter()
         outputs = model.generate_batch(
             inputs, generation_config=config, continuous_batching_config=batching, persistent_manager=True
         )
-        lengths = [len(output.generated_tokens) for output in outputs.values()]
-        runs.append((time.perf_counter() - started, lengths, len(forwards)))
+        lengths, seconds = [len(output.generated_tokens) for output in outputs.values()], time.perf_counter() - started
     handle.remove()
     model.destroy_cached_continuous_batching_manager()
     pool = (blocks + TRASH_BLOCKS) * page * settings["kv_bytes_per_token"]
-    return _figures(*min(runs[1:], key=lambda run: run[0]), pool)
+    return _figures(seconds, lengths, len(forwards), pool)
 
 
 def _figures(seconds: float, lengths: list[int], steps: int, kv_bytes: int) -> dict[str, Any]:

@@ -4,23 +4,25 @@ and objective.
 python -m benchmarks.train model=PATH [group_size=32 | group_size=[8,32,128]] [max_new_tokens=96] [rivals=[trl]]
     [rivals.trl_python=PYTHON] [json=true] ...
 
-Every measurement has a process of its own: a step that warms up, then `repeats` steps on other prompts, of which the
-median counts. TRL's settings are tried on further prompts, and the fastest of them is measured. With lengths=fixed
-prompts are random and every response takes exactly max_new_tokens: on both sides the end token ends nothing. With
-lengths=natural they are one-digit products of configs/data/arithmetic.yaml, and responses end where they end; each side
-draws its own.
+Every measurement has a process of its own in each of `repeats` rounds: a step that warms up, then one that is timed, on
+prompts of that round; the median counts, and a ratio is of two steps of one round. TRL's settings are tried on further
+prompts, and the fastest of them is measured. With lengths=fixed prompts are random and every response takes exactly
+max_new_tokens: on both sides the end token ends nothing. With lengths=natural they are one-digit products of
+configs/data/arithmetic.yaml, and responses end where they end; each side draws its own.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import new_figure, print_records, save
-from benchmarks.process import Point, end_with_terminate, measure_points
+from benchmarks.process import end_with_terminate
+from benchmarks.rounds import beside, measure_rounds
 from benchmarks.train_trl_settings import TUNE_SAMPLES, Tried, fastest_settings, try_settings, tune_prompts
 from benchmarks.train_workload import (
     ARITHMETIC,
@@ -39,6 +41,7 @@ COLUMNS = {
     "name": "name",
     "group_size": "G",
     "seconds_per_step": "s a step",
+    "ratio_said": "ours / this",
     "generate": "generate s",
     "learn": "learn s",
     "optimizer": "optimizer s",
@@ -61,7 +64,15 @@ def run(options: TrainOptions) -> int:
     count = options.prompts * (1 + options.repeats) + 2 * TUNE_SAMPLES
     data = None if options.lengths == "fixed" else ARITHMETIC
     facts = find_facts(options, data=data, count=count)
-    found, failed = measure_points(points(options, facts), as_json=options.json)
+    found, failed = list[dict[str, Any]](), False
+    tried: dict[int, list[Tried]] = {}  # TRL's settings, by samples of the step on which they were tried
+    for group_size in options.group_size:
+        records, some_failed = measure_group(options, facts, group_size, tried)
+        failed = failed or some_failed
+        found += records
+        if options.json:
+            for record in records:
+                print(json.dumps(record), flush=True)
     if not options.json:
         print_training(found)
         print(f"figure: {draw_training(found, Path(options.out))}")
@@ -71,17 +82,42 @@ def run(options: TrainOptions) -> int:
     return 1 if failed or unequal else 0
 
 
-def points(options: TrainOptions, facts: dict[str, Any]) -> Iterator[Point]:
-    """Every measurement of both sides, at one G after another."""
-    tried: dict[int, list[Tried]] = {}  # TRL's settings, by samples of the step on which they were tried
-    for group_size in options.group_size:
-        spec = sweep_spec(options, facts, group_size)
-        runs = [Run("ours", our_settings(options), spec, [])]
-        if "trl" in options.rivals:
-            runs.append(trl_run(options, facts, spec, tried))
-        for run in runs:
-            said = f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)}"
-            yield said, lambda earlier, run=run: record_of(options, facts, run, measure_run(options, run))
+def measure_group(
+    options: TrainOptions, facts: dict[str, Any], group_size: int, tried: dict[int, list[Tried]]
+) -> tuple[list[dict[str, Any]], bool]:
+    """The records of every side at one G, and whether one failed."""
+    spec = sweep_spec(options, facts, group_size)
+    runs = [Run("ours", our_settings(options), spec, [])]
+    if "trl" in options.rivals:
+        runs.append(trl_run(options, facts, spec, tried))
+    points = [
+        (
+            f"bench.train: {run.name} at G = {group_size}, {shown(run.settings)}",
+            lambda number, run=run: measure_run(options, in_round(run, options.prompts, number)),
+        )
+        for run in runs
+    ]
+    rounds, failed = measure_rounds(points, options.repeats)
+    measured = [(run, raws) for run, raws in zip(runs, rounds, strict=True) if raws]
+    seconds = [[raw["steps"][-1]["seconds"] for raw in raws] for _, raws in measured]
+    records = [
+        record_of(options, facts, run, together(raws)) | beside(seconds[0], own)
+        for (run, raws), own in zip(measured, seconds, strict=True)
+    ]
+    return records, failed
+
+
+def in_round(run: Run, prompts: int, number: int) -> Run:
+    """The run's first step, which warms up, and that of one round."""
+    given = run.spec["prompts"]
+    own = given[:prompts] + given[(1 + number) * prompts : (2 + number) * prompts]
+    return replace(run, spec=run.spec | {"prompts": own, "steps": 2})
+
+
+def together(raws: list[dict[str, Any]]) -> dict[str, Any]:
+    """One run's figures from those of its rounds: a step that warms up, then all that were timed."""
+    steps = [*raws[0]["steps"][:1], *(raw["steps"][-1] for raw in raws)]
+    return raws[0] | {"steps": steps, "peak_memory_bytes": max(raw["peak_memory_bytes"] for raw in raws)}
 
 
 def trl_run(options: TrainOptions, facts: dict[str, Any], spec: Spec, tried: dict[int, list[Tried]]) -> Run:
@@ -97,7 +133,7 @@ def trl_run(options: TrainOptions, facts: dict[str, Any], spec: Spec, tried: dic
 
 
 def sweep_spec(options: TrainOptions, facts: dict[str, Any], group_size: int) -> Spec:
-    """A step that warms up and `repeats` that are timed, all on different prompts."""
+    """A step that warms up and one for every round, all on different prompts."""
     prompts = facts["prompts"][: options.prompts * (1 + options.repeats)]
     return run_spec(
         options,

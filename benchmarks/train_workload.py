@@ -42,7 +42,7 @@ class TrainOptions(ModelOptions):
         "fixed: every response has max_new_tokens; natural: they end where they end",
         choices=("fixed", "natural"),
     )
-    repeats: int = option(3, "timed steps after the one that warms up; the median counts", low=1)
+    repeats: int = option(3, "rounds of a step that warms up and one that is timed; the median counts", low=1)
     max_new_tokens: int = option(96, "longest response", low=1)
     temperature: float = option(1.0, "temperature of sampling and of the trained policy", above=0)
     lr: float = option(1e-5, "AdamW learning rate, constant", above=0)

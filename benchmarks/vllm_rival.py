@@ -19,12 +19,12 @@ from vllm.sampling_params import RequestOutputKind
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, lengths, engine steps and memory of the fastest of `repeats` runs after a full one that warms up."""
+    """Seconds, lengths, engine steps and memory of a run after a full one that warms up."""
     imported = _status_bytes(os.getpid(), "VmRSS")
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     engine = _new_engine(spec)
-    runs = [_run(engine, spec, str(repeat)) for repeat in range(spec["repeats"] + 1)]
-    seconds, lengths, steps = min(runs[1:], key=lambda run: run[0])
+    _run(engine, spec, "warm")
+    seconds, lengths, steps = _run(engine, spec, "timed")
     if torch.cuda.is_available():
         peak = device_free - torch.cuda.mem_get_info()[0]
     else:  # each process of the engine, less the imports, which are about the same in all

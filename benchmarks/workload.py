@@ -54,7 +54,7 @@ class EngineOptions(Workload):
 
     group_size: int = option(32, "G, completions of every prompt", low=1)
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
-    repeats: int = option(1, "timed runs after the warm-up; the fastest counts", low=1)
+    repeats: int = option(3, "rounds; the median counts", low=1)
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
     preemptions: list[str] = option(
         ["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS

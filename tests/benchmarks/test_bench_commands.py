@@ -22,7 +22,13 @@ PNG = b"\x89PNG"
 def engine_records(tiny_qwen3, run_benchmark):
     """Two schedules, one of them with both kinds of preemption, and `generate` at G = 6, four slots, eight tokens."""
     sizes = ["group_size=6", "slots=4", "max_new_tokens=8", "prompt_tokens=16", "threads=1", "rows=[1,3]", "profile=6"]
-    shown = ["schedules=[arrival,token_budget]", "preemptions=[auto,recompute]", "rivals=[generate]", "device=cpu"]
+    shown = [
+        "schedules=[arrival,token_budget]",
+        "preemptions=[auto,recompute]",
+        "rivals=[generate]",
+        "device=cpu",
+        "repeats=1",
+    ]
     said = run_benchmark("engine", f"model={tiny_qwen3}", *sizes, *shown, "json=true")
     return {record["name"]: record for record in map(json.loads, said.splitlines())}
 
@@ -69,7 +75,7 @@ def test_a_step_on_cuda_is_one_launch_without_syncs_and_allocations(run_benchmar
 @pytest.mark.parametrize("copies", [False, True])
 def test_generate_batch_keeps_to_its_pool_and_to_the_token_count(tiny_qwen3, copies):
     workload = asdict(Workload(model=str(tiny_qwen3), slots=4, max_new_tokens=8, prompt_tokens=16, threads=1))
-    workload |= {"group_size": 12, "ignore_eos": True, "repeats": 1}
+    workload |= {"group_size": 12, "ignore_eos": True}
     settings = {"page_size": 8, "scheduler": "fifo", "compile_level": 0, "cuda_graph": None, "safety_margin": 0.0}
     settings |= {"kv_bytes_per_token": KV_TOKEN, "copies": copies, "kv_tokens": 70}
     found = engine_point.main({"what": "generate_batch", "workload": workload, "settings": settings})
