@@ -29,9 +29,9 @@ from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_page
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
 Lines = dict[str, int]
-# Of attention_triton.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a
+# Of paged_attention.py, which needs Triton: parts that a table's tokens go into at most, and keys and queries of a
 # block.
-MAX_SPLITS, MAX_BLOCK = 16, 64
+MAX_SPLITS, MAX_BLOCK = 8, 64
 # torch allots 32 MiB on Hopper to each stream that multiplies: the main one and that of graph captures
 CUBLAS_WORKSPACE = 2 * 32 * 2**20
 
@@ -112,7 +112,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     on_gpu = config.cluster.rollout_gpus > 0
     if on_gpu:
         lines = {
-            "rows of a step": _rows_on_cuda(config, model, rows, device.multiprocessors),
+            "rows of a step": _rows_on_cuda(config, model, rows),
             "cuBLAS workspaces": CUBLAS_WORKSPACE,
         }
         at_a_time = min(rows, HEAD_ROWS)
@@ -165,21 +165,13 @@ def _gathered(config: Config, model: ModelOutline, rows: int) -> int:
     return rows * tokens * (2 * model.widths[2] * size + size + 1)
 
 
-def _rows_on_cuda(config: Config, model: ModelOutline, rows: int, multiprocessors: int) -> int:
+def _rows_on_cuda(config: Config, model: ModelOutline, rows: int) -> int:
     """Tables, states and attention's parts of the graphs of training and of evaluation, with the layer's tensors, which
     graphs share."""
     (hidden, query, kv, inner), size, heads = model.widths, _item(config), model.architecture.num_attention_heads
     own = min(MAX_SPLITS, -(-config.rollout.max_new_tokens // MAX_BLOCK))
     prompt = min(MAX_SPLITS, -(-config.data.max_prompt_tokens // MAX_BLOCK))
-
-    def parts(count: int) -> int:
-        blocks = -(-count * heads // model.kv.num_kv_heads // MAX_BLOCK)
-        programs = 2 * multiprocessors
-        return min(prompt, -(-programs // (blocks * model.kv.num_kv_heads))) + min(
-            own, -(-programs // (count * model.kv.num_kv_heads))
-        )
-
-    attention = 4 * (query + heads) * max(count * parts(count) for count in range(1, rows + 1))
+    attention = 4 * (query + heads) * rows * (prompt + own)
     kept = _tables(config, rows) + attention + size * rows * hidden
     return 2 * kept + size * rows * (3 * hidden + 3 * inner + 2 * query + 2 * kv)
 

@@ -237,7 +237,7 @@ def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
 
     heads, page_size = runner.model.config.num_attention_heads, runner.kv.page_size
     tokens = (batch.tables.shape[1] * page_size, batch.prompt_tables.shape[1] * page_size)
-    return Workspace(batch.max_rows, heads, runner.shape.num_kv_heads, runner.shape.head_dim, *tokens, batch.device)
+    return Workspace(batch.max_rows, heads, runner.shape.head_dim, *tokens, batch.device)
 
 
 def why_no_graphs(runner: ModelRunner) -> str:

@@ -1,6 +1,7 @@
 """Two-part attention over paged KV on CUDA, and the newest tokens' KV into the pages: launches fit for a CUDA graph.
 
-The grids depend on shapes alone. Letters: R rows, P prompt places, H kv heads, N query heads per kv head, D head size.
+The grids depend on shapes alone, and what a table is divided into on the longest tables alone: so a row has the same
+bits whatever rows are beside it. Letters: R rows, P prompt places, H kv heads, N query heads per kv head, D head size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_
 # queries (rows x N) of one block: a prompt with more is read again; and keys of one inner iteration, over several pages
 MAX_BLOCK = 64
 BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
-MAX_SPLITS = 16  # of one table's tokens
+MAX_SPLITS = 8  # of one table's tokens; what they leave is 1 / 16 of what 1,000 tokens of 4 query heads read
 STORED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LOG2_E = 1.4426950408889634
 
@@ -30,34 +31,16 @@ class Workspace:
         self,
         max_rows: int,
         num_query_heads: int,
-        num_kv_heads: int,
         head_dim: int,
         max_own_tokens: int,
         max_prompt_tokens: int,
         device: torch.device | str,
-        num_programs: int | None = None,
     ) -> None:
-        """`num_programs`: what a launch should have at least to fill the device (default: two per multiprocessor; 16
-        without CUDA)."""
-        device = torch.device(device)
-        if num_programs is None:
-            num_programs = (
-                2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
-            )
-        self.num_query_heads, self.num_kv_heads, self.num_programs = num_query_heads, num_kv_heads, num_programs
-        self.most_own_splits = min(MAX_SPLITS, triton.cdiv(max_own_tokens, MAX_BLOCK))
-        self.most_prompt_splits = min(MAX_SPLITS, triton.cdiv(max_prompt_tokens, MAX_BLOCK))
-        size = max(num_rows * sum(self.splits(num_rows)) for num_rows in range(1, max_rows + 1)) * num_query_heads
+        self.prompt_splits = min(MAX_SPLITS, triton.cdiv(max_prompt_tokens, MAX_BLOCK))
+        self.own_splits = min(MAX_SPLITS, triton.cdiv(max_own_tokens, MAX_BLOCK))
+        size = max_rows * (self.prompt_splits + self.own_splits) * num_query_heads
         self.outputs = torch.empty(size * head_dim, dtype=torch.float32, device=device)
         self.lses = torch.empty(size, dtype=torch.float32, device=device)
-
-    def splits(self, num_rows: int) -> tuple[int, int]:
-        """Into how many parts a prompt's tokens and a row's own go, at most, with `num_rows` rows: functions of the
-        shapes alone."""
-        num_blocks = triton.cdiv(num_rows * self.num_query_heads // self.num_kv_heads, MAX_BLOCK)
-        prompt_splits = triton.cdiv(self.num_programs, num_blocks * self.num_kv_heads)
-        own_splits = triton.cdiv(self.num_programs, num_rows * self.num_kv_heads)
-        return min(self.most_prompt_splits, prompt_splits), min(self.most_own_splits, own_splits)
 
 
 def paged_attention(
@@ -117,22 +100,21 @@ def _sizes(
     num_rows, num_heads, head_dim = query.shape
     page_size, num_kv_heads = keys.shape[1:3]
     group = num_heads // num_kv_heads
-    prompt_splits, own_splits = workspace.splits(num_rows)
     width = max(16, triton.next_power_of_2(head_dim))  # matrix products take 16 or more of everything
     block = min(MAX_BLOCK, max(16, BLOCK_BYTES // (width * query.element_size())))
-    queries = min(block, max(16, triton.next_power_of_2(num_rows * group)))
-    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": block, "PROMPT_SPLITS": prompt_splits, "OWN_SPLITS": own_splits}
+    both = {"D": head_dim, "D_PAD": width, "BLOCK_N": block}
+    both |= {"PROMPT_SPLITS": workspace.prompt_splits, "OWN_SPLITS": workspace.own_splits}
     both["P_PAD"] = triton.next_power_of_2(num_prompts + 15)  # few different ones, so few compilations
     parts = {
         "H": num_kv_heads,
         "N": group,
         "PAGE": page_size,
-        "PROMPT_M": queries,
+        "PROMPT_M": block,
         "OWN_M": max(16, triton.next_power_of_2(group)),
     }
     # the interpreter cannot multiply bfloat16
     parts["PRODUCT"] = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[query.dtype]
-    return both, parts, min(num_prompts, num_rows) - 1 + triton.cdiv(num_rows * group, queries)
+    return both, parts, min(num_prompts, num_rows) - 1 + triton.cdiv(num_rows * group, block)
 
 
 @triton.jit(do_not_specialize=["table_stride", "key_stride", "value_stride"])

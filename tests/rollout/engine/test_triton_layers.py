@@ -64,7 +64,7 @@ def run_step(model, own_tokens, kv_dtype, in_triton):
         runner.decoder = FusedDecoder(model)
         runner.decoder.use_triton()
         assert (runner.decoder.triton_layers is None) == (runner.dtype == torch.float32)
-        workspace = Workspace(len(own_tokens), heads, shape.num_kv_heads, shape.head_dim, 16, 8, runner.device, 4)
+        workspace = Workspace(len(own_tokens), heads, shape.head_dim, 16, 8, runner.device)
     else:
         runner.decoder = None
     hidden = runner.decode(batch, len(own_tokens), workspace)

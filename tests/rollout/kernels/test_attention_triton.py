@@ -33,7 +33,6 @@ def make_case(
     page_dtype=None,
     shuffled=False,
     spread=1.0,
-    num_programs=8,  # on CUDA what fills the device
     device="cpu",
     seed=0,
 ):
@@ -56,9 +55,7 @@ def make_case(
         scales[:, 0] = float("nan")
     keys, values = pages.to(page_dtype or dtype)
     order = torch.randperm(len(own), dtype=torch.int32) if shuffled else None
-    num_programs = None if device == "cuda" else num_programs
-    shape = (len(own), heads[0] * heads[1], heads[0], head_dim)
-    workspace = Workspace(*shape, max(own), max(prompts), device, num_programs)
+    workspace = Workspace(len(own), heads[0] * heads[1], head_dim, max(own), max(prompts), device)
     workspace.outputs.fill_(float("nan"))
     workspace.lses.fill_(float("nan"))
     case = {
@@ -122,11 +119,22 @@ def test_rows_of_prompts_of_different_lengths(interpreted, dtype):
     assert_right(interpreted(paged_attention, **case), case)
 
 
-@pytest.mark.parametrize("num_programs", [1, 400])
-def test_one_prompt_in_one_split_and_in_many(interpreted, num_programs):
-    case = make_case((300,), (3,), (1, 200, 70), num_programs=num_programs)
-    assert case["workspace"].splits(3) == ((1, 1) if num_programs == 1 else (5, 4))
+@pytest.mark.parametrize(("tokens", "splits"), [(60, 1), (300, 5), (900, 8)])
+def test_one_prompt_in_one_split_and_in_many(interpreted, tokens, splits):
+    case = make_case((tokens,), (3,), (1, tokens, 30))
+    assert case["workspace"].prompt_splits == case["workspace"].own_splits == splits
     assert_right(interpreted(paged_attention, **case), case)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(interpreted, dtype):
+    own = (5, 80, 16, 150, 33, 7, 64, 1)
+    case = make_case((100, 40), (5, 3), own, heads=(2, 4), dtype=dtype)
+    together = interpreted(paged_attention, **case)
+    for first, last, starts in ((0, 1, (0, 1, 1)), (2, 7, (0, 3, 5)), (5, 8, (0, 0, 3))):
+        of_rows = {name: case[name][first:last].contiguous() for name in ("query", "row_tables", "row_lengths")}
+        alone = case | of_rows | {"prompt_row_starts": torch.tensor(starts, dtype=torch.int32)}
+        assert torch.equal(interpreted(paged_attention, **alone), together[first:last])
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 128])
@@ -143,7 +151,7 @@ def test_any_number_of_query_heads_and_any_head_size(interpreted, group, head_di
 
 
 def test_prompts_with_more_queries_than_one_block_takes(interpreted):
-    case = make_case((40, 17, 80), (14, 1, 12), [1 + 3 * (row % 7) for row in range(27)], heads=(1, 5), num_programs=1)
+    case = make_case((40, 17, 80), (14, 1, 12), [1 + 3 * (row % 7) for row in range(27)], heads=(1, 5))
     assert_right(interpreted(paged_attention, **case), case)
 
 
@@ -173,7 +181,7 @@ def test_scores_hundreds_apart_give_no_nan(interpreted):
 
 
 def test_parts_left_by_a_longer_call_are_not_taken(interpreted):
-    longer = make_case((300, 200), (3, 3), (200, 190, 130, 70, 199, 200), num_programs=30)
+    longer = make_case((300, 200), (3, 3), (200, 190, 130, 70, 199, 200))
     shorter = make_case((64, 1), (1, 3), (1, 2, 64, 65), seed=1) | {"workspace": longer["workspace"]}
     interpreted(paged_attention, **longer)
     assert_right(interpreted(paged_attention, **shorter), shorter)
