@@ -51,7 +51,9 @@ class FakeCluster:
         self.learner = SimpleNamespace(step=self._optimizer_step, save=self._save, facts={})
         self.weights = SimpleNamespace(publish=self._publish, holders={0})
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
-        self.micro_groups = SimpleNamespace(completions=lambda key: self._micro_groups[key], forget=self._forget)
+        self.micro_groups = SimpleNamespace(
+            completions=lambda key: self._micro_groups[key], forget=self._forget, bring=self._bring
+        )
         self.monitor = SimpleNamespace(
             counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, self.restarts.total),
             ask_phases=lambda *, rollout=False: None,
@@ -101,17 +103,25 @@ class FakeCluster:
     def _start_rollout(self, dealt: list[list[RolloutWork]], *, step: int, evaluation: bool = False) -> None:
         self._called("evaluate" if evaluation else "start_rollout")
         for work in (work for part in dealt for work in part):
-            key, indices = len(self.calls) * 1000 + work.prompt_index, list(work.sample_indices)
-            self._micro_groups[key] = [self._completion(work.prompt_index, index) for index in indices]
-            header = MicroGroupHeader(
-                prompt_index=work.prompt_index,
-                sample_indices=indices,
-                lengths=[index + 2 for index in indices],
-                finish_reasons=["stop"] * len(indices),
-                policy_version=self.version,
-                finished_at=time.time(),
-            )
-            self._in_flight.append(MicroGroupArrival(key, header))
+            completions = [self._completion(work.prompt_index, index) for index in work.sample_indices]
+            self._in_flight.append(self._enter(completions))
+
+    def _bring(self, completions: list[Completion], prompt: Prompt) -> MicroGroupArrival:
+        self._called("bring")
+        return self._enter(completions)
+
+    def _enter(self, completions: list[Completion]) -> MicroGroupArrival:
+        key, first = len(self.calls) * 1000 + len(self._micro_groups), completions[0]
+        self._micro_groups[key] = completions
+        header = MicroGroupHeader(
+            prompt_index=first.prompt_index,
+            sample_indices=[completion.sample_index for completion in completions],
+            lengths=[len(completion.token_ids) for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            policy_version=first.policy_version,
+            finished_at=time.time(),
+        )
+        return MicroGroupArrival(key, header)
 
     def _completion(self, prompt_index: int, index: int) -> Completion:
         return Completion(

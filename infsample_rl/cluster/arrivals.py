@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import ray
 
 from infsample_rl.cluster.calls import ANSWER_S
@@ -119,6 +120,22 @@ class MicroGroups:
         key, self.num_arrived = self.num_arrived, self.num_arrived + 1
         self.payloads[key], self.work[key] = finished.payload, finished.work
         return MicroGroupArrival(key, finished.header)
+
+    def bring(self, completions: list[Completion], prompt: Prompt) -> MicroGroupArrival:
+        """Keep one that an earlier process of the run has sampled."""
+        samples = [completion.sample_index for completion in completions]
+        header = MicroGroupHeader(
+            prompt_index=prompt.prompt_index,
+            sample_indices=samples,
+            lengths=[len(completion.token_ids) for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            policy_version=completions[0].policy_version,
+            finished_at=time.time(),
+        )
+        work = RolloutWork(
+            prompt_index=prompt.prompt_index, prompt_ids=np.asarray(prompt.token_ids, np.int32), sample_indices=samples
+        )
+        return self.enter(Finished(header, ray.put(completions), work))
 
     def completions(self, key: int) -> list[Completion] | None:
         """Open one, for the samples that are shown to the user; None if it is gone with its node."""

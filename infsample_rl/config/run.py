@@ -20,7 +20,7 @@ class RunConfig:
     deterministic: bool | None = setting(
         None,
         "the same weights, bit by bit, under any timing, kill and number of rollout workers; none: yes where all is "
-        "float32 on the CPU and run.max_staleness=0",
+        "float32 on the CPU",
     )
     resume: str = setting("auto", "auto: go on from run.dir's last checkpoint; never; or the path of a checkpoint")
     steps: int | None = setting(None, "training steps; none: run.epochs passes over the data", low=1)

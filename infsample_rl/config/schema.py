@@ -58,7 +58,6 @@ PAIRS = (
     ("run.deterministic=true", "cluster.reward_gpus=0", "only CPU runs are bitwise repeatable"),
     ("run.deterministic=true", "model.dtype=float32", ""),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
-    ("run.deterministic=true", "run.max_staleness<=0", "time decides which weights a stale sample is drawn from"),
 )
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
 
@@ -155,7 +154,8 @@ class Config:
             return self.run.deterministic
         cluster = self.cluster
         gpus = cluster.rollout_gpus, cluster.learner_gpus, cluster.reference_gpus, cluster.reward_gpus
-        return self.mismatch_is_rounding and not any(gpus)
+        is_float32 = self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"
+        return is_float32 and not any(gpus)
 
     @property
     def importance(self) -> str:

@@ -11,6 +11,7 @@ import time
 from typing import NamedTuple
 
 from infsample_rl.cluster.interruption import Terminated
+from infsample_rl.controller.ahead import read_ahead
 from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.reward_failures import end_if_all_fail
 from infsample_rl.controller.run_state import RunState
@@ -39,7 +40,7 @@ class AsyncTrainingStep:
     def train_step(self) -> StepResult:
         """Train the samples that are there while the next step's are drawn; then publish."""
         run, parts, started = self._run, self._parts, time.time()
-        groups, rounds = self._ready or self._finish_sampling(self._start_sampling(batch=run.step))
+        groups, rounds = self._ready or self._finish_sampling(self._first())
         end_if_all_fail(run, self._saver, groups)
         stale = run.step - groups.step
         if stale > run.config.run.max_staleness:
@@ -47,20 +48,33 @@ class AsyncTrainingStep:
                 f"samples of weights version {groups.step} are to train version {run.step}: "
                 f"run.max_staleness={run.config.run.max_staleness}"
             )
-        data_state = run.prompts.state()  # a resumed run draws the next step's prompts again
+        data_state = run.prompts.state()  # a resumed run takes the next step's prompts again
         following = self._start_sampling(batch=run.step + 1) if run.step + 1 < run.total_steps else None
         waves = Waves(run.config, run.cluster.traffic)
         for group in groups.trained():
             waves.add(group)
         update = parts.update(waves, following or groups)
         try:
-            self._ready = None if following is None else self._finish_sampling(following)
+            with self._saver.held_while_a_save_has_time():
+                self._ready = None if following is None else self._finish_sampling(following)
         except Terminated:  # the update is whole: only what was being drawn for the next is lost
             run.cluster.traffic.abandon()
             self._ready, update = None, update._replace(sampled=groups)
         parts.start_learning_lengths()
         metrics, completions = parts.finish(groups, rounds, update, started=started)
-        return StepResult(metrics | {"rollout/staleness": float(stale)}, completions, data_state)
+        ahead = None if self._ready is None else self._ready.groups
+        return StepResult(metrics | {"rollout/staleness": float(stale)}, completions, data_state, ahead)
+
+    def _first(self) -> StepGroups:
+        """Samples to begin with: those that the checkpoint keeps, else new ones of the weights of now."""
+        run, kept = self._run, read_ahead(self._saver.checkpoint)
+        if not kept:
+            return self._start_sampling(batch=run.step)
+        groups = self._parts.new_groups(kept[0][0].policy_version)
+        for completions in kept:
+            prompt = groups.prompts[completions[0].prompt_index]
+            enter_samples(run, run.cluster.micro_groups.bring(completions, prompt), groups)
+        return groups
 
     def _start_sampling(self, *, batch: int) -> StepGroups:
         groups = self._parts.new_groups()

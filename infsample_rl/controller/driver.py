@@ -137,9 +137,9 @@ class Driver:
         while run.step < run.total_steps:
             run.cluster.check_nodes()
             before = run.cluster.monitor.counts()
-            metrics, completions, data_state = step.train_step()
+            metrics, completions, data_state, ahead = step.train_step()
             metrics |= self._observe_step(before)
-            self.saver.step_finished(data_state)
+            self.saver.step_finished(data_state, ahead)
             self.recovery.step_finished()
             try:
                 if self.evaluation.is_due():

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -53,12 +53,12 @@ def write_recording(
     rewards = [math.nan if sample.reward is None else sample.reward for sample in samples]
     arrays = {
         "prompt_lengths": np.array([len(group.prompt.token_ids) for group in trained], np.int32),
-        "prompt_ids": _joined([group.prompt.token_ids for group in trained], np.int32),
+        "prompt_ids": joined([group.prompt.token_ids for group in trained], np.int32),
         "group_sizes": np.array([len(group.samples) for group in trained], np.int32),
         "sample_indices": np.array([sample.sample_index for sample in samples], np.int32),
         "lengths": np.array([sample.length for sample in samples], np.int32),
-        "token_ids": _joined([completion.token_ids for completion in completions], np.int32),
-        "logprobs": _joined([completion.logprobs for completion in completions], np.float32),
+        "token_ids": joined([completion.token_ids for completion in completions], np.int32),
+        "logprobs": joined([completion.logprobs for completion in completions], np.float32),
         "rewards": np.array(rewards, np.float64),
         "advantages": np.array([sample.advantage for sample in samples], np.float64),
     }
@@ -124,7 +124,7 @@ def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gro
             zip(facts["finish_reasons"], *columns, strict=True)
         )
     )
-    prompt_ids = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
+    prompt_ids = split(arrays["prompt_ids"], arrays["prompt_lengths"])
     known = zip(facts["prompt_indices"], facts["rows"], facts["prompts"], prompt_ids, strict=True)
     prompts = [
         Prompt(prompt_index=index, row=row, messages=[], text=text, token_ids=token_ids)
@@ -139,7 +139,7 @@ def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Gro
 
 def _completions_of(facts: dict[str, Any], arrays: dict[str, np.ndarray], groups: list[Group]) -> list[Completion]:
     samples = [(group.prompt.prompt_index, sample) for group in groups for sample in group.samples]
-    token_ids, logprobs = (_split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs"))
+    token_ids, logprobs = (split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs"))
     return [
         Completion(
             prompt_index=prompt_index,
@@ -159,9 +159,11 @@ def recording_folder(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"step_{step:06d}"
 
 
-def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+def joined(arrays: Sequence[Any], dtype: type) -> np.ndarray:
+    """One array of all, in order."""
     return np.concatenate([np.asarray(array, dtype) for array in arrays]) if arrays else np.zeros(0, dtype)
 
 
-def _split(joined: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    return np.split(joined, np.cumsum(lengths))[: len(lengths)]
+def split(whole: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+    """Arrays of these lengths out of one that joined() made."""
+    return np.split(whole, np.cumsum(lengths))[: len(lengths)]

@@ -10,8 +10,11 @@ from typing import Any
 from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.cluster.workers import StepLost
 from infsample_rl.controller import checkpoints
+from infsample_rl.controller.ahead import fetch_all, write_ahead
+from infsample_rl.controller.groups import StepGroups
 from infsample_rl.controller.run_state import RunState
 from infsample_rl.observe.phases import phase
+from infsample_rl.types import Completion
 
 
 class CheckpointSaver:
@@ -20,6 +23,7 @@ class CheckpointSaver:
     def __init__(self, run: RunState, checkpoint: Path | None) -> None:
         self._run = run
         self._seconds = 0.0  # that the last save took
+        self._kept_ahead: list[list[Completion]] | None = None  # fetched before all that arrived is forgotten
         self.go_on_from(checkpoint)
 
     def go_on_from(self, checkpoint: Path | None) -> None:
@@ -29,9 +33,11 @@ class CheckpointSaver:
         self.saved_step = None if checkpoint is None else self._run.step
         self.step_finished(self._run.prompts.state())
 
-    def step_finished(self, data_state: dict[str, Any]) -> None:
-        """From now on this step is what is saved; `data_state`: position in the data behind it."""
+    def step_finished(self, data_state: dict[str, Any], ahead: StepGroups | None = None) -> None:
+        """From now on this step is what is saved; `data_state`: position in the data behind it, `ahead`: samples that
+        the next step has already."""
         self.finished = self._run.to_save(data_state)
+        self._ahead = [] if ahead is None else ahead.micro_groups
         self.unsavable = ""  # why the learner could not save the finished step now
 
     def held_while_a_save_has_time(self) -> AbstractContextManager[None]:
@@ -68,6 +74,15 @@ class CheckpointSaver:
 
     def _save_parts(self, folder: str) -> None:
         self._run.cluster.learner.save(folder)
+        if self._ahead:
+            kept = self._kept_ahead or fetch_all(self._ahead, self._run.cluster.micro_groups.completions)
+            if kept is None:
+                self._run.log.warn(
+                    f"the samples for step {self.finished['step'] + 1} are gone with a worker and not in the "
+                    "checkpoint: a resumed run draws them by newer weights"
+                )
+            else:
+                write_ahead(Path(folder), kept)
         if self._run.probe is not None:
             self._run.probe.save(Path(folder))
 
@@ -96,6 +111,7 @@ class CheckpointSaver:
             return f"saving takes {self._seconds:.1f} s, run.grace_s leaves {max(0.0, left):.1f}"
         try:
             with run.interruption.held(grace_s):
+                self._kept_ahead = fetch_all(self._ahead, run.cluster.micro_groups.completions)
                 run.cluster.traffic.abandon(for_good=True)
                 run.step = self.finished["step"]
                 self.save()

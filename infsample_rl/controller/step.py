@@ -34,6 +34,7 @@ class StepResult(NamedTuple):
     metrics: Metrics
     completions: list[dict[str, Any]]  # those that are shown
     data_state: dict[str, Any]  # position in the data, from which the next step draws its prompts
+    ahead: StepGroups | None = None  # what is sampled of the next step already
 
 
 class TrainingStep:
@@ -51,12 +52,13 @@ class TrainingStep:
         metrics, completions = self.finish(groups, rounds, update, started=started)
         return StepResult(metrics, completions, self._run.prompts.state())
 
-    def new_groups(self) -> StepGroups:
-        """The groups of the next prompts, empty."""
+    def new_groups(self, version: int | None = None) -> StepGroups:
+        """The groups of the next prompts, empty; `version` of the weights that sample them, by default those of now."""
         run = self._run
+        version = run.step if version is None else version
         prompts, size = run.prompts.next_batch(), run.config.rollout.group_size
         with_reference = run.config.objective.needs_reference and run.config.reference.placement == "workers"
-        return StepGroups(prompts, run.config, group_size=size, step=run.step, with_reference=with_reference)
+        return StepGroups(prompts, run.config, group_size=size, step=version, with_reference=with_reference)
 
     @phase("sample")
     def _sample(self, groups: StepGroups, waves: Waves) -> list[RoundEnds]:

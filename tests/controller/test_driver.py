@@ -15,7 +15,7 @@ import pytest
 
 from infsample_rl.cluster.interruption import Terminated
 from infsample_rl.config.loading import load_config
-from infsample_rl.controller import checkpoints, driver
+from infsample_rl.controller import ahead, checkpoints, driver
 from infsample_rl.controller.checks import prepare
 from infsample_rl.controller.driver import Driver
 from infsample_rl.observe.run_log import RunLogger
@@ -65,6 +65,10 @@ def train(tiny_qwen3, sums_file, tmp_path, monkeypatch) -> Callable[..., Run]:
         return Run(tmp_path / "run", clusters[0])
 
     return run
+
+
+def refuse(cluster: FakeCluster) -> None:
+    raise RuntimeError("no more")
 
 
 def full_disk(cluster: FakeCluster) -> None:
@@ -252,12 +256,32 @@ def test_sigterm_while_weights_are_published_waits_for_them_while_a_save_has_tim
     assert run.saved[-1] == saved
 
 
-def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_that_is_whole(train):
-    run = train("run.max_staleness=1", optimizer_step=at_call(3, sigterm))
-    assert run.steps == [1, 2, 3] and run.saved[-1] == "step_000003" and "abandon_step" in run.calls
+@pytest.mark.parametrize(("since_s", "staleness"), [(5.0, 1), (35.0, 0)])
+def test_sigterm_while_the_next_steps_samples_are_drawn_keeps_the_update_and_them_if_there_is_time(
+    train, since_s, staleness
+):
+    run = train("run.max_staleness=1", "run.grace_s=30", optimizer_step=at_call(3, lambda fake: fake.sigterm(since_s)))
+    assert run.steps == [1, 2, 3] and "abandon_step" in run.calls
+    if staleness == 0:
+        return
+    assert run.saved[-1] == "step_000003"
     assert "stopped after step 3; nothing but the unfinished step is lost" in run.log
     again = train("run.max_staleness=1")
-    assert again.steps == [1, 2, 3, 4] and again.records[3]["rollout/staleness"] == 0
+    assert again.steps == [1, 2, 3, 4] and again.records[3]["rollout/staleness"] == staleness
+
+
+def test_an_asynchronous_run_that_goes_on_trains_on_the_samples_that_its_checkpoint_keeps(train):
+    undisturbed = train("run.max_staleness=1")
+    shutil.rmtree(undisturbed.folder)
+    begun = train("run.max_staleness=1", optimizer_step=at_call(4, refuse), fails=RuntimeError, match="no more")
+    kept = ahead.read_ahead(begun.folder / "checkpoints/step_000002")
+    assert [[each.sample_index for each in group] for group in kept] == [[0, 1]] * 2
+    assert {each.policy_version for group in kept for each in group} == {1}, "drawn before the second update"
+    run = train("run.max_staleness=1")
+    assert run.calls.count("bring") == 2 and run.calls.count("start_rollout") == 1
+    for name in ("rollout/staleness", "reward/mean", "response/length_mean"):
+        assert [record[name] for record in run.records] == [record[name] for record in undisturbed.records]
+    assert not (run.folder / "checkpoints/step_000004" / ahead.FILE).exists(), "no step follows the last"
 
 
 def test_what_cannot_be_brought_back_ends_the_run_with_what_is_finished_saved(train):

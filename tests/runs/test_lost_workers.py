@@ -357,12 +357,13 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
     assert chaos.differences(undisturbed, run) == []
 
 
-def test_ten_disturbances_of_the_default_experiment_change_nothing(short_path):
+@pytest.mark.parametrize(("kills", "settings"), [(10, []), (5, ["run.max_staleness=1"])], ids=["", "asynchronous"])
+def test_disturbances_of_the_default_experiment_change_nothing(short_path, kills, settings):
     seed = date.today().toordinal()  # no seed is tuned to
     print(f"seed={seed}")
-    arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", "kills=10", f"seed={seed}", "json=true"]
+    arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", f"kills={kills}", f"seed={seed}", "json=true"]
     environment = os.environ | {"TMPDIR": short_path}
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    done = subprocess.run([*arguments, *settings], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["kills"] == 10 == sum(row["hits"] for row in found["table"]) and found["differences"] == []
+    assert found["kills"] == kills == sum(row["hits"] for row in found["table"]) and found["differences"] == []
