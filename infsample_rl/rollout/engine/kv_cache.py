@@ -19,6 +19,7 @@ from infsample_rl.types import MaybeNone
 
 QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
+ROUNDED_UP = 1 + 2**-8  # times a number is at least that number in bfloat16
 
 
 class PagedKV:
@@ -36,14 +37,20 @@ class PagedKV:
         self.scratch_page = num_pages
         sizes = (2 * shape.num_layers, num_pages + 1, page_size, shape.num_kv_heads, shape.head_dim)
         self.store = torch.zeros(sizes, dtype=dtype, device=device)
-        self.scales: Tensor | MaybeNone = None  # of QuantisedKV
+        self.key_scales: Tensor | MaybeNone = None  # of QuantisedKV
+        self.value_scales: Tensor | MaybeNone = None
         self.layers = self.store.unbind(0)  # 2 L tensors [G + 1, S, H, D]
         self._flat = self.store.flatten(1, 2).unbind(0)  # 2 L tensors [(G + 1) S, H, D]
 
     @property
     def parts(self) -> list[Tensor]:
-        """The pages, [2 L, G + 1, S, H, D], and, where they are quantised, their scales, [2 L, G + 1, H]."""
-        return [self.store] if self.scales is None else [self.store, self.scales]
+        """The pages, [2 L, G + 1, S, H, D], and, where they are quantised, their scales, [L, G + 1, ...]."""
+        return [self.store, self.key_scales, self.value_scales] if self.is_quantised else [self.store]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether pages are of 8 bits, with scales."""
+        return self.key_scales is not None
 
     @property
     def nbytes(self) -> int:
@@ -90,12 +97,13 @@ class PagedKV:
 
 
 class QuantisedKV(PagedKV):
-    """Pages of int8 or float8_e4m3fn with a float32 scale per page and kv head, keys and values apart: value = stored x
-    scale.
+    """Pages of int8 or float8_e4m3fn: value = stored x scale.
 
-    A page's scale is the largest |value| / the largest number of the dtype. Its first token sets the scale afresh, so
-    what an earlier owner left does not matter; a later token that is larger makes it grow, and what the page holds is
-    rounded again.
+    Keys have a scale for each channel of a page and kv head, [L, G + 1, H, D], since a few channels of theirs are much
+    larger than the others; values one for each token and kv head, [L, G + 1, S, H] (KIVI, arXiv 2402.02750). A scale is
+    the largest |value| it is for / the largest number of the dtype, rounded up to bfloat16. A page's first token sets
+    its keys' scales afresh, so what an earlier owner left does not matter; a later token that is larger makes a
+    channel's grow, and what the page holds of it is rounded again.
     """
 
     def __init__(
@@ -112,21 +120,24 @@ class QuantisedKV(PagedKV):
         super().__init__(shape, num_pages, page_size, dtype, device)
         self.compute_dtype = compute_dtype
         self.largest = largest_number(dtype)
-        self.scales = torch.zeros(self.store.shape[0], num_pages + 1, shape.num_kv_heads, device=device)
+        of_pages, heads = (shape.num_layers, num_pages + 1), shape.num_kv_heads
+        self.key_scales = torch.zeros(*of_pages, heads, shape.head_dim, dtype=torch.bfloat16, device=device)
+        self.value_scales = torch.zeros(*of_pages, page_size, heads, dtype=torch.bfloat16, device=device)
         self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
 
     def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; their other
-        tokens in the same pages are rounded again where a scale grows. No host sync, fixed shapes."""
-        new = torch.stack([keys, values]).float()
+        """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; the keys of their
+        other tokens in the same pages are rounded again where a scale grows. No host sync, fixed shapes."""
+        keys = keys.float()
         pages, slots = token_index // self.page_size, token_index % self.page_size
         places = torch.arange(len(pages), device=self.device) * self.page_size + slots
-        self._write_pages(layer, pages, slots == 0, places, new, new.abs().amax(-1))
+        self._write_keys(layer, pages, slots == 0, places, keys, keys.abs())
+        self._write_values(layer, token_index, values.float())
 
     def write_run(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] of consecutive tokens of one sequence, its newest; the first page may be
         partly filled."""
-        new = torch.stack([keys, values]).float()
+        keys = keys.float()
         count, size = len(token_index), self.page_size
         pages, slots = token_index // size, token_index % size
         begins = (slots == 0).long()
@@ -137,30 +148,43 @@ class QuantisedKV(PagedKV):
         touched = torch.full((num_pages,), self.scratch_page, device=self.device).index_copy_(0, order, pages)
         is_new = torch.zeros(num_pages, dtype=torch.long, device=self.device).index_add_(0, order, begins) > 0
         places = order * size + slots
-        dense = new.new_zeros(2, num_pages * size, *new.shape[2:]).index_copy_(1, places, new)
-        largest = dense.view(2, num_pages, size, *new.shape[2:]).abs().amax((2, 4))
-        self._write_pages(layer, touched, is_new, places, new, largest)
+        dense = keys.new_zeros(num_pages * size, *keys.shape[1:]).index_copy_(0, places, keys)
+        self._write_keys(
+            layer, touched, is_new, places, keys, dense.view(num_pages, size, *keys.shape[1:]).abs().amax(1)
+        )
+        self._write_values(layer, token_index, values.float())
 
-    def _write_pages(
+    def _write_keys(
         self, layer: int, pages: Tensor, is_new: Tensor, places: Tensor, new: Tensor, largest: Tensor
     ) -> None:
-        """Write tokens `new` [2, T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [2, P, H]: the
+        """Write tokens `new` [T, H, D] to `places` [T] among the tokens of `pages` [P]; `largest` [P, H, D]: the
         largest |value| a page gets.
 
         `is_new` [P]: pages whose first token is written.
         """
-        both = slice(2 * layer, 2 * layer + 2)
-        held, old = self._bytes[both].index_select(1, pages), self.scales[both].index_select(1, pages)
-        old = old.masked_fill(is_new[:, None], 0.0)
-        scale = torch.maximum(old, (largest / self.largest).clamp_(min=SMALLEST_SCALE))
+        of_layer, scales = self._bytes[2 * layer], self.key_scales[layer]
+        held, old = of_layer.index_select(0, pages), scales.index_select(0, pages)
+        old = old.masked_fill(is_new[:, None, None], 0.0)
+        scale = torch.maximum(old, self._scale_for(largest))
         # Where the scale stays, the factor is exactly 1 and nothing is rounded anew.
-        numbers = held.view(self.store.dtype).float().mul_((old / scale)[:, :, None, :, None])
+        numbers = held.view(self.store.dtype).float().mul_((old.float() / scale.float())[:, None])
         # not by a factor of 0: an earlier owner may have left NaN
         numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)
-        quotients = new / scale.index_select(1, places // self.page_size)[..., None]
-        numbers.flatten(1, 2).index_copy_(1, places, quotients)
-        self._bytes[both].index_copy_(1, pages, self._rounded(numbers).view(torch.int8))
-        self.scales[both].index_copy_(1, pages, scale)
+        quotients = new / scale.index_select(0, places // self.page_size).float()
+        numbers.flatten(0, 1).index_copy_(0, places, quotients)
+        of_layer.index_copy_(0, pages, self._rounded(numbers).view(torch.int8))
+        scales.index_copy_(0, pages, scale)
+
+    def _write_values(self, layer: int, token_index: Tensor, new: Tensor) -> None:
+        """Write values `new` [T, H, D] to the tokens `token_index` [T]."""
+        scale = self._scale_for(new.abs().amax(-1))
+        numbers = self._rounded(new / scale.float()[..., None]).view(torch.int8)
+        self._bytes[2 * layer + 1].flatten(0, 1).index_copy_(0, token_index, numbers)
+        self.value_scales[layer].flatten(0, 1).index_copy_(0, token_index, scale)
+
+    def _scale_for(self, largest: Tensor) -> Tensor:
+        """The scale of numbers up to `largest`; rounded up, so that none is above the dtype's largest number."""
+        return (largest * (ROUNDED_UP / self.largest)).clamp_(min=SMALLEST_SCALE).bfloat16()
 
     def _rounded(self, numbers: Tensor) -> Tensor:
         """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which
@@ -171,17 +195,21 @@ class QuantisedKV(PagedKV):
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n], in the compute dtype: two [R, n S, H, D]."""
-        rows, count = pages.shape
-        both, index = slice(2 * layer, 2 * layer + 2), pages.reshape(-1)
-        scales = self.scales[both].index_select(1, index)[:, :, None, :, None]
-        numbers = self._bytes[both].index_select(1, index).view(self.store.dtype).float().mul_(scales)
-        size = (2, rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
-        keys, values = numbers.to(self.compute_dtype).view(size).unbind(0)
+        (rows, count), index = pages.shape, pages.reshape(-1)
+        size = (rows, count * self.page_size, self.shape.num_kv_heads, self.shape.head_dim)
+        scales = (
+            self.key_scales[layer].index_select(0, index)[:, None],
+            self.value_scales[layer].index_select(0, index)[..., None],
+        )
+        keys, values = (
+            stored.index_select(0, index).view(self.store.dtype).float().mul_(scale).to(self.compute_dtype).view(size)
+            for stored, scale in zip(self._bytes[2 * layer : 2 * layer + 2], scales, strict=True)
+        )
         return keys, values
 
 
 def largest_number(dtype: torch.dtype) -> float:
-    """The number that a page's largest |value| is stored as: 127 of int8 (-128 is not used), 448 of float8_e4m3fn."""
+    """The number that a scale's largest |value| is stored as: 127 of int8 (-128 is not used), 448 of float8_e4m3fn."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

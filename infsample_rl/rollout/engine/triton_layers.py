@@ -50,7 +50,7 @@ class TritonStep:
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """As attention.Step's, T = R."""
         kv = self.kv
-        if kv.scales is None:
+        if not kv.is_quantised:
             own_keys, own_values = kv.layers[2 * layer : 2 * layer + 2]
             write_tokens(keys, values, own_keys, own_values, self.batch.tables, self.positions)
         else:
@@ -61,7 +61,6 @@ class TritonStep:
         """query [R, H N, D] -> [R, H N, D], over pages that hold the newest tokens. `early`: with programmatic
         dependent launch (sm_90)."""
         batch, (keys, values) = self.batch, self.kv.layers[2 * layer : 2 * layer + 2]
-        scales = (None, None) if self.kv.scales is None else self.kv.scales[2 * layer : 2 * layer + 2]
         return paged_attention(
             query,
             keys,
@@ -74,8 +73,8 @@ class TritonStep:
             scaling,
             workspace=self.workspace,
             row_order=batch.row_order,
-            key_scales=scales[0],
-            value_scales=scales[1],
+            key_scales=self.kv.key_scales[layer] if self.kv.is_quantised else None,
+            value_scales=self.kv.value_scales[layer] if self.kv.is_quantised else None,
             early=early,
         )
 
@@ -223,7 +222,7 @@ class TritonLayers:
         num_rows, kv, plan = len(hidden), step.kv, self._plan("heads", len(hidden))
         shape = (num_rows, weights.num_kv_heads, weights.head_dim)
         query = torch.empty(num_rows, weights.num_heads, weights.head_dim, dtype=hidden.dtype, device=hidden.device)
-        is_direct = kv.scales is None
+        is_direct = not kv.is_quantised
         keys, values = (
             kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
         )

@@ -46,19 +46,22 @@ def _attend(
             pages = tl.load(table + tokens // PAGE, mask=seen, other=0).to(tl.int64)
             at = ((pages * PAGE + tokens % PAGE) * H + head)[:, None] * D + dims[None, :]
             stored = seen[:, None] & (dims < D)[None, :]
-            key = tl.load(keys + at, mask=stored, other=0.0).to(PRODUCT)
+            key = tl.load(keys + at, mask=stored, other=0.0)
+            if QUANTISED:  # a scale for each channel of a page
+                scale_at = (pages * H + head)[:, None] * D + dims[None, :]
+                key = key.to(tl.float32) * tl.load(key_scales + scale_at, mask=stored, other=0.0).to(tl.float32)
+            key = key.to(PRODUCT)
             # zeros where not seen: 0 x NaN would be NaN
             value = tl.load(values + at, mask=stored, other=0.0).to(PRODUCT)
             scores = tl.dot(query, tl.trans(key), input_precision="tf32x3") * score_scale
-            if QUANTISED:  # a page's scale belongs to its columns of the scores
-                scores *= tl.load(key_scales + pages * H + head, mask=seen, other=0)[None, :]
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new_best = tl.maximum(best, tl.max(scores, axis=1))  # finite: no block is without a seen token
             weights = tl.exp2(scores - new_best[:, None])
             shrink = tl.exp2(best - new_best)
             total = total * shrink + tl.sum(weights, axis=1)
-            if QUANTISED:
-                weights *= tl.load(value_scales + pages * H + head, mask=seen, other=0)[None, :]
+            if QUANTISED:  # a scale for each token
+                token_at = (pages * PAGE + tokens % PAGE) * H + head
+                weights *= tl.load(value_scales + token_at, mask=seen, other=0.0).to(tl.float32)[None, :]
             acc = tl.dot(weights.to(PRODUCT), value, acc * shrink[:, None], input_precision="tf32x3")
             best = new_best
         slot += part.to(tl.int64) * part_stride

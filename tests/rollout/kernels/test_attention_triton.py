@@ -44,7 +44,8 @@ def make_case(
     order = torch.randperm(sum(needed)) + 1  # page 0 is the NaN one
     tables = torch.zeros(len(lengths), width, dtype=torch.int32)
     pages = spread * torch.randn(2, sum(needed) + 1, page_size, heads[0], head_dim)
-    scales = torch.rand(2, sum(needed) + 1, heads[0]) * 0.02 + 0.01 if page_dtype else None
+    key_scales = (torch.rand(sum(needed) + 1, heads[0], head_dim) * 0.02 + 0.01).bfloat16()
+    value_scales = (torch.rand(sum(needed) + 1, page_size, heads[0]) * 0.02 + 0.01).bfloat16()
     pages[:, 0] = float("nan")
     for table, length, taken in zip(tables, lengths, order.split(needed), strict=True):
         table[: len(taken)] = taken
@@ -52,7 +53,7 @@ def make_case(
             pages[:, taken[-1], length % page_size :] = float("nan")
     if page_dtype:
         pages = (pages * 40).nan_to_num(100.0).clamp(-127, 127)  # int8 has no NaN: the largest value instead
-        scales[:, 0] = float("nan")
+        key_scales[0] = value_scales[0] = float("nan")
     keys, values = pages.to(page_dtype or dtype)
     order = torch.randperm(len(own), dtype=torch.int32) if shuffled else None
     workspace = Workspace(len(own), heads[0] * heads[1], head_dim, max(own), max(prompts), device)
@@ -68,8 +69,8 @@ def make_case(
         "prompt_lengths": torch.tensor(prompts, dtype=torch.int32),
         "prompt_row_starts": torch.tensor([0, *rows]).cumsum(0).int(),
         "row_order": order,
-        "key_scales": scales[0].contiguous() if page_dtype else None,
-        "value_scales": scales[1].contiguous() if page_dtype else None,
+        "key_scales": key_scales if page_dtype else None,
+        "value_scales": value_scales if page_dtype else None,
     }
     case = {name: tensor if tensor is None else tensor.to(device) for name, tensor in case.items()}
     return case | {"scaling": head_dim**-0.5, "workspace": workspace}
@@ -80,7 +81,7 @@ def gather(pages, scales, table, length):
     used = table[: -(-length // pages.shape[1])].long()
     tokens = pages[used].double()
     if scales is not None:
-        tokens = tokens * scales[used][:, None, :, None].double()
+        tokens = tokens * scales[used].double()
     return tokens.flatten(0, 1)[:length]
 
 
@@ -95,8 +96,11 @@ def reference(case):
         for prompt, length in enumerate(case["prompt_lengths"].tolist()):
             if starts[prompt] <= place < starts[prompt + 1]:
                 spans.append((case["prompt_tables"][prompt], length))
-        keys = torch.cat([gather(case["keys"], case["key_scales"], *span) for span in spans])
-        values = torch.cat([gather(case["values"], case["value_scales"], *span) for span in spans])
+        scales = (None, None)
+        if case["key_scales"] is not None:  # of a page's channels, and of its tokens
+            scales = case["key_scales"][:, None], case["value_scales"][..., None]
+        keys = torch.cat([gather(case["keys"], scales[0], *span) for span in spans])
+        values = torch.cat([gather(case["values"], scales[1], *span) for span in spans])
         folded = query[row].view(keys.shape[1], -1, keys.shape[2])
         weights = (torch.einsum("hnd,thd->hnt", folded, keys) * case["scaling"]).softmax(-1)
         out[row] = torch.einsum("hnt,thd->hnd", weights, values).reshape(out[row].shape)
@@ -189,7 +193,7 @@ def test_parts_left_by_a_longer_call_are_not_taken(interpreted):
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_quantised_pages_are_read_with_the_scale_of_page_and_head(interpreted, dtype, page_dtype):
+def test_quantised_pages_are_read_with_the_scales_of_channels_and_tokens(interpreted, dtype, page_dtype):
     case = make_case((70, 20), (2, 1), (1, 40, 17), dtype=dtype, page_dtype=page_dtype)
     assert_right(interpreted(paged_attention, **case), case)
 
@@ -217,7 +221,7 @@ def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(
     fixed |= {} if page_dtype else {"key_scales": None, "value_scales": None}
     kinds = {"queries": POINTERS[dtype], "score_scale": "fp32"}
     kinds |= dict.fromkeys(("keys", "values"), POINTERS[page_dtype or dtype])
-    kinds |= dict.fromkeys(("key_scales", "value_scales", "outputs", "lses"), "*fp32")
+    kinds |= dict.fromkeys(("key_scales", "value_scales"), "*bf16") | dict.fromkeys(("outputs", "lses"), "*fp32")
     kinds |= dict.fromkeys(("row_tables", "row_lengths", "prompt_tables", "prompt_lengths", "starts"), "*i32")
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in _parts_kernel.arg_names}
     aligned = {
