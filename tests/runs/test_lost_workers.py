@@ -322,6 +322,21 @@ def test_a_lost_node_costs_nothing_but_time(settings, undisturbed, tmp_path, ray
     assert chaos.differences(undisturbed, run) == []
 
 
+def test_a_clock_that_jumps_changes_nothing(settings, undisturbed, tmp_path):
+    run, path = tmp_path / "run", str(Path(__file__).parent / "jumping_clock")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command(settings, run), capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert chaos.differences(undisturbed, run) == []
+    timings = [
+        value
+        for record in read_records(run / "metrics.jsonl")
+        for name, value in record.items()
+        if name.startswith("timing/") and value is not None
+    ]
+    assert max(map(abs, timings)) > 3600, "else no clock has jumped"
+
+
 def test_two_runs_at_once_on_a_cluster_with_a_full_object_store_do_not_disturb_each_other(
     settings, undisturbed, tmp_path, ray_cluster
 ):
