@@ -364,7 +364,7 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
         wait_for(lambda: steps_done(run) >= 1, target)
         slow = next(pid for pid, roles in target.processes() if "rollout" in roles)
         while target.driver.poll() is None:
-            throttle(slow, on_s=0.02, off_s=0.18)
+            throttle(slow, on_s=0.005, off_s=0.3)
         assert target.driver.returncode == 0, Path(target._log.name).read_text()[-3000:]
     finally:
         target.end()
