@@ -34,6 +34,8 @@ START_ATTEMPTS = 3  # of a local cluster
 RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
 # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
 CONTROL_SERVICE_GONE_S = 20.0
+# Every actor here has an environment of its own, which a worker that Ray starts for nobody cannot serve.
+NO_IDLE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 TENSOR_ROLES = ("rollout", "reference", "learner")
 
 
@@ -130,7 +132,13 @@ def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str]
     with without_secrets(), _on_loopback():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
-                ray.init(address="local", num_cpus=local_cpus(config), include_dashboard=False, **arguments)
+                ray.init(
+                    address="local",
+                    num_cpus=local_cpus(config),
+                    include_dashboard=False,
+                    _system_config=NO_IDLE_WORKERS,
+                    **arguments,
+                )
                 break
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):

@@ -3,6 +3,8 @@ used."""
 
 from __future__ import annotations
 
+import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +38,12 @@ def check_trackers(config: Config) -> str:
     if config.logging.mlflow is not None:
         check_mlflow(config.logging.mlflow)
     return wandb_mode(config.logging.wandb)
+
+
+def import_ahead(config: Config) -> None:
+    """Import W&B in a thread, where it is used: beside Ray's start, which is waited for, it takes no time."""
+    if check_trackers(config) != "disabled":
+        threading.Thread(target=import_module, args=("wandb",)).start()
 
 
 def start_trackers(config: Config, run_dir: Path, start_step: int) -> list[Tracker]:
