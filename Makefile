@@ -81,6 +81,7 @@ $(READY): requirements.lock pyproject.toml
 $(VENV)/.tools: requirements-tools.lock $(READY)
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python -r requirements-tools.lock \
 	  || $(BIN)/python -m pip install -q --no-deps -r requirements-tools.lock
+	cd $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && rm -rf scripts tests # verl's, which would hide ours
 	which chromium chromium-browser google-chrome | grep -q . || $(BIN)/playwright install --with-deps chromium \
 	  || apt-get install -qq --no-install-recommends chromium || echo "no browser can be had: its tests are skipped"
 	touch $@
