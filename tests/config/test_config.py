@@ -422,9 +422,9 @@ def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     )
     qwen = Qwen3Config(num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
     assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
-    assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 57_456  # 112 of them scales
+    assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 61_376  # 4,032 of them scales
     table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))
-    assert table["KV of a token"] == "57,456 bytes (fp8 with scales; 114,688 in bfloat16)"
+    assert table["KV of a token"] == "61,376 bytes (fp8 with scales; 114,688 in bfloat16)"
 
 
 @pytest.mark.parametrize(
