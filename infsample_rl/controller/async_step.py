@@ -8,6 +8,7 @@ version.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import NamedTuple
 
 from infsample_rl.cluster.interruption import Terminated
@@ -68,7 +69,13 @@ class AsyncTrainingStep:
     def _first(self) -> StepGroups:
         """Samples to begin with: those that the checkpoint keeps, else new ones of the weights of now."""
         run, kept = self._run, read_ahead(self._saver.checkpoint)
-        if not kept:
+        samples = Counter(completion.prompt_index for completions in kept for completion in completions)
+        size = run.config.rollout.group_size
+        if samples != dict.fromkeys(range(run.config.data.prompts_per_step), size):
+            if kept:
+                run.log.note(
+                    "the settings ask for other samples than those that the checkpoint keeps for the next step"
+                )
             return self._start_sampling(batch=run.step)
         groups = self._parts.new_groups(kept[0][0].policy_version)
         for completions in kept:

@@ -284,6 +284,13 @@ def test_an_asynchronous_run_that_goes_on_trains_on_the_samples_that_its_checkpo
     assert not (run.folder / "checkpoints/step_000004" / ahead.FILE).exists(), "no step follows the last"
 
 
+def test_samples_that_a_checkpoint_keeps_are_not_taken_by_a_run_that_asks_for_others(train):
+    train("run.max_staleness=1", optimizer_step=at_call(4, refuse), fails=RuntimeError, match="no more")
+    run = train("run.max_staleness=1", "rollout.group_size=3")
+    assert "bring" not in run.calls and run.steps == [1, 2, 3, 4] and run.records[2]["rollout/staleness"] == 0
+    assert "the settings ask for other samples than those that the checkpoint keeps" in run.log
+
+
 def test_what_cannot_be_brought_back_ends_the_run_with_what_is_finished_saved(train):
     gone = "Ray's control service (gcs_server) has not answered at 10.0.0.1:6379 for 20 s"
 
