@@ -227,7 +227,7 @@ KEPT_APART = {
     "qwen2 tied, reference": (
         "qwen2",
         8000,
-        (352, 5, 960, 11, 11, 32, True),
+        (544, 8, 1440, 17, 17, 32, True),
         "reference",
         ("reference.max_tokens_per_micro_batch=900",),
     ),
