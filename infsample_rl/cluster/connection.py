@@ -35,7 +35,7 @@ RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
 # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
 CONTROL_SERVICE_GONE_S = 20.0
 # Every actor here has an environment of its own, which a worker that Ray starts for nobody cannot serve.
-NO_IDLE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
 TENSOR_ROLES = ("rollout", "reference", "learner")
 
 
@@ -129,16 +129,11 @@ def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> d
 def _start_local(config: Config, arguments: dict[str, Any], note: Callable[[str], None]) -> None:
     """A new cluster on this machine, whose ports listen on the loopback address alone; Ray itself takes the token of
     this user's home folder."""
+    os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
     with without_secrets(), _on_loopback():
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
-                ray.init(
-                    address="local",
-                    num_cpus=local_cpus(config),
-                    include_dashboard=False,
-                    _system_config=NO_IDLE_WORKERS,
-                    **arguments,
-                )
+                ray.init(address="local", num_cpus=local_cpus(config), include_dashboard=False, **arguments)
                 break
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):
