@@ -100,16 +100,14 @@ def simulate_prompts(
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
-    prompts_at_once: prompts resident together; the samples of later ones fill rows that earlier ones leave idle
-    (default: as rollout.prompts_at_once=auto, as many as that takes).
-    predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for
-    each sample the predicted total length once it has generated that many tokens, which token_budget follows.
-    kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the longest resident prompts).
-    prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all lengths and stops at the
-    group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of preempted samples waits
-    outside the pool, as in the engine, else it is computed again): token_budget's. max_new_tokens: the cap of a
-    response (default: the longest of all). record_rows: fill `.stays`. ValueError for an argument that is out of
-    bounds, does not fit the others, or is not read by the schedule.
+    prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto). predicted: for each prompt
+    what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the predicted
+    total length once it has generated that many tokens, which token_budget follows. kv_budget_tokens: all KV, prompts
+    included (default: slots x max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number
+    or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
+    other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, else it is computed again):
+    token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows: fill `.stays`.
+    ValueError for an argument that is out of bounds, does not fit the others, or is not read by the schedule.
     """
     by_budget = schedule == "token_budget"
     for name, value in {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}.items():
