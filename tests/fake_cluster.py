@@ -52,7 +52,7 @@ class FakeCluster:
         self.weights = SimpleNamespace(publish=self._publish, holders={0})
         self.lengths = SimpleNamespace(ask=lambda: None, take=lambda: [])
         self.micro_groups = SimpleNamespace(
-            completions=lambda key: self._micro_groups[key], forget=self._forget, bring=self._bring
+            completions=lambda key: self._micro_groups.get(key), forget=self._forget, bring=self._bring
         )
         self.monitor = SimpleNamespace(
             counts=lambda: ClusterCounts(time.time(), 0.0, 1, 0, self.restarts.total),
@@ -93,6 +93,7 @@ class FakeCluster:
 
     def _abandon(self, *, for_good: bool = False) -> None:
         self._in_flight.clear()
+        self._micro_groups.clear()
         self._called("abandon_step")
 
     def _publish(self, version: int, probe: PublishedProbe | None) -> WeightSyncReport:
@@ -160,7 +161,7 @@ class FakeCluster:
 
     def _forget(self, keys: list[int]) -> None:
         for key in keys:
-            del self._micro_groups[key]
+            self._micro_groups.pop(key, None)
 
 
 def at_call(number: int, act: Callable[[FakeCluster], Any]) -> Callable[[FakeCluster], None]:
