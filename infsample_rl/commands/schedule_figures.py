@@ -32,7 +32,7 @@ def draw_rows(workload: Workload, options: SimulateOptions, path: Path) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         _rows(panel, name, result, lengths, last)
     panels[-1].set_xlabel("running step", fontsize=9)
-    memory = options.kv_budget_tokens or options.slots * workload.cap
+    memory = found["infinite"].kv_pool_tokens - workload.prompt_tokens[place]
     figure.suptitle(
         f"{workload.name}, prompt {place}: {len(lengths)} samples of {min(lengths)} to {max(lengths)} tokens in the KV "
         f"memory of {memory:,} tokens\n"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infsample_rl.config.command_line import option
-from infsample_rl.config.rollout import PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.config.rollout import DEFAULT_SLOTS, PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, simulate_prompts
 
@@ -29,7 +29,12 @@ class SimulateOptions:
     """Arguments of `python -m infsample_rl.simulate`."""
 
     lengths: list[str] = option([], "run folders, or files of recorded lengths, .jsonl or .jsonl.gz")
-    slots: int = option(4, "g; the KV memory is slots x cap + the resident prompts", low=1)
+    slots: int | None = option(
+        None,
+        "g; none: as many as kv_budget_tokens holds full responses, without it "
+        f"{DEFAULT_SLOTS}, and the KV memory is slots x cap + the resident prompts",
+        low=1,
+    )
     schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
     preemptions: list[str] = option(
         ["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute")

@@ -1,8 +1,8 @@
 """Schedules over recorded response lengths, without a model: running steps, time, KV memory and bounds, at equal KV
 memory.
 
-python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4] [schedules=[lpt,token_budget]] [group_size=32]
-[noise=[0,0.5]] [out=FOLDER] [json=true] ...
+python -m infsample_rl.simulate lengths=FILE[,FILE] [slots=4 | kv_budget_tokens=8192] [schedules=[lpt,token_budget]]
+[group_size=32] [noise=[0,0.5]] [out=FOLDER] [json=true] ...
 
 FILE is a run folder, or a file with a line for every prompt: {"dataset", "model", "prompt_id", "lengths": [int, ...]}.
 The engine's own planner is run on the lengths. Predictions are the true lengths x exp(sigma x normal noise) for every
@@ -85,7 +85,7 @@ def measure(workload: Workload, options: SimulateOptions) -> Iterator[dict[str, 
     calls = calls_of(workload, options)
     # what the others are compared with; true lengths always fit
     infinite = [simulate_call(workload, options, call, "infinite", 0.0) for call in calls]
-    bounds = _bounds(workload, options, calls, infinite)
+    bounds = _bounds(workload, calls, infinite)
     steps = sum(each.running_steps for each in infinite)
     for schedule in options.schedules:
         reads, preempts = schedule in PREDICTED_SCHEDULES, schedule == "token_budget"
@@ -115,7 +115,6 @@ def _record(
     count = len(workload.groups)
     steps, tokens = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
     lost, parked = sum(each.recomputed_tokens for each in found), sum(each.parked_tokens for each in found)
-    rows = {"token_budget": None, "full_group": workload.group_size}.get(schedule, options.slots)
     ends = [end for each in found for end in each.finish_steps]
     lengths = [
         workload.recorded[call[place]][index % len(workload.recorded[call[place]])]
@@ -128,7 +127,6 @@ def _record(
         "model": workload.model,
         "prompts": count,
         "group_size": workload.group_size,
-        "slots": options.slots,
         "cap": workload.cap,
         "page_size": options.page_size,
         "prompts_at_once": options.prompts_at_once,
@@ -137,7 +135,8 @@ def _record(
         "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked) / count,
         "kv_budget_tokens": max(each.kv_pool_tokens for each in found),
         "peak_kv_tokens": max(each.peak_kv_tokens for each in found),
-        "row_utilisation": tokens / sum(each.running_steps * (rows or each.most_rows) for each in found),
+        "row_utilisation": tokens
+        / sum(each.running_steps * (each.most_rows if schedule == "token_budget" else each.slots) for each in found),
         "preemptions_per_prompt": sum(each.preemptions for each in found) / count,
         "recomputed_share": lost / tokens,
         "parked_share": parked / tokens,
@@ -146,17 +145,16 @@ def _record(
     }
 
 
-def _bounds(
-    workload: Workload, options: SimulateOptions, calls: list[range], infinite: Sequence[Simulation]
-) -> dict[str, float]:
-    """Mean bounds of a prompt's share of its call (see token_bound). At least the call's shortest prompt is resident
-    while it decodes."""
+def _bounds(workload: Workload, calls: list[range], infinite: Sequence[Simulation]) -> dict[str, float]:
+    """The slots, and mean bounds of a prompt's share of its call (see token_bound). At least the call's shortest prompt
+    is resident while it decodes."""
     slots = tokens = 0.0
     for call, pool in zip(calls, infinite, strict=True):
         lengths = [length for place in call for length in workload.groups[place]]
-        slots += slot_bound(lengths, options.slots)
+        slots += slot_bound(lengths, pool.slots)
         tokens += token_bound(lengths, pool.kv_pool_tokens - min(workload.prompt_tokens[place] for place in call))
-    return {"slot_bound": slots / len(workload.groups), "token_bound": tokens / len(workload.groups)}
+    means = {"slot_bound": slots / len(workload.groups), "token_bound": tokens / len(workload.groups)}
+    return {"slots": max(pool.slots for pool in infinite)} | means
 
 
 def _print_table(workload: Workload, options: SimulateOptions, records: list[dict[str, Any]]) -> None:

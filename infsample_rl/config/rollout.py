@@ -54,8 +54,9 @@ class RolloutConfig:
     group_size: int = setting(8, "G, completions of every prompt", low=1)
     slots: int | None = setting(
         None,
-        f"rows of a fixed-slot schedule (none: {DEFAULT_SLOTS}; full_group: G); token_budget: the memory of how many "
-        "full responses (none: all that is free)",
+        "rows of a fixed-slot schedule (none: as many as the KV budget holds full responses, without one "
+        f"{DEFAULT_SLOTS}; full_group: G); token_budget: the memory of how many full responses (none: all that is "
+        "free)",
         low=1,
     )
     schedule: str = setting("token_budget", "which sample decodes next (docs/engine.md)", choices=SCHEDULES)
@@ -104,7 +105,7 @@ class RolloutConfig:
     )
     kv_dtype: str = setting(
         "auto",
-        "dtype of KV pages; auto: the model's; fp8, int8: 8 bits, a scale per page and kv head",
+        "dtype of KV pages; auto: the model's; fp8, int8: 8 bits with scales",
         choices=KV_DTYPES,
     )
     max_rows: int | None = setting(None, f"most rows of token_budget at a time; none: {MOST_ROWS}", low=1)
@@ -174,10 +175,12 @@ class RolloutConfig:
         return self.predictor == "bert" and self.predictor_path is None and self.num_prefix_tokens > 0
 
     @property
-    def num_slots(self) -> int:
+    def num_slots(self) -> int | None:
         """Full responses that the default KV budget holds, and rows of a fixed-slot schedule: slots, or G for
-        `full_group`."""
-        return self.group_size if self.schedule == "full_group" else self._filled(self.slots or DEFAULT_SLOTS)
+        `full_group`. None: as many as the budget given holds (kv_budget.rows_in)."""
+        if self.schedule == "full_group":
+            return self.group_size
+        return None if self.has_budget and self.slots is None else self._filled(self.slots or DEFAULT_SLOTS)
 
     @property
     def has_budget(self) -> bool:
@@ -193,8 +196,11 @@ class RolloutConfig:
 
     @property
     def most_rows(self) -> int:
-        """Most rows that decode at a time."""
-        return self._filled(self.max_rows or MOST_ROWS) if self.schedule == "token_budget" else self.num_slots
+        """Most rows that decode at a time, in a pool however large."""
+        most = self._filled(self.max_rows or MOST_ROWS)
+        if self.schedule == "dynamic_slot":
+            most = min(most, self.group_size)
+        return most if self.schedule == "token_budget" else self.num_slots or most
 
     def _filled(self, rows: int) -> int:
         """Of so many rows those that the samples of the resident prompts can fill."""

@@ -7,7 +7,7 @@ import os
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from infsample_rl.config import Config
+from infsample_rl.config import Config, RolloutConfig
 from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.model.architecture import KVShape
@@ -18,7 +18,7 @@ from infsample_rl.plan.placement import reference_text, total_gpus, worker_group
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.length_prediction.run_bert import FIRST_GROUPS
 from infsample_rl.rollout.length_prediction.watch import PREDICT_EVERY
-from infsample_rl.rollout.schedule.kv_budget import CPU_SHARE, GPU_SHARE, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import CPU_SHARE, GPU_SHARE, num_pool_pages, rows_in
 
 # Rows of derived_table() that the console shows too; run.log has all of them.
 IN_SHORT = ("model", "data", "steps", "schedule", "KV pool", "KV memory", "processes", "run folder", "sent away")
@@ -48,7 +48,7 @@ def setting_warnings(config: Config) -> list[str]:
         f"set, but nothing reads it here: {', '.join(unread)}": bool(unread),
         "model.dtype=float16: the loss is scaled by a fixed number, gradients above 65,504 overflow; bfloat16 has the "
         "range of float32": config.model.dtype == "float16",
-        f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with a scale per page and kv head; "
+        f"rollout.kv_dtype={rollout.kv_dtype}: KV is rounded to 8 bits with scales; "
         "learner/logprob_diff_* shows what that does to log-probabilities; its mean, not every token, is bounded, by "
         f"objective.mismatch_stop={objective.mismatch_stop:g}": rollout.kv_dtype != "auto",
         "reference.offload=true moves nothing: with cluster.learner_gpus=0 the reference is in host memory in any "
@@ -113,7 +113,7 @@ def derived_table(
         ("steps", f"{total_steps} ({epochs:.2g} epochs) of {samples}{going_on}"),
         ("updates per step", _updates_text(config)),
         ("learner", _learner_text(config)),
-        ("schedule", f"{rollout.schedule}, up to {rollout.most_rows} rows per rollout worker"),
+        ("schedule", f"{rollout.schedule}, {_rows_text(rollout)} per rollout worker"),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
@@ -125,6 +125,12 @@ def derived_table(
         ("run folder", str(config.run.dir)),
         ("sent away", _sent_text(config)),
     ]
+
+
+def _rows_text(rollout: RolloutConfig) -> str:
+    if rollout.schedule == "token_budget" or rollout.num_slots is not None:
+        return f"up to {rollout.most_rows} rows"
+    return f"as many rows as the KV pool holds full responses, up to {rollout.most_rows},"
 
 
 def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
@@ -162,7 +168,7 @@ def _pool_text(config: Config, per_token: int) -> str:
     tokens = pages * rollout.page_size
     text = f"{tokens * per_token:,} bytes, {tokens:,} tokens in {pages:,} pages, prompts included"
     if rollout.num_prefix_tokens:
-        kept = (rollout.group_size - rollout.num_slots) * rollout.num_prefix_tokens
+        kept = max(0, rollout.group_size - rows_in(rollout, pages, prompts)) * rollout.num_prefix_tokens
         text += f"; up to {kept:,} tokens of waiting prefixes stay while pages allow, the others are computed again"
     return text
 

@@ -154,7 +154,8 @@ def idle_rows(config: Config, steps: Steps) -> Verdict:
     used, workers = steps.last(RECENT, "rollout/row_utilisation"), steps.last(1, "cluster/rollout_workers") or [1.0]
     rollout, prompts = config.rollout, config.data.prompts_per_step
     samples = prompts * rollout.group_size / workers[-1]
-    unfilled = rollout.schedule != "token_budget" and samples < rollout.num_slots
+    slots = None if rollout.schedule == "token_budget" else rollout.num_slots
+    unfilled = slots is not None and samples < slots
     if not used or fmean(used) >= (UNFILLED_SHARE if unfilled else IDLE_SHARE):
         return None
     if unfilled:

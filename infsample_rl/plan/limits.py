@@ -68,11 +68,12 @@ def idle_memory(config: Config, model: ModelOutline, plan: ProcessPlan, most: di
             limit, change = f"rollout.prompts_at_once={rollout.prompts_at_once}", "rollout.prompts_at_once=auto"
         else:
             limit, change = f"rollout.max_rows={rollout.most_rows}", f"rollout.max_rows={fit}"
-    elif rollout.has_budget:
+    elif rollout.has_budget and (rollout.schedule == "token_budget" or rollout.num_slots is None):
         name = "kv_budget_bytes" if rollout.kv_budget_bytes is not None else "kv_budget_tokens"
         limit, change = f"rollout.{name}={getattr(rollout, name)}", "rollout.kv_budget_bytes=auto"
     else:
-        change = "rollout.slots=" + ("null" if rollout.schedule == "token_budget" else str(fit))
+        follow = rollout.schedule == "token_budget" or rollout.has_budget  # slots follow from the budget
+        change = "rollout.slots=" + ("null" if follow else str(fit))
         limit = f"rollout.slots={rollout.slots or DEFAULT_SLOTS}"
     return (
         f"uses {gigabytes(used * page)} of {gigabytes(free * page)} of KV memory: rows limited by {limit}; set {change}"

@@ -25,7 +25,7 @@ from infsample_rl.rollout.engine.decoder import ARCHITECTURES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
-from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages
+from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
 Lines = dict[str, int]
@@ -101,7 +101,7 @@ def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
     """Rows that decode at a time, at most: a row has a page from its second token on, and a sample of a step or of an
     evaluation."""
     pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
-    rows = min(config.rollout.most_rows, pages)
+    rows = rows_in(config.rollout, pages, [config.data.max_prompt_tokens] * config.rollout.planned_prompts)
     return bucket_of(config.most_samples, rows) if config.cluster.rollout_gpus > 0 else min(rows, config.most_samples)
 
 

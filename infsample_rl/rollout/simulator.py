@@ -8,9 +8,10 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from infsample_rl.config.fields import kv_pages
-from infsample_rl.config.rollout import MOST_ROWS, PLANNED_PROMPTS
+from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS, PLANNED_PROMPTS, PREDICTED_SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
+from infsample_rl.rollout.schedule.kv_budget import slots_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.schedules import check_predictions
@@ -39,6 +40,7 @@ class Simulation:
     completed: list[int] = field(default_factory=list)  # sample indices in finishing order
     completed_prompts: list[int] = field(default_factory=list)  # the prompt of each of them
     finish_steps: list[int] = field(default_factory=list)  # running steps until each of them had ended
+    slots: int = 0  # rows of a fixed-slot schedule
     kv_pool_tokens: int = 0  # all pages of the pool
     peak_kv_tokens: int = 0  # most held at a time, whole pages, prompts included
     busy_row_steps: int = 0  # sum over steps of the rows that got a token
@@ -85,10 +87,11 @@ def simulate_prompts(
     groups: Sequence[Sequence[int]],
     schedule: str,
     *,
-    slots: int = 4,
+    slots: int | None = None,
     prompts_at_once: int | None = None,
     predicted: Sequence[Sequence[float]] | None = None,
     repredicted: Sequence[Repredicted] | None = None,
+    prefix_tokens: int = 0,
     kv_budget_tokens: int | None = None,
     page_size: int = 1,
     prompt_tokens: int | Sequence[int] = 0,
@@ -100,10 +103,11 @@ def simulate_prompts(
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
-    prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto). predicted: for each prompt
-    what fptas, sjf, infinite and lpt order by (default: the true lengths). repredicted: for each sample the predicted
-    total length once it has generated that many tokens, which token_budget follows. kv_budget_tokens: all KV, prompts
-    included (default: slots x max_new_tokens plus the longest resident prompts). prompt_tokens, group_size: one number
+    slots: as rollout.slots. prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto).
+    predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths), once every sample
+    has prefix_tokens. repredicted: for each sample the predicted total length once it has generated that many tokens,
+    which token_budget follows. kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the
+    longest resident prompts). prompt_tokens, group_size: one number
     or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
     other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, else it is computed again):
     token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows: fill `.stays`.
@@ -113,34 +117,48 @@ def simulate_prompts(
     for name, value in {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}.items():
         if value and not by_budget:
             raise ValueError(f"{name} is not read by schedule {schedule}: leave it out")
+    if prefix_tokens and schedule not in PREDICTED_SCHEDULES:
+        raise ValueError(f"prefix_tokens is not read by schedule {schedule}: leave it out")
     counts: dict[str, int | None] = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
     counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
     cap = _check_counts(groups, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = _group_sizes(groups, schedule, group_size), _each("prompt_tokens", prompt_tokens, len(groups))
-    num_slots = max(sizes) if schedule == "full_group" else slots
-    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, prompts, prompts_at_once or PLANNED_PROMPTS)
+    resident = sorted(prompts, reverse=True)[: prompts_at_once or PLANNED_PROMPTS]
+    num_slots = max(sizes) if schedule == "full_group" else slots or DEFAULT_SLOTS
+    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, resident)
+    if slots is None and kv_budget_tokens is not None and schedule != "full_group":
+        num_slots = slots_in(budget // page_size, cap, resident, page_size)
+    num_slots = min(num_slots, budget // page_size)
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
-    num_slots = min(num_slots, useful, budget // page_size)
     orders = _orders(groups, schedule, predicted, repredicted)
     most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
-    rules = [GroupSettings(schedule, num_slots, samples) for samples in sizes]
     planned = [
-        PromptGroup(place, [0] * tokens, list(range(samples)), rules[place], lambda _: 0, lengths=orders[place])
+        PromptGroup(
+            place,
+            [0] * tokens,
+            list(range(samples)),
+            GroupSettings(schedule, num_slots, samples, prefix_tokens=prefix_tokens),
+            lambda _: 0,
+            predicted_in_rows=prefix_tokens > 0,
+            lengths=orders[place],
+        )
         for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True))
     ]
     pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
         pool,
-        num_slots=min(most_rows, pool.num_pages) if by_budget else num_slots,
+        num_slots=min(most_rows, pool.num_pages) if by_budget else min(num_slots, useful),
         prompts_at_once=prompts_at_once or len(groups),
         max_new_tokens=cap,
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
         parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
     )
-    return _Run(planner, groups, repredicted or (), record_rows).to_end()
+    found = _Run(planner, groups, repredicted or (), record_rows).to_end()
+    found.slots = num_slots
+    return found
 
 
 class _Run:
@@ -186,8 +204,8 @@ class _Run:
         return lengths[sample.sample_index % len(lengths)]
 
     def _steps_to_an_event(self, rows: Sequence[Sample]) -> int:
-        """Steps until a row ends or is predicted again."""
-        steps = min(self._length(sample) - sample.num_tokens for sample in rows)
+        """Steps until a row ends, has its prefix or is predicted again."""
+        steps = min(min(self._length(sample), sample.wait_at or MOST_TOKENS) - sample.num_tokens for sample in rows)
         for sample in rows if self._moments else ():
             moments = self._moments[sample.group_id, sample.sample_index]
             if moments:
@@ -224,17 +242,14 @@ class _Run:
                 del self._open[sample]
 
 
-def pool_tokens(
-    given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int], prompts_at_once: int
-) -> int:
-    """Tokens of the pool: those `given`, by default num_slots full responses and the longest resident prompts, as in
-    the engine. ValueError, with the smallest budget that would do, when one prompt and one full response of `cap`
-    tokens do not fit."""
-    smallest = kv_pages(1, cap, [max(prompts)], page_size) * page_size
+def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int]) -> int:
+    """Tokens of the pool: those `given`, by default num_slots full responses and the resident prompts, the longest
+    first, as in the engine. ValueError, with the smallest budget that would do, when one prompt and one full response
+    of `cap` tokens do not fit."""
+    smallest = kv_pages(1, cap, prompts[:1], page_size) * page_size
     if given is not None and given < smallest:
         raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and a full response, got {given}")
-    longest = sorted(prompts, reverse=True)[:prompts_at_once]
-    return given or kv_pages(num_slots, cap, longest, page_size) * page_size
+    return given or kv_pages(num_slots, cap, prompts, page_size) * page_size
 
 
 def _check_counts(groups: Sequence[Sequence[int]], counts: Mapping[str, int | None]) -> int:

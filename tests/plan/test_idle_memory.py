@@ -77,6 +77,12 @@ def test_every_shipped_experiment_uses_the_memory_that_is_free_or_is_the_papers(
             "rollout.prompts_at_once=auto",
         ),
         (["rollout.slots=4"], "rollout.slots=4", "rollout.slots=null"),
+        (
+            ["rollout.schedule=arrival", "rollout.kv_budget_bytes=auto", "rollout.slots=4"],
+            "rollout.slots=4",
+            "rollout.slots=null",
+        ),
+        (["rollout.schedule=arrival", "rollout.kv_budget_bytes=auto"], None, None),
         ([], None, None),
     ],
 )

@@ -26,6 +26,7 @@ from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.length_prediction.watch import ProbeWatch
+from infsample_rl.rollout.schedule.kv_budget import rows_in
 from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
@@ -137,13 +138,11 @@ class SamplingEngine:
             self._loop.free()
         self._loop = None
         self.pool.allocate(sizes)
-        # a row has a page from its second token on
-        most_rows = min(config.most_rows, self.runner.kv.num_pages)
-        slots = min(config.num_slots, most_rows)
+        most_rows = rows_in(config, self.runner.kv.num_pages, sizes or [1])
         if self.lengths.watch is not None and not evaluation:
             self.lengths.watch.prepare()
         groups = request.groups(
-            GroupSettings(config.schedule, slots, config.group_size, config.epsilon, config.num_prefix_tokens),
+            GroupSettings(config.schedule, most_rows, config.group_size, config.epsilon, config.num_prefix_tokens),
             partial(sample_key, seed, EVALUATION if evaluation else TRAINING, step),
             self.lengths.predict if config.schedule in PREDICTED_SCHEDULES else None,
             predicted_in_rows=self.lengths.waits_for_probe(config),

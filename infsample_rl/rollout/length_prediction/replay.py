@@ -39,8 +39,8 @@ class ReplaySettings(NamedTuple):
 def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[int, int]:
     """Running steps of all groups together through one pool, with their predictions and without.
 
-    `token_budget` takes every prediction when it came. Schedules that wait for them decode all prefixes first, then
-    what is left of the samples; without predictions they do not wait.
+    `token_budget` takes every prediction when it came. Schedules that wait for them decode the prefixes first; without
+    predictions they do not wait.
     """
     groups = [group for group in groups if group.samples]
     prompts, ordered = [group.prompt_tokens for group in groups], [sorted(group.samples) for group in groups]
@@ -48,10 +48,10 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
     config, k = settings.config, settings.config.num_prefix_tokens
     by_budget = config.schedule == "token_budget"
 
-    def steps(lengths: list[list[int]], schedule: str, prompts: list[int], **predictions: Any) -> int:
+    def steps(**predictions: Any) -> int:
         return simulate_prompts(
             lengths,
-            schedule,
+            config.schedule,
             slots=config.num_slots,
             prompts_at_once=config.most_prompts,
             kv_budget_tokens=settings.num_pages * config.page_size,
@@ -64,12 +64,6 @@ def replay(groups: Sequence[ReplayedGroup], settings: ReplaySettings) -> tuple[i
         ).running_steps
 
     if by_budget:
-        predicted = [[sample.predicted for sample in samples] for samples in ordered]
-        return steps(lengths, "token_budget", prompts, repredicted=predicted), steps(lengths, "token_budget", prompts)
-    without = steps(lengths, config.schedule, prompts, predicted=[[1.0] * len(each) for each in lengths])
-    of_prefixes = steps([[min(length, k) for length in each] for each in lengths], "arrival", prompts)
-    alive = [[sample for sample in samples if sample.length > k] for samples in ordered]
-    left = [[sample.length - k for sample in samples] for samples in alive if samples]
-    totals = [with_means([sample.predicted.get(k) for sample in samples]) for samples in alive if samples]
-    prompts = [tokens for tokens, samples in zip(prompts, alive, strict=True) if samples]
-    return of_prefixes + (steps(left, config.schedule, prompts, predicted=totals) if left else 0), without
+        return steps(repredicted=[[sample.predicted for sample in samples] for samples in ordered]), steps()
+    totals = [with_means([sample.predicted.get(k) for sample in samples]) for samples in ordered]
+    return steps(predicted=totals, prefix_tokens=k), steps(predicted=[[1.0] * len(each) for each in lengths])

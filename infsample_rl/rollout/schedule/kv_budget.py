@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from infsample_rl.config import RolloutConfig
 from infsample_rl.config.fields import kv_pages, parse_bytes
+from infsample_rl.config.rollout import MOST_ROWS
 from infsample_rl.types import MaybeNone
 
 # Of the free memory what pools take that are to take it: the rest of a GPU is for activations of a prefill and
@@ -41,9 +42,28 @@ def num_pool_pages(
         pages = parse_bytes(config.kv_budget_bytes) // page_bytes
         given = f"rollout.kv_budget_bytes={config.kv_budget_bytes}"
     else:
-        return kv_pages(config.num_slots, config.max_new_tokens, longest[: config.planned_prompts], page_size)
+        slots = config.num_slots
+        assert slots is not None, "none is where another budget is given"
+        return kv_pages(slots, config.max_new_tokens, longest[: config.planned_prompts], page_size)
     check_pages(pages, config, longest[0], "a prompt", given=given, page_bytes=page_bytes)
     return pages
+
+
+def rows_in(config: RolloutConfig, pages: int, prompts: Sequence[int]) -> int:
+    """Most rows that decode at a time in a pool of so many pages, for prompts of these numbers of tokens: at most one a
+    page, which a row has from its second token on."""
+    if config.schedule == "token_budget" or config.num_slots is not None:
+        return min(config.most_rows, pages)
+    longest = sorted(prompts, reverse=True)[: config.planned_prompts]
+    return min(config.most_rows, slots_in(pages, config.max_new_tokens, longest, config.page_size))
+
+
+def slots_in(pages: int, max_new_tokens: int, prompts: Sequence[int], page_size: int) -> int:
+    """Slots of a fixed-slot schedule that a KV budget is given for: the full responses that it holds beside the
+    resident prompts, from 1 to MOST_ROWS. They are the N groups of Algorithm 2, whose memory threshold is a response.
+    """
+    left = pages - kv_pages(0, max_new_tokens, prompts, page_size)
+    return min(MOST_ROWS, max(1, left // kv_pages(1, max_new_tokens, [], page_size)))
 
 
 def check_pages(

@@ -91,15 +91,15 @@ class SlotQueues:
 
     def next_sample(self, slot: int) -> int | None:
         """The first sample of the slot's own queue, or None."""
-        return self._queues[slot].popleft() if self._queues[slot] else None
+        return self._queues[slot].popleft() if self.holds(slot) else None
 
     def finished(self, index: int, slot: int) -> None:
         """Sample `index` has ended in `slot`."""
         self._unfinished -= 1
 
     def holds(self, slot: int) -> bool:
-        """Whether `slot`, free now, will be wanted later."""
-        return bool(self._queues[slot])
+        """Whether `slot`, free now, will be wanted later. Slots beyond the queues have none."""
+        return slot < len(self._queues) and bool(self._queues[slot])
 
     @property
     def has_waiting(self) -> bool:
@@ -218,13 +218,13 @@ def make_schedule(
     if name == "naive":
         return Rounds(num_samples, slots)
     if name == "fixed_slot":
-        return SlotQueues([everyone[slot::slots] for slot in range(slots)])
+        return SlotQueues([everyone[slot::slots] for slot in range(min(slots, num_samples))])
     if name == "dynamic_slot":
         return Endless(num_samples)
     if name == "fptas":
         return SlotQueues(fptas_groups(lengths, slots, epsilon))
     if name == "infinite":  # Algorithm 1: the first of each bin, then Algorithm 3: the shortest
-        first = {slot: group[0] for slot, group in enumerate(fptas_groups(lengths, slots, epsilon)) if group}
+        first = {slot: group[0] for slot, group in enumerate(fptas_groups(lengths, slots, epsilon))}
         return SharedQueue(sorted(everyone, key=lambda index: lengths[index]), first)
     return SharedQueue(everyone)  # arrival, full_group, which differs in its slot count alone, and token_budget
 
@@ -241,22 +241,28 @@ def check_predictions(lengths: Sequence[float], name: str = "lengths") -> None:
 
 
 def fptas_groups(lengths: Sequence[float], num_groups: int, epsilon: float) -> list[list[int]]:
-    """Algorithm 2: assign samples to `num_groups` groups of near equal total length; each group in its decoding order.
+    """Algorithm 2: assign samples to at most `num_groups` groups of near equal total length; each group in its decoding
+    order.
 
     fptas_groups([6, 5, 4, 3, 2], 2, 0.1) -> [[0, 2], [1, 3, 4]] (loads 10 and 10)
 
     As the paper has it this is first-fit-decreasing on rounded lengths, with no (1 + epsilon) guarantee, and it drops a
-    sample that fits in no group; here such a sample goes to the least loaded one. The paper's memory threshold of a
-    group is not checked: the planner keeps every slot within the pool.
+    sample that fits in no group; here such a sample goes to the least loaded one. The paper's memory threshold sets
+    the number of groups: as many as the KV budget holds full responses, so that each stays within its share.
     """
     unit = epsilon * sum(lengths) / num_groups
     rounded = [math.ceil(length / unit) for length in lengths]
     capacity = math.ceil(sum(rounded) / num_groups)
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    loads = [0] * num_groups
+    groups: list[list[int]] = []
+    loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -rounded[i]):
-        fitting = [group for group in range(num_groups) if loads[group] + rounded[index] <= capacity]
-        group = fitting[0] if fitting else min(range(num_groups), key=lambda g: loads[g])
+        group = next((group for group, load in enumerate(loads) if load + rounded[index] <= capacity), None)
+        if group is None and len(groups) < num_groups:  # the first empty one
+            group = len(groups)
+            groups.append([])
+            loads.append(0)
+        elif group is None:
+            group = loads.index(min(loads))
         groups[group].append(index)
         loads[group] += rounded[index]
     return groups

@@ -1,0 +1,109 @@
+"""The engine and the simulator, given the same lengths and predictions: who decodes in which row, from which running
+step to which."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.config.rollout import PREDICTED_SCHEDULES
+from infsample_rl.rollout.engine.length_source import LengthSource
+from infsample_rl.rollout.length_prediction.recordings import read_recordings
+from infsample_rl.rollout.schedule.kv_budget import num_pool_pages, rows_in
+from infsample_rl.rollout.schedule.schedules import fptas_groups
+from infsample_rl.rollout.simulator import simulate, simulate_prompts
+from tests.engines import PROMPTS, make_engine
+
+LENGTHS = Path(__file__).parents[2] / "data" / "lengths"
+K = 3  # tokens of a prefix
+
+
+def predicted_length(prefix) -> float:
+    """Different for nearly every sample, and often wrong."""
+    return random.Random(str(list(prefix))).uniform(1, 40)
+
+
+def joined(stays):
+    """(prompt, sample, start, end, row), those of one sample in one row without a pause as one."""
+    found = []
+    for prompt, sample, start, end, row in sorted(stays):
+        if found and found[-1][:2] == (prompt, sample) and found[-1][3:] == (start, row):
+            start = found.pop()[2]
+        found.append((prompt, sample, start, end, row))
+    return found
+
+
+@pytest.mark.parametrize("memory", [{"slots": 3}, {"kv_budget_tokens": 84}, {"kv_budget_tokens": 150}], ids=str)
+@pytest.mark.parametrize("prompts_at_once", ["1", "2", "auto"])
+@pytest.mark.parametrize("schedule", [*PREDICTED_SCHEDULES, "fixed_slot", "naive", "arrival", "token_budget"])
+def test_every_sample_decodes_in_the_same_row_and_steps(
+    make_model, make_tokenizer, monkeypatch, schedule, prompts_at_once, memory
+):
+    settings = {"slots": None, "group_size": 9, "schedule": schedule, "prompts_at_once": prompts_at_once, "page_size": 4} | memory
+    predicts = schedule in PREDICTED_SCHEDULES
+    settings |= {"predictor": "bert", "prefix_tokens": K} if predicts else {"predictor": "none"}
+    monkeypatch.setattr(
+        LengthSource, "predict", staticmethod(lambda _, prefixes: list(map(predicted_length, prefixes)))
+    )
+    engine = make_engine(make_model(), make_tokenizer(), preemption="recompute", **settings)
+    groups = engine.generate(PROMPTS, seed=2)
+    tokens = [[completion.token_ids.tolist() for completion in group] for group in groups]
+    found = simulate_prompts(
+        [list(map(len, group)) for group in tokens],
+        schedule,
+        slots=settings["slots"],
+        kv_budget_tokens=engine.runner.kv.num_pages * 4,
+        prompts_at_once=None if prompts_at_once == "auto" else int(prompts_at_once),
+        predicted=[[predicted_length(sample[:K]) for sample in group] for group in tokens] if predicts else None,
+        prefix_tokens=K if predicts else 0,
+        page_size=4,
+        prompt_tokens=list(map(len, PROMPTS)),
+        max_new_tokens=engine.config.max_new_tokens,
+        record_rows=True,
+    )
+    stays = joined(
+        (prompt, completion.sample_index, stay.start, stay.end, stay.row)
+        for prompt, group in enumerate(groups)
+        for completion in group
+        for stay in completion.stays
+    )
+    assert stays == joined(found.stays)
+    assert engine.stats.running_steps == found.running_steps
+    assert engine.stats.recomputed_tokens == found.recomputed_tokens
+    if predicts:
+        assert len(stays) > 27, "no sample waited with its prefix"
+
+
+@pytest.mark.parametrize("responses", [2.5, 4, 7.9])
+@pytest.mark.parametrize("path", sorted(LENGTHS.glob("*.jsonl*")), ids=lambda path: path.name)
+def test_the_budget_gives_algorithm_2_its_groups(path, responses):
+    """N follows from the KV budget, in the engine's settings and in the simulator, and a slot decodes its group."""
+    recordings = read_recordings(path)
+    cap = max(recording.max_new_tokens or max(recording.lengths) for recording in recordings)
+    for recording in recordings[:8]:
+        lengths, prompt = recording.lengths[:32], recording.prompt_tokens or 100
+        predicted = [length * random.Random(index).lognormvariate(0, 0.5) for index, length in enumerate(lengths)]
+        budget = int(responses * -(-cap // 16) + -(-prompt // 16)) * 16
+        config = RolloutConfig(
+            schedule="fptas", kv_budget_tokens=budget, max_new_tokens=cap, prompts_at_once=1, group_size=len(lengths)
+        )
+        pages = num_pool_pages(config, page_bytes=1, prompts=[prompt])
+        slots = rows_in(config, pages, [prompt])
+        assert slots == int(responses)
+        found = simulate(
+            lengths,
+            "fptas",
+            predicted=predicted,
+            kv_budget_tokens=budget,
+            page_size=config.page_size,
+            prompt_tokens=prompt,
+            max_new_tokens=cap,
+            record_rows=True,
+        )
+        rows: dict[int, list[int]] = {}
+        for stay in sorted(found.stays, key=lambda stay: stay.start):
+            rows.setdefault(stay.row, []).append(stay.sample)
+        assert [rows[row] for row in sorted(rows)] == fptas_groups(predicted, slots, 0.1)
