@@ -79,30 +79,30 @@ class TritonStep:
         )
 
 
-class Settings(NamedTuple):
-    """What a product's kernel does best with."""
+class Launch(NamedTuple):
+    """What a product's kernel runs with."""
 
-    programs: float  # per multiprocessor at least, by splitting K
-    block_k: int  # columns of a block of weights at most
     preloads: int  # blocks that a program loads before what it depends on is done
-    stages: int  # further blocks on their way
     warps: int
 
 
+class Settings(NamedTuple):
+    """What a product's kernel does best with. What its sums are made of does not depend on the number of rows, so that
+    a row has the same bits in any company."""
+
+    programs: float  # per multiprocessor at least, by splitting K
+    block_k: int  # columns of a block of weights at most
+    few_rows: Launch  # with up to FEW_ROWS
+    many_rows: Launch
+
+
 FEW_ROWS = 16  # one block of a matrix product
-SETTINGS = {  # by whether there are more rows
-    False: {
-        "heads": Settings(1.8, 128, 2, 4, 8),
-        "out": Settings(1.8, 128, 2, 4, 4),
-        "gated": Settings(2.8, 64, 2, 4, 4),
-        "down": Settings(1.8, 128, 4, 4, 8),
-    },
-    True: {
-        "heads": Settings(0.9, 64, 4, 4, 8),
-        "out": Settings(1.8, 128, 2, 4, 8),
-        "gated": Settings(1.4, 64, 2, 4, 8),
-        "down": Settings(1.8, 128, 2, 4, 8),
-    },
+STAGES = 4  # blocks of weights on their way beside those preloaded
+SETTINGS = {
+    "heads": Settings(1.8, 64, Launch(4, 8), Launch(4, 8)),
+    "out": Settings(1.8, 128, Launch(2, 4), Launch(2, 8)),
+    "gated": Settings(2.8, 64, Launch(2, 4), Launch(2, 8)),
+    "down": Settings(1.8, 128, Launch(4, 8), Launch(2, 8)),
 }
 
 
@@ -124,14 +124,15 @@ class Plan:
     def sizes(self, num_rows: int, *, early: bool, product: tl.dtype) -> dict:
         """Compile-time sizes and launch options of its kernel."""
         settings, padded = self.settings, max(16, triton.next_power_of_2(num_rows))
+        launch = settings.few_rows if num_rows <= FEW_ROWS else settings.many_rows
         width = self.num_inputs // self.splits
         block = min(settings.block_k, width & -width)  # powers of two
-        stages = max(2, min(settings.stages, STAGED_BYTES // (2 * block * (self.tile + padded))))
+        stages = max(2, min(STAGES, STAGED_BYTES // (2 * block * (self.tile + padded))))
         sizes = {"K": self.num_inputs, "M": padded, "TILE": self.tile, "SPLITS": self.splits, "BLOCK_K": block}
-        sizes["PRELOADS"] = min(settings.preloads, width // block)
-        options = {"num_warps": settings.warps, "num_stages": stages, "launch_pdl": early}
+        sizes["PRELOADS"] = min(launch.preloads, width // block)
+        options = {"num_warps": launch.warps, "num_stages": stages, "launch_pdl": early}
         if early:  # so many registers that all programs find a place at once
-            options["maxnreg"] = min(248, REGISTERS // (32 * settings.warps * math.ceil(settings.programs)) & -8)
+            options["maxnreg"] = min(248, REGISTERS // (32 * launch.warps * math.ceil(settings.programs)) & -8)
         return sizes | {"EARLY": early, "PRODUCT": product} | options
 
 
@@ -144,16 +145,16 @@ def plan(settings: Settings, num_inputs: int, num_tiles: int, tile: int, num_pro
     return Plan(num_inputs, num_tiles, tile, splits, settings)
 
 
-def plans(into: AttentionIn, out: AttentionOut, num_processors: int, *, many_rows: bool) -> dict[str, Plan]:
+def plans(into: AttentionIn, out: AttentionOut, num_processors: int) -> dict[str, Plan]:
     """The plans of a layer's four products, by name."""
-    size, inner, settings = into.weights[0].shape[1], out.down.shape[1], SETTINGS[many_rows]
+    size, inner = into.weights[0].shape[1], out.down.shape[1]
     shapes = {  # inputs, blocks of columns, columns of a block
         "heads": (size, into.weights[0].shape[0] // into.head_dim, into.head_dim),
         "out": (out.out.shape[1], size // HIDDEN_TILE, HIDDEN_TILE),
         "gated": (size, 2 * inner // GATED_TILE, GATED_TILE),
         "down": (inner, size // HIDDEN_TILE, HIDDEN_TILE),
     }
-    return {name: plan(settings[name], *shape, num_processors) for name, shape in shapes.items()}
+    return {name: plan(SETTINGS[name], *shape, num_processors) for name, shape in shapes.items()}
 
 
 class TritonLayers:
@@ -168,12 +169,10 @@ class TritonLayers:
         self.early = is_cuda  # the interpreter has no programmatic dependent launch
         num = torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 4
         self.tiles = one.weights[0].shape[1] // HIDDEN_TILE  # of hidden states
-        self.plans = {many_rows: plans(one, other, num, many_rows=many_rows) for many_rows in (False, True)}
-        most = {many_rows: max(plan.num_partials for plan in of.values()) for many_rows, of in self.plans.items()}
-        self.partials = torch.empty(
-            max(FEW_ROWS * most[False], MAX_ROWS * most[True]), dtype=torch.float32, device=device
-        )
-        num_tiles = max(plan.num_tiles for plan in self.plans[False].values())
+        self.plans = plans(one, other, num)
+        most = max(plan.num_partials for plan in self.plans.values())
+        self.partials = torch.empty(MAX_ROWS * most, dtype=torch.float32, device=device)
+        num_tiles = max(plan.num_tiles for plan in self.plans.values())
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
         # the interpreter has no other dot
         self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weights[0].dtype]
@@ -204,9 +203,6 @@ class TritonLayers:
         )  # fmt: skip
         return normed
 
-    def _plan(self, name: str, num_rows: int) -> Plan:
-        return self.plans[num_rows > FEW_ROWS][name]
-
     def project(
         self,
         weights: AttentionIn,
@@ -219,7 +215,7 @@ class TritonLayers:
     ) -> Tensor:
         """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [R, D]; keys and values are written to the
         layer's pages."""
-        num_rows, kv, plan = len(hidden), step.kv, self._plan("heads", len(hidden))
+        num_rows, kv, plan = len(hidden), step.kv, self.plans["heads"]
         shape = (num_rows, weights.num_kv_heads, weights.head_dim)
         query = torch.empty(num_rows, weights.num_heads, weights.head_dim, dtype=hidden.dtype, device=hidden.device)
         is_direct = not kv.is_quantised
@@ -241,7 +237,7 @@ class TritonLayers:
 
     def gate(self, weights: AttentionOut, hidden: Tensor, squares: Tensor) -> Tensor:
         """hidden [R, E] -> silu(gate) * up of its norm [R, intermediate size]."""
-        num_rows, plan = len(hidden), self._plan("gated", len(hidden))
+        num_rows, plan = len(hidden), self.plans["gated"]
         out = torch.empty(num_rows, weights.down.shape[1], dtype=hidden.dtype, device=hidden.device)
         _gated_kernel[(plan.num_tiles * plan.splits,)](
             hidden, squares, weights.norm, weights.gate_up[0], weights.gate_up_biases[0], out, self.partials,
@@ -254,7 +250,7 @@ class TritonLayers:
         self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, hidden: Tensor, squares: Tensor
     ) -> None:
         """hidden [R, E] += x @ weight.T + bias, and its sums of squares anew. `name`: out or down."""
-        num_rows, plan = len(hidden), self._plan(name, len(hidden))
+        num_rows, plan = len(hidden), self.plans[name]
         _hidden_kernel[(plan.num_tiles * plan.splits,)](
             x, weight, bias, hidden, squares, self.partials, self.counters, num_rows,
             N=hidden.shape[1], **plan.sizes(num_rows, early=self.early, product=self.product),

@@ -42,7 +42,13 @@ def joined(stays):
 def test_every_sample_decodes_in_the_same_row_and_steps(
     make_model, make_tokenizer, monkeypatch, schedule, prompts_at_once, memory
 ):
-    settings = {"slots": None, "group_size": 9, "schedule": schedule, "prompts_at_once": prompts_at_once, "page_size": 4} | memory
+    settings = {
+        "slots": None,
+        "group_size": 9,
+        "schedule": schedule,
+        "prompts_at_once": prompts_at_once,
+        "page_size": 4,
+    } | memory
     predicts = schedule in PREDICTED_SCHEDULES
     settings |= {"predictor": "bert", "prefix_tokens": K} if predicts else {"predictor": "none"}
     monkeypatch.setattr(

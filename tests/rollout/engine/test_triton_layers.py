@@ -125,6 +125,37 @@ def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, 
         torch.testing.assert_close(torch.from_numpy(steps[2][0]), torch.from_numpy(steps[1][0]), atol=3e-2, rtol=0)
 
 
+def steps_of_rows(config, state, dtype, counts, device="cpu"):
+    """Hidden states of the first rows, and the KV that they wrote, of a step of each number of rows."""
+    from transformers import AutoModelForCausalLM
+
+    out = []
+    for num_rows in counts:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
+        model.load_state_dict(state)
+        hidden, store = run_step(model, [4, *[1] * (num_rows - 1)], "auto", True)
+        out.append((hidden[: counts[0]], store[:, : 1 + 2 * counts[0]]))
+    return out
+
+
+def in_one_order(*arguments):
+    """steps_of_rows() where a product adds up in one order for every size, as BLAS under numpy does not."""
+    import numpy as np
+    import triton.runtime.interpreter as interpreter
+
+    assert interpreter.np is np
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "matmul", lambda left, right, **options: np.einsum("ik,kj->ij", left, right, **options))
+        return steps_of_rows(*arguments)
+
+
+def test_a_row_has_the_same_bits_in_any_company(interpreted, make_variant):
+    few_heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256}  # a product of few tiles
+    config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1, **few_heads)
+    alone, *others = interpreted(in_one_order, config, state, torch.float16, (2, 16, 17, 40))
+    assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_a_step_that_the_layers_do_not_take_writes_and_attends_in_triton(interpreted, make_variant, kv_dtype):
     config, state = build(make_variant, "qwen3", torch.float32, num_hidden_layers=1)
@@ -176,7 +207,7 @@ def test_products_compile_for_hopper_and_two_programs_fit_a_multiprocessor(name,
     from infsample_rl.rollout.engine import triton_layers as layers
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, layers.SETTINGS[num_rows > 16][name]
+    of_squares, settings = {"SQUARE_PARTS": 32, "SQUARE_PAD": 32}, layers.SETTINGS[name]
     kernel, plan, fixed = {
         "heads": (layers._heads_kernel, (2048, 32, 128), of_squares | {"HEADS": 16, "KV_HEADS": 8, "PAGE": 16}),
         "out": (layers._hidden_kernel, (2048, 32, 64), {"N": 2048}),
@@ -217,3 +248,11 @@ def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_b
     *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
     assert_as_exact_as_torch(steps)
     assert all((one == other).all() for one, other in zip(steps[2], again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_on_cuda_has_the_same_bits_in_any_company(make_variant, dtype):
+    config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
+    alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 64), device="cuda")
+    assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
