@@ -26,6 +26,7 @@ PAPER_PREFIX_TOKENS = 16  # k of the paper
 KV_DTYPES = ("auto", "fp8", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
 DEFAULT_SLOTS = 4  # of fixed-slot schedules, the paper's
+MOST_DRAFTS = 7  # tokens drafted for one row of a step
 MOST_ROWS = 256  # of token_budget, where rollout.max_rows does not say
 PLANNED_PROMPTS = 2  # whose KV the default budget adds to its full responses with rollout.prompts_at_once=auto
 
@@ -108,6 +109,11 @@ class RolloutConfig:
         "dtype of KV pages; auto: the model's; fp8, int8: 8 bits with scales",
         choices=KV_DTYPES,
     )
+    speculate: str = setting(
+        "auto",
+        "tokens drafted for every row of a step, 0 to 7, from what the prompt's samples said before; they change no "
+        "sample; auto: as many as pay, where the decoder is compiled (float32 on the CPU)",
+    )
     max_rows: int | None = setting(None, f"most rows of token_budget at a time; none: {MOST_ROWS}", low=1)
     preemption: str = setting(
         "auto",
@@ -122,12 +128,23 @@ class RolloutConfig:
             self.kv_budget_bytes = str(self.kv_budget_bytes)
         if isinstance(self.prompts_at_once, int):
             self.prompts_at_once = str(self.prompts_at_once)
+        self.speculate = str(self.speculate)
         check_bounds("rollout", self)
         check_temperature("rollout.temperature", self.temperature)
         check_pairs(PAIRS, rollout=self)
         if self.prompts_at_once != "auto" and not re.fullmatch("0*[1-9][0-9]*", self.prompts_at_once):
             raise ValueError(
                 f"rollout.prompts_at_once must be auto or a whole number >= 1, got {self.prompts_at_once!r}"
+            )
+        if self.speculate != "auto" and self.speculate not in map(str, range(MOST_DRAFTS + 1)):
+            raise ValueError(
+                f"rollout.speculate must be auto or a whole number from 0 to {MOST_DRAFTS}, got {self.speculate!r}"
+            )
+        if self.speculate not in ("auto", "0") and not self.speculates:
+            other = "schedule" if self.schedule == "dynamic_slot" else "kv_dtype"
+            raise ValueError(
+                f"rollout.speculate={self.speculate} does not go with rollout.{other}={getattr(self, other)}; take "
+                "rollout.speculate=auto"
             )
         if "" in self.stop_strings:
             raise ValueError(
@@ -168,6 +185,12 @@ class RolloutConfig:
     def probes(self) -> bool:
         """Whether the probe is asked: by a schedule that reads predictions."""
         return self.predictor == "probe" and (self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens may be drafted: not where when a sample ends decides whether it is kept, nor where a drafted
+        token's KV would change that of others."""
+        return self.speculate != "0" and self.schedule != "dynamic_slot" and self.kv_dtype == "auto"
 
     @property
     def trains_bert(self) -> bool:

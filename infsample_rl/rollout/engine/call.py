@@ -161,13 +161,15 @@ class RolloutStats:
     """Figures of one call, so far."""
 
     running_steps: int = 0  # rounds in which every row got one token, plus one for every prefill that computes KV again
-    row_utilisation: float = 0.0  # tokens sampled / (running_steps x slots); token_budget: x most rows at a time
+    row_utilisation: float = 0.0  # rows of all steps / (running_steps x slots); token_budget: x most rows at a time
     peak_kv_bytes: int = 0  # pages held at a time, prompts included
     kv_pool_bytes: int = 0  # pages allocated
     preemptions: int = 0  # rows that had to give their pages back unfinished
     # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
     recomputed_tokens: int = 0
     parked_tokens: int = 0  # tokens whose KV was copied out of the pool and back instead
+    drafted_tokens: int = 0  # run beside the rows' newest tokens
+    accepted_tokens: int = 0  # of them, those that were sampled
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
     def read(self, planner: StepPlanner, page_bytes: int) -> None:
@@ -175,7 +177,7 @@ class RolloutStats:
         self.running_steps, self.preemptions = planner.running_steps, planner.num_preemptions
         self.recomputed_tokens, self.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         slots = planner.most_rows if planner.policy is not None else planner.num_slots
-        self.row_utilisation = planner.num_tokens / (planner.running_steps * slots)
+        self.row_utilisation = planner.row_steps / (planner.running_steps * slots)
         self.peak_kv_bytes = planner.pool.peak_pages * page_bytes
         self.kv_pool_bytes = planner.pool.num_pages * page_bytes
 

@@ -4,6 +4,7 @@ micro-groups."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
+from infsample_rl.rollout.engine.speculation import MOST_QUERIES, Speculation
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
@@ -23,6 +25,7 @@ from infsample_rl.types import Completion, MaybeNone
 
 LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
 Rows = list[Sample]
+Drafts = list[list[int]]  # of every row
 
 
 class DecodeStep:
@@ -35,11 +38,33 @@ class DecodeStep:
         self.runner, self.sampler, self.graphs = runner, sampler, graphs
         self.batch = batch if graphs is None else graphs.batch
         self.prompt_logits: dict[PromptGroup, Tensor] = {}  # [V] each, of the resident prompts
+        self._queries: RowBatch | None = None  # with drafted tokens
 
     def launch(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
         """What is drawn for the rows, and the last hidden states [R, E] that the model was run for; None: it was
         not."""
-        return self._launch_eager(rows) if self.graphs is None else self._launch_graph(rows)
+        if self.graphs is not None:
+            return self._launch_graph(rows)
+        drawn, hidden = self._run(
+            self.batch, dict(zip(self.batch.first_rows, self.batch.first_rows, strict=True)), rows
+        )
+        self.batch.move_on(drawn.tokens)
+        self.batch.count_step()
+        return drawn, hidden
+
+    def launch_drafts(self, rows: Rows, drafts: Drafts) -> tuple[DrawnTensors, Tensor | None]:
+        """As launch(), of every row and of the tokens drafted after it: [Q, E]. `move_on` belongs to it."""
+        if self._queries is None:
+            self._queries = RowBatch.of_queries(self.batch, MOST_QUERIES)
+        of_query = self._queries.spread(self.batch, drafts, [sample.pages for sample in rows]).tolist()
+        first = {of_query.index(row): row for row in self.batch.first_rows}
+        return self._run(self._queries, first, rows)
+
+    def move_on(self, rows: Rows, counts: list[int]) -> None:
+        """The rows have got so many tokens each, after launch_drafts()."""
+        newest = torch.tensor([sample.tokens[-1] for sample in rows])
+        self.batch.move_rows(newest, torch.tensor(counts))
+        self.batch.write_pages(rows)
 
     def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, Tensor]:
         batch, logits = self.batch, self.prompt_logits
@@ -49,19 +74,16 @@ class DecodeStep:
         )
         return drawn, self.graphs.hidden[: batch.num_rows]
 
-    def _launch_eager(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
-        batch = self.batch
-        first = {row: self.prompt_logits[rows[row].group] for row in batch.first_rows}
-        hidden = None if len(first) == len(rows) else self.runner.decode(batch)
+    def _run(self, batch: RowBatch, first: dict[int, int], rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
+        """A step of a batch. `first`: {place in the batch: row} of those that take their prompt's logits."""
+        logits = {place: self.prompt_logits[rows[row].group] for place, row in first.items()}
+        hidden = None if len(first) == batch.num_rows else self.runner.decode(batch)
         size = max(8, LOGITS_AT_A_TIME // self.runner.vocab_size)
         pieces = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
-        parts = [self._draw(piece, hidden, first) for piece in pieces]
-        drawn = parts[0] if len(parts) == 1 else DrawnTensors.join(parts)
-        batch.move_on(drawn.tokens)
-        batch.count_step()
-        return drawn, hidden
+        parts = [self._draw(batch, piece, hidden, logits) for piece in pieces]
+        return parts[0] if len(parts) == 1 else DrawnTensors.join(parts), hidden
 
-    def _draw(self, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
+    def _draw(self, batch: RowBatch, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
         """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do."""
         place = slice(rows.start, rows.stop)
         if hidden is None:
@@ -70,7 +92,7 @@ class DecodeStep:
             logits = self.runner.logits(hidden[place])
             for row in first.keys() & rows:
                 logits[row - rows.start] = first[row]
-        return self.sampler.draw(logits, self.batch.keys[place], self.batch.positions[place] + 1)
+        return self.sampler.draw(logits, batch.keys[place], batch.positions[place] + 1)
 
 
 class DecodeLoop:
@@ -86,9 +108,10 @@ class DecodeLoop:
         *,
         run_ahead: bool = False,
         watch: ProbeWatch | BertWatch | MaybeNone = None,
+        speculation: Speculation | None = None,
     ) -> None:
         """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
-        them."""
+        them. `speculation`: drafts tokens; not with run_ahead."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
@@ -96,7 +119,8 @@ class DecodeLoop:
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self._launched: tuple[Rows, DrawnTensors, Moment | None] | MaybeNone = None
+        self.speculation = speculation
+        self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
 
     @property
@@ -117,7 +141,7 @@ class DecodeLoop:
             if plan.pages_changed:
                 self.decode.batch.write_pages(self._rows)
             launched = self._launch()
-            self._read(*before)
+            self._read(before)
             self._launched = launched
         if not self.run_ahead:
             self._collect()
@@ -131,6 +155,8 @@ class DecodeLoop:
         self.decode.prompt_logits.clear()
         if self._parking is not None:
             self._parking.clear()
+        if self.speculation is not None:
+            self.speculation.close()
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
@@ -158,34 +184,45 @@ class DecodeLoop:
             batch.write_pages(self._rows)
 
     @torch.inference_mode()
-    def _launch(self) -> tuple[Rows, DrawnTensors, Moment | None]:
-        """Run the model and draw one token for every row; the rows, what was drawn, and what the probe takes of the
-        step."""
-        drawn, hidden = self.decode.launch(self._rows)
-        moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, self._rows)
-        return self._rows, drawn, moment
+    def _launch(self) -> _Launched:
+        """Run the model and draw one token for every row and for every token drafted after it."""
+        rows = self._rows
+        drafts = None if self.speculation is None else self.speculation.drafts_of(rows, self.planner)
+        if drafts is not None:
+            return _Launched(rows, *self.decode.launch_drafts(rows, drafts), None, drafts)
+        drawn, hidden = self.decode.launch(rows)
+        moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, rows)
+        return _Launched(rows, drawn, hidden, moment)
 
     def _collect(self) -> None:
         """Read the step that is in flight, if any."""
         if self._launched is not None:
             launched, self._launched = self._launched, None
-            self._read(*launched)
+            self._read(launched)
 
-    def _read(self, rows: Rows, tensors: DrawnTensors, moment: Moment | None) -> None:
+    def _read(self, launched: _Launched) -> None:
         """Append what a step drew; samples whose newest token was their last leave."""
-        drawn, ended = Sampler.to_host(tensors), []
-        if moment is not None:  # before samples end or begin to wait, which predictions are for
-            self.watch.read(moment)
-        for row, sample in enumerate(rows):
-            if sample.finish_reason or sample.slot < 0:  # it had ended when this step was launched
-                continue
-            _append(sample, drawn, row)
-            sample.finish_reason = self.stops.reason(sample.tokens)
-            if sample.finish_reason:
-                sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
-                ended.append(sample)
-                if self.watch is not None:
-                    self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
+        rows, drawn = launched.rows, Sampler.to_host(launched.drawn)
+        reasons: dict[Sample, str] = {}
+        if launched.drafts is None:
+            for row, sample in enumerate(rows):
+                if not sample.finish_reason and sample.slot >= 0:  # else it had ended when this step was launched
+                    _append(sample, drawn, row)
+                    reasons[sample] = self.stops.reason(sample.tokens)
+            if self.speculation is not None:
+                self.speculation.end_step(len(rows), len(rows), len(rows))
+        else:
+            launched.moment = self._append_drafted(launched, drawn, reasons)
+        if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
+            self.watch.read(launched.moment)
+        ended = [sample for sample, reason in reasons.items() if reason]
+        for sample in ended:
+            sample.finish_reason = reasons[sample]
+            sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
+            if self.watch is not None:
+                self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
+        if self.speculation is not None:
+            self.speculation.end(ended)
         self.micro_groups.stays.end(ended, self.planner.running_steps)
         self.planner.end_step(ended)
         prompt_logits = self.decode.prompt_logits
@@ -193,6 +230,44 @@ class DecodeLoop:
             del prompt_logits[group]
         if self.planner.pool.num_free == self.planner.pool.num_pages:
             self.runner.kv.give_back()
+
+    def _append_drafted(self, launched: _Launched, drawn: Drawn, reasons: dict[Sample, str]) -> Moment | None:
+        """Append every row's token and, as long as a drafted one is what was drawn before it, the next; what the probe
+        takes of the step."""
+        rows, drafts, speculation, query = launched.rows, launched.drafts, self.speculation, 0
+        newest, counts = [], []
+        for sample, draft in zip(rows, drafts, strict=True):
+            first = query
+            for token in [*draft, -1]:
+                _append(sample, drawn, query)
+                reasons[sample] = self.stops.reason(sample.tokens)
+                if reasons[sample] or token != sample.tokens[-1]:
+                    break
+                query += 1
+            newest.append(query)
+            counts.append(query - first + 1)
+            self.planner.accept(sample, query - first)
+            if draft:
+                speculation.judge(sample, query - first)
+            query = first + len(draft) + 1
+        self.decode.move_on(rows, counts)
+        self.stats.drafted_tokens += query - len(rows)
+        self.stats.accepted_tokens += sum(counts) - len(rows)
+        speculation.end_step(len(rows), query, sum(counts))
+        if self.watch is None or launched.hidden is None:
+            return None
+        return self.watch.launch(launched.hidden[newest], rows)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step that has not been read."""
+
+    rows: Rows
+    drawn: DrawnTensors  # of every row, and of every token drafted after it
+    hidden: Tensor | None  # [R or Q, E]
+    moment: Moment | None  # what the probe takes of it; with drafts it is known when it is read
+    drafts: Drafts | None = None
 
 
 def _append(sample: Sample, drawn: Drawn, row: int) -> None:

@@ -52,7 +52,14 @@ class RowBatch:
         self.first_rows: list[int] = []  # rows whose first token comes from their prompt's logits
         self.max_length = 1  # of `lengths`
         self._tables = np.full((max_rows, row_pages), scratch_page, dtype=np.int32)
-        self._pages_written = [0] * max_rows
+        self.pages_written = [0] * max_rows
+
+    @classmethod
+    def of_queries(cls, rows: RowBatch, most: int) -> RowBatch:
+        """A batch for up to `most` queries of another's rows (spread), beside the same prompts. On the CPU."""
+        batch = cls(most, rows.tables.shape[1], 1, 1, rows.scratch_page, rows.device)
+        batch.prompt_tables, batch.prompt_lengths = rows.prompt_tables, rows.prompt_lengths
+        return batch
 
     @property
     def moving(self) -> list[tuple[Tensor, int | None]]:
@@ -86,7 +93,7 @@ class RowBatch:
         for tensor, numbers in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
             self._write(tensor, numbers.astype(np.int32))
         self._write_prompts(np.bincount(prompt_of_row, weights=columns[4], minlength=len(self.groups)))
-        self._tables[:], self._pages_written = self.scratch_page, [0] * self.max_rows
+        self._tables[:], self.pages_written = self.scratch_page, [0] * self.max_rows
         self.write_pages(rows)
 
     def arrange_tokens(
@@ -107,8 +114,8 @@ class RowBatch:
     def write_pages(self, rows: Sequence[Sample | None]) -> None:
         """Write the pages that rows have got since they were arranged."""
         for row, sample in enumerate(rows):
-            if sample is not None and len(sample.pages) > self._pages_written[row]:
-                written, self._pages_written[row] = self._pages_written[row], len(sample.pages)
+            if sample is not None and len(sample.pages) > self.pages_written[row]:
+                written, self.pages_written[row] = self.pages_written[row], len(sample.pages)
                 self._tables[row, written : len(sample.pages)] = sample.pages[written:]
         self._write(self.tables, self._tables)
 
@@ -120,10 +127,40 @@ class RowBatch:
         self.positions[rows].add_(self.has_sample[rows])
         self.lengths[rows].copy_((self.positions[rows] + 1).clamp_(min=1))
 
-    def count_step(self) -> None:
-        """Every row has got its next token: what the host keeps of it."""
-        self.max_length += 1
+    def count_step(self, tokens: int = 1) -> None:
+        """Every row has got its next token, some so many: what the host keeps of it."""
+        self.max_length += tokens
         self.first_rows = []
+
+    def spread(self, rows: RowBatch, drafts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
+        """Become a batch of queries of another batch's rows: each row, then a row for every token drafted after it,
+        which sees those before it. `pages`: the rows', also those that `rows` does not know yet. The queries' rows [Q].
+        """
+        counts = np.array([1 + len(draft) for draft in drafts])
+        index, firsts = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
+        self.num_rows, self.groups = len(index), rows.groups
+        places = torch.from_numpy(index)
+        mine = slice(self.num_rows)
+        for name in ("tokens", "positions", "starts", "keys", "prompt_of_row", "tables"):
+            torch.index_select(getattr(rows, name), 0, places, out=getattr(self, name)[mine])
+        self.positions[mine] += torch.from_numpy(np.arange(self.num_rows) - np.repeat(firsts, counts))
+        tokens, tables = self.tokens.numpy(), self.tables.numpy()
+        for row, draft in enumerate(drafts):
+            if draft:
+                first, last = firsts[row], firsts[row] + len(draft)
+                tokens[first + 1 : last + 1] = draft
+                known = rows.pages_written[row]
+                tables[first : last + 1, known : len(pages[row])] = pages[row][known:]
+        self.lengths[mine] = (self.positions[mine] + 1).clamp_(min=1)
+        self.max_length = rows.max_length + int(counts.max()) - 1
+        return places
+
+    def move_rows(self, tokens: Tensor, steps: Tensor) -> None:
+        """Every row has got so many tokens [R], its newest in `tokens` [R]. On the CPU."""
+        self.tokens[: len(tokens)] = tokens
+        self.positions[: len(tokens)] += steps
+        self.lengths[: len(tokens)] = self.positions[: len(tokens)] + 1
+        self.count_step(int(steps.max()))
 
     def _write_prompts(self, counts: np.ndarray) -> None:
         """`counts`: rows of every place."""

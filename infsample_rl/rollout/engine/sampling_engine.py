@@ -21,6 +21,7 @@ from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
+from infsample_rl.rollout.engine.speculation import Speculation
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.messages import LengthReport
@@ -79,6 +80,7 @@ class SamplingEngine:
         )
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
+        self._speculation = _speculation(rollout_config, self.runner)
         self._loop: DecodeLoop | None = None  # of the last stream
 
     def generate(
@@ -254,6 +256,7 @@ class SamplingEngine:
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),
             run_ahead=runner.device.type == "cuda",
             watch=watch,
+            speculation=self._speculation,
         )
 
     def _new_sampler(self, temperature: float | None) -> Sampler:
@@ -270,6 +273,19 @@ class SamplingEngine:
             bad_token_ids=config.bad_token_ids,
             device=self.runner.device,
         )
+
+
+def _speculation(config: RolloutConfig, runner: ModelRunner) -> Speculation | None:
+    """What drafts tokens, where rollout.speculate asks for it. ValueError where it asks for what cannot be."""
+    if runner.is_exact and config.speculates:
+        return Speculation(runner.kernels, None if config.speculate == "auto" else int(config.speculate))
+    if config.speculate not in ("auto", "0"):
+        raise ValueError(
+            f"rollout.speculate={config.speculate} needs the compiled decoder, which model type "
+            f"{runner.model.config.model_type} in {runner.dtype} on {runner.device.type} has not; take "
+            "rollout.speculate=auto"
+        )
+    return None
 
 
 def _plain(config: RolloutConfig) -> RolloutConfig:

@@ -6,6 +6,7 @@
 #include <vector>
 #include "cpu_attention.h"
 #include "cpu_decoder.h"
+#include "cpu_drafts.h"
 #include "cpu_linear.h"
 #include "cpu_threads.h"
 
@@ -84,6 +85,20 @@ int64_t infsample_decode(const Model* model, const Step* step) {
     if (const int64_t bad = work.find_bad()) return bad;
     run_on_threads(work, s.threads);
     return 0;
+}
+
+Drafts* infsample_open_drafts(const int32_t* prompt, int64_t count) { return new Drafts(prompt, count); }
+
+void infsample_close_drafts(Drafts* drafts) { delete drafts; }
+
+int64_t infsample_bytes_of_drafts(const Drafts* drafts) { return drafts->bytes(); }
+
+int64_t infsample_open_text(Drafts* drafts) { return drafts->open(); }
+
+void infsample_extend_text(Drafts* drafts, int64_t text, const int32_t* tokens, int64_t count) { drafts->extend(text, tokens, count); }
+
+int64_t infsample_draft(Drafts* drafts, int64_t text, int64_t most, int32_t* tokens, int32_t* matches) {
+    return drafts->draft(text, most, tokens, matches);
 }
 
 }  // extern "C"

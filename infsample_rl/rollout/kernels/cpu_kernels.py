@@ -26,7 +26,10 @@ import torch
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_kernels.cpp", "cpu_attention.h", "cpu_decoder.h", "cpu_linear.h", "cpu_threads.h", "cpu_vectors.h")
+SOURCES = tuple(
+    f"cpu_{name}"
+    for name in ("kernels.cpp", "attention.h", "decoder.h", "drafts.h", "linear.h", "threads.h", "vectors.h")
+)
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 COMPILE_SECONDS = 120
@@ -57,6 +60,13 @@ class Kernels:
         self._silu = _function(library, "silu_mul", [POINTER] * 3 + [INT64] * 2 + [INT], None)
         self.decode = _function(library, "decode", [POINTER] * 2, INT64)  # of cpu_decoder.CompiledDecoder, as the next
         self.workspace_floats = _function(library, "workspace_floats", [POINTER], INT64)
+        # of engine.drafter.Drafter
+        self.open_drafts = _function(library, "open_drafts", [POINTER, INT64], POINTER)
+        self.close_drafts = _function(library, "close_drafts", [POINTER], None)
+        self.bytes_of_drafts = _function(library, "bytes_of_drafts", [POINTER], INT64)
+        self.open_text = _function(library, "open_text", [POINTER], INT64)
+        self.extend_text = _function(library, "extend_text", [POINTER, INT64, POINTER, INT64], None)
+        self.draft = _function(library, "draft", [POINTER, INT64, INT64, POINTER, POINTER], INT64)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [R, K], weight [N, K], bias [N] -> x weight^T + bias [R, N]."""

@@ -41,6 +41,7 @@ def repeat_steps(planner: StepPlanner, most: int) -> int:
         sample.pages += pool.take(pages)
         sample.num_tokens += count
     planner.num_tokens += count * len(rows)
+    planner.row_steps += count * len(rows)
     planner.running_steps += count
     return count
 

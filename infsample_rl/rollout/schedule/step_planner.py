@@ -38,7 +38,7 @@ class StepPlanner(Residents):
             group.place = place
         self.waiting = deque(groups)
         self.num_slots, self.prompts_at_once = num_slots, prompts_at_once
-        self.running_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
+        self.running_steps = self.row_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
         self._max_new_tokens, self._full_pages = max_new_tokens, pool.pages_for(max_new_tokens)
         self._num_admitted = 0
 
@@ -92,9 +92,29 @@ class StepPlanner(Residents):
         for sample in plan.rows:
             sample.num_tokens += 1
         self.num_tokens += len(plan.rows)
+        self.row_steps += len(plan.rows)
         self.most_rows = max(self.most_rows, len(plan.rows))
         self.running_steps += 1
         return plan
+
+    def lend_pages(self, sample: Sample, drafts: int) -> int:
+        """Pages that nobody holds for the KV of up to `drafts` tokens drafted for a row of this step, so many as
+        max_new_tokens and its prefix allow; for how many there are. No row gives way for a draft."""
+        size = self.pool.page_size
+        most = min(drafts, (sample.wait_at or self._max_new_tokens) - sample.num_tokens)
+        in_tokens = len(sample.pages) * size - (sample.num_tokens - 1)
+        lacking = self.pool.pages_for(max(0, most - in_tokens))
+        pages = self.pool.take(min(lacking, self.pool.num_free))
+        sample.pages += pages
+        return min(most, in_tokens + len(pages) * size)
+
+    def accept(self, sample: Sample, drafts: int) -> None:
+        """So many of the tokens drafted for a row of this step are the sample's; pages of the others go back."""
+        sample.num_tokens += drafts
+        self.num_tokens += drafts
+        kept = self.pool.pages_for(sample.num_tokens - 1)
+        self.pool.release(sample.pages[kept:])
+        del sample.pages[kept:]
 
     def end_step(self, ended: Sequence[Sample]) -> None:
         """`ended`: rows whose newest token was their last. Samples at the end of their prefix leave by themselves."""

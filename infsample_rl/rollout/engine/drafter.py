@@ -1,0 +1,87 @@
+"""Drafts of what a sample may say next, from its prompt, its siblings, itself, and earlier samples of the prompt."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections import OrderedDict
+
+from infsample_rl.config.rollout import MOST_DRAFTS
+from infsample_rl.rollout.kernels.cpu_kernels import Kernels
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+
+MOST_BYTES = 64 * 2**20  # of the samples of prompts that are not resident; the oldest prompt goes first
+
+
+class Drafter:
+    """Drafts by the longest match of a sample's last tokens (kernels/cpu_drafts.h). Texts are kept from call to call,
+    so that a prompt's samples of an earlier epoch draft for those of the next. What it drafts changes no sample."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._texts: OrderedDict[bytes, _Texts] = OrderedDict()  # by prompt, the one used last at the end
+        self._of_group: dict[PromptGroup, _Texts] = {}
+        self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
+
+    def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
+        """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by."""
+        texts = self._of_group.get(sample.group) or self._open(sample.group)
+        count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
+        return self._tokens[:count], self._matches[:count]
+
+    def end(self, sample: Sample) -> None:
+        """The sample has ended: all its tokens draft for others."""
+        texts = self._of_group.get(sample.group)
+        if texts is not None:
+            texts.end(sample)
+
+    def close(self) -> None:
+        """A call has ended: no prompt is resident, and what is kept is cut to MOST_BYTES."""
+        for texts in self._of_group.values():
+            texts.known.clear()
+        self._of_group.clear()
+        left = MOST_BYTES
+        for prompt in reversed(list(self._texts)):
+            left -= self._texts[prompt].bytes
+            if left < 0:
+                del self._texts[prompt]
+
+    def _open(self, group: PromptGroup) -> _Texts:
+        prompt = array("i", group.prompt_ids).tobytes()
+        texts = self._texts.pop(prompt, None) or _Texts(self._kernels, group.prompt_ids)
+        self._texts[prompt] = self._of_group[group] = texts
+        return texts
+
+
+class _Texts:
+    """One prompt's samples."""
+
+    def __init__(self, kernels: Kernels, prompt_ids: list[int]) -> None:
+        self._kernels = kernels
+        prompt = array("i", prompt_ids)
+        self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))
+        self.known: dict[Sample, list[int]] = {}  # number of its text, tokens in it
+        weakref.finalize(self, kernels.close_drafts, self._handle)
+
+    @property
+    def bytes(self) -> int:
+        return self._kernels.bytes_of_drafts(self._handle)
+
+    def draft(self, sample: Sample, most: int, tokens: ctypes.Array, matches: ctypes.Array) -> int:
+        return self._kernels.draft(self._handle, self._extend(sample)[0], most, tokens, matches)
+
+    def end(self, sample: Sample) -> None:
+        self._extend(sample)
+        del self.known[sample]
+
+    def _extend(self, sample: Sample) -> list[int]:
+        known = self.known.get(sample)
+        if known is None:
+            known = self.known[sample] = [self._kernels.open_text(self._handle), 0]
+        count = len(sample.tokens) - known[1]
+        if count:
+            address = sample.tokens.buffer_info()[0] + known[1] * sample.tokens.itemsize
+            self._kernels.extend_text(self._handle, known[0], address, count)
+            known[1] += count
+        return known

@@ -1,0 +1,132 @@
+// What may come next in a sample, by what came after the same tokens before: in its prompt, its siblings and itself.
+//
+// Hash chains as in LZ77: every place whose last FEW or MANY tokens are equal is linked to the one before it. The longest
+// match wins, among equally long ones the token that most of them go on with, then the newest.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+class Drafts {
+public:
+    explicit Drafts(const int32_t* prompt, int64_t count) : prompt(prompt, prompt + count) { texts.push_back({}); }
+
+    // A new sample's number.
+    int64_t open() {
+        texts.push_back({});
+        return (int64_t)texts.size() - 1;
+    }
+
+    // `count` more tokens of text number `text`; the places that they follow are linked.
+    void extend(int64_t text, const int32_t* tokens, int64_t count) {
+        if (!prompt_linked) {
+            prompt_linked = true;
+            for (int64_t end = MANY; end < (int64_t)prompt.size(); ++end) link(0, end);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            texts[text].push_back(tokens[i]);
+            const int64_t end = length(text) - 1;
+            if (end >= MANY) link(text, end);
+        }
+    }
+
+    // Up to `most` tokens that may follow the text, each with the length of the match that it was found by; how many.
+    int64_t draft(int64_t text, int64_t most, int32_t* tokens, int32_t* matches) {
+        const int64_t end = length(text), known = std::min<int64_t>(end, LONGEST);
+        tail.clear();
+        for (int64_t i = end - known; i < end; ++i) tail.push_back(at(text, i));
+        for (int64_t drafted = 0; drafted < most; ++drafted) {
+            if (!next(tokens + drafted, matches + drafted)) return drafted;
+            tail.push_back(tokens[drafted]);
+        }
+        return most;
+    }
+
+    int64_t bytes() const {
+        int64_t sum = (int64_t)(prompt.capacity() * sizeof(int32_t) + places.capacity() * sizeof(Place));
+        for (const Chains& each : chains) sum += (int64_t)(each.heads.capacity() * sizeof(int32_t));
+        for (const std::vector<int32_t>& text : texts) sum += (int64_t)(text.capacity() * sizeof(int32_t) + sizeof(text));
+        return sum;
+    }
+
+private:
+    static constexpr int64_t FEW = 2, MANY = 5, LONGEST = 24, MOST_TRIED = 48;
+    struct Place {  // token `end` of a text, and the place before it of equal hash, by FEW and by MANY tokens; -1: none
+        int32_t text, end, before[2];
+    };
+    struct Chains {
+        std::vector<int32_t> heads = std::vector<int32_t>(1024, -1);  // newest place by hash
+    };
+
+    std::vector<int32_t> prompt, tail;
+    std::vector<std::vector<int32_t>> texts;  // without the prompt; the first is the prompt alone
+    std::vector<Place> places;
+    Chains chains[2];
+    bool prompt_linked = false;
+
+    int64_t length(int64_t text) const { return (int64_t)(prompt.size() + texts[text].size()); }
+    int32_t at(int64_t text, int64_t index) const {
+        const int64_t own = index - (int64_t)prompt.size();
+        return own < 0 ? prompt[index] : texts[text][own];
+    }
+
+    template <class Get>
+    size_t bucket(int which, Get get) const {  // of the tokens get(1), get(2), ... back from the end
+        uint64_t hash = 0x9E3779B97F4A7C15ull;
+        for (int64_t back = 1; back <= (which ? MANY : FEW); ++back) hash = (hash ^ (uint32_t)get(back)) * 0xBF58476D1CE4E5B9ull, hash ^= hash >> 29;
+        return hash & (chains[which].heads.size() - 1);
+    }
+
+    void link(int64_t text, int64_t end) {
+        if (places.size() >= chains[0].heads.size()) grow();
+        places.push_back({(int32_t)text, (int32_t)end, {-1, -1}});
+        put((int32_t)places.size() - 1);
+    }
+
+    void put(int32_t number) {
+        Place& place = places[number];
+        for (int which = 0; which < 2; ++which) {
+            int32_t& head = chains[which].heads[bucket(which, [&](int64_t back) { return at(place.text, place.end - back); })];
+            place.before[which] = head;
+            head = number;
+        }
+    }
+
+    void grow() {
+        for (Chains& each : chains) each.heads.assign(4 * each.heads.size(), -1);
+        for (int32_t number = 0; number < (int32_t)places.size(); ++number) put(number);
+    }
+
+    // The likeliest token after the tail.
+    bool next(int32_t* token, int32_t* match) const {
+        const int64_t size = (int64_t)tail.size();
+        const auto back_of_tail = [&](int64_t back) { return tail[size - back]; };
+        for (int which = 1; which >= 0; --which) {
+            const int64_t fewest = which ? MANY : FEW;
+            if (size < fewest) continue;
+            int64_t best = fewest - 1, kinds = 0, tried = 0;
+            int32_t found[MOST_TRIED], counts[MOST_TRIED];
+            for (int32_t number = chains[which].heads[bucket(which, back_of_tail)]; number >= 0 && tried < MOST_TRIED; number = places[number].before[which], ++tried) {
+                const Place& place = places[number];
+                int64_t equal = 0;
+                while (equal < std::min<int64_t>({LONGEST, size, place.end}) && at(place.text, place.end - 1 - equal) == back_of_tail(equal + 1)) ++equal;
+                if (equal < best || equal < fewest) continue;
+                if (equal > best) best = equal, kinds = 0;
+                const int32_t following = at(place.text, place.end);
+                int64_t kind = 0;
+                while (kind < kinds && found[kind] != following) ++kind;
+                if (kind == kinds) found[kinds] = following, counts[kinds++] = 0;
+                ++counts[kind];
+            }
+            if (!kinds) continue;
+            *token = found[std::max_element(counts, counts + kinds) - counts];
+            *match = (int32_t)best;
+            return true;
+        }
+        return false;
+    }
+};
+
+}  // namespace
