@@ -107,6 +107,7 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
     """
     streams = [end.stats for ends in rounds for end in ends]
     steps = sum(stream["running_steps"] for stream in streams)
+    accepted, rows = (sum(stream[name] for stream in streams) for name in ("accepted_tokens", "row_steps"))
     busy = sum(stream["row_utilisation"] * stream["running_steps"] for stream in streams)
     return {
         "rollout/running_steps": sum(_largest_worker(ends, "running_steps") for ends in rounds if ends),
@@ -120,6 +121,10 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
         "rollout/recomputed_tokens": sum(stream["recomputed_tokens"] for stream in streams),
         "rollout/parked_tokens": sum(stream["parked_tokens"] for stream in streams),
         "rollout/preemptions": sum(stream["preemptions"] for stream in streams),
+        "rollout/tokens_per_row_step": 1 + accepted / rows if rows else None,
+        "rollout/drafted_tokens": sum(stream["drafted_tokens"] for stream in streams),
+        "rollout/accepted_tokens": accepted,
+        "rollout/draft_seconds": sum(_largest_worker(ends, "draft_seconds") for ends in rounds if ends),
         "predictor/seconds": sum(_largest_worker(ends, "predict_seconds") for ends in rounds if ends),
     }
 

@@ -92,6 +92,10 @@ METRICS = {
     "rollout/preemptions": Metric("samples", "samples that had to give pages back before their end"),
     "rollout/recomputed_tokens": Metric("tokens", "tokens whose KV was computed again after a preemption"),
     "rollout/parked_tokens": Metric("tokens", "tokens whose KV was copied out of the pool and back instead"),
+    "rollout/tokens_per_row_step": Metric("tokens", "tokens that a row got in a step; 1 without drafts"),
+    "rollout/drafted_tokens": Metric("tokens", "tokens that were drafted and run (rollout.speculate)"),
+    "rollout/accepted_tokens": Metric("tokens", "of them, those that were sampled"),
+    "rollout/draft_seconds": Metric("s", "spent on drafting by the worker that spent most"),
     "rollout/staleness": Metric(
         "updates", "how many updates behind the weights were that drew these samples (run.max_staleness=1)"
     ),

@@ -13,6 +13,7 @@ import torch
 
 from infsample_rl.config import Config
 from infsample_rl.config.fields import kv_pages
+from infsample_rl.config.rollout import MOST_DRAFTS
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
@@ -22,9 +23,11 @@ from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES
+from infsample_rl.rollout.engine.drafter import BYTES_PER_TOKEN, MOST_BYTES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
+from infsample_rl.rollout.engine.speculation import MOST_QUERIES
 from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 
@@ -117,8 +120,14 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
         }
         at_a_time = min(rows, HEAD_ROWS)
     else:
-        lines = {"rows of a step": _rows_on_cpu(config, model, rows)}
-        at_a_time = min(rows, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
+        queries = rows
+        if config.rollout.speculates and _is_compiled(config, model):
+            queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows))
+        lines = {"rows of a step": _rows_on_cpu(config, model, queries)}
+        if queries > rows:
+            tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+            lines["drafted texts"] = min(MOST_BYTES, BYTES_PER_TOKEN * tokens)
+        at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))

@@ -178,9 +178,10 @@ class RolloutWorker:
         """Figures of the last stream, by metric name."""
         stats = self.engine.stats
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
+        drafts = ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
         found = {
             name: float(getattr(stats, name))
-            for name in ("running_steps", "row_utilisation", "predict_seconds", *memory)
+            for name in ("running_steps", "row_utilisation", "predict_seconds", *memory, *drafts)
         }
         return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 

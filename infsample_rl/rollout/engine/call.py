@@ -168,13 +168,16 @@ class RolloutStats:
     # tokens whose KV had been given up and was computed again: of preempted samples, prefixes and prompts
     recomputed_tokens: int = 0
     parked_tokens: int = 0  # tokens whose KV was copied out of the pool and back instead
+    row_steps: int = 0  # rows of all steps: so many tokens, and accepted_tokens more
     drafted_tokens: int = 0  # run beside the rows' newest tokens
     accepted_tokens: int = 0  # of them, those that were sampled
+    draft_seconds: float = field(default=0.0, compare=False)  # spent on drafting
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
     def read(self, planner: StepPlanner, page_bytes: int) -> None:
         """Take the planner's figures."""
         self.running_steps, self.preemptions = planner.running_steps, planner.num_preemptions
+        self.row_steps, self.accepted_tokens = planner.row_steps, planner.num_tokens - planner.row_steps
         self.recomputed_tokens, self.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         slots = planner.most_rows if planner.policy is not None else planner.num_slots
         self.row_utilisation = planner.row_steps / (planner.running_steps * slots)

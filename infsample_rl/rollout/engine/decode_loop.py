@@ -111,7 +111,7 @@ class DecodeLoop:
         speculation: Speculation | None = None,
     ) -> None:
         """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
-        them. `speculation`: drafts tokens; not with run_ahead."""
+        them. `speculation`: drafts tokens, but for captured steps and those launched ahead."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
@@ -119,7 +119,7 @@ class DecodeLoop:
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self.speculation = speculation
+        self.speculation = None if self.run_ahead or decode.graphs is not None else speculation
         self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
 
@@ -187,7 +187,10 @@ class DecodeLoop:
     def _launch(self) -> _Launched:
         """Run the model and draw one token for every row and for every token drafted after it."""
         rows = self._rows
-        drafts = None if self.speculation is None else self.speculation.drafts_of(rows, self.planner)
+        drafts = None
+        if self.speculation is not None:
+            drafts = self.speculation.drafts_of(rows, self.planner)
+            self.stats.draft_seconds += self.speculation.seconds_of_drafts
         if drafts is not None:
             return _Launched(rows, *self.decode.launch_drafts(rows, drafts), None, drafts)
         drawn, hidden = self.decode.launch(rows)
@@ -204,7 +207,7 @@ class DecodeLoop:
         """Append what a step drew; samples whose newest token was their last leave."""
         rows, drawn = launched.rows, Sampler.to_host(launched.drawn)
         reasons: dict[Sample, str] = {}
-        if launched.drafts is None:
+        if launched.drafts is None or self.speculation is None:
             for row, sample in enumerate(rows):
                 if not sample.finish_reason and sample.slot >= 0:  # else it had ended when this step was launched
                     _append(sample, drawn, row)
@@ -212,7 +215,7 @@ class DecodeLoop:
             if self.speculation is not None:
                 self.speculation.end_step(len(rows), len(rows), len(rows))
         else:
-            launched.moment = self._append_drafted(launched, drawn, reasons)
+            launched.moment = self._append_drafted(launched, launched.drafts, self.speculation, drawn, reasons)
         if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
             self.watch.read(launched.moment)
         ended = [sample for sample, reason in reasons.items() if reason]
@@ -228,13 +231,17 @@ class DecodeLoop:
         prompt_logits = self.decode.prompt_logits
         for group in [group for group in prompt_logits if group.is_done]:
             del prompt_logits[group]
+            if self.speculation is not None:
+                self.speculation.drafter.leave(group)
         if self.planner.pool.num_free == self.planner.pool.num_pages:
             self.runner.kv.give_back()
 
-    def _append_drafted(self, launched: _Launched, drawn: Drawn, reasons: dict[Sample, str]) -> Moment | None:
+    def _append_drafted(
+        self, launched: _Launched, drafts: Drafts, speculation: Speculation, drawn: Drawn, reasons: dict[Sample, str]
+    ) -> Moment | None:
         """Append every row's token and, as long as a drafted one is what was drawn before it, the next; what the probe
         takes of the step."""
-        rows, drafts, speculation, query = launched.rows, launched.drafts, self.speculation, 0
+        rows, query = launched.rows, 0
         newest, counts = [], []
         for sample, draft in zip(rows, drafts, strict=True):
             first = query
@@ -252,7 +259,6 @@ class DecodeLoop:
             query = first + len(draft) + 1
         self.decode.move_on(rows, counts)
         self.stats.drafted_tokens += query - len(rows)
-        self.stats.accepted_tokens += sum(counts) - len(rows)
         speculation.end_step(len(rows), query, sum(counts))
         if self.watch is None or launched.hidden is None:
             return None

@@ -11,7 +11,9 @@ from infsample_rl.config.rollout import MOST_DRAFTS
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 
-MOST_BYTES = 64 * 2**20  # of the samples of prompts that are not resident; the oldest prompt goes first
+MOST_BYTES = 64 * 2**20  # of all texts; beyond it prompts are forgotten, the one used least recently first
+BYTES_PER_TOKEN = 64  # at most, when vectors have just grown: 42 to 53 were measured
+TRIM_EVERY = 256  # drafts
 
 
 class Drafter:
@@ -22,10 +24,14 @@ class Drafter:
         self._kernels = kernels
         self._texts: OrderedDict[bytes, _Texts] = OrderedDict()  # by prompt, the one used last at the end
         self._of_group: dict[PromptGroup, _Texts] = {}
+        self._drafts_since = 0
         self._tokens, self._matches = (ctypes.c_int32 * MOST_DRAFTS)(), (ctypes.c_int32 * MOST_DRAFTS)()
 
     def draft(self, sample: Sample, most: int) -> tuple[list[int], list[int]]:
         """Up to `most` tokens that may follow the sample's, each with the tokens of the match that it was found by."""
+        self._drafts_since += 1
+        if self._drafts_since == TRIM_EVERY:
+            self._trim()
         texts = self._of_group.get(sample.group) or self._open(sample.group)
         count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
         return self._tokens[:count], self._matches[:count]
@@ -36,16 +42,27 @@ class Drafter:
         if texts is not None:
             texts.end(sample)
 
-    def close(self) -> None:
-        """A call has ended: no prompt is resident, and what is kept is cut to MOST_BYTES."""
-        for texts in self._of_group.values():
+    def leave(self, group: PromptGroup) -> None:
+        """All samples of a prompt have ended."""
+        texts = self._of_group.pop(group, None)
+        if texts is not None:
             texts.known.clear()
-        self._of_group.clear()
-        left = MOST_BYTES
+
+    def close(self) -> None:
+        """A call has ended."""
+        for group in list(self._of_group):
+            self.leave(group)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget prompts until MOST_BYTES are kept. One that is resident begins anew with the samples that it has."""
+        self._drafts_since, left = 0, MOST_BYTES
         for prompt in reversed(list(self._texts)):
             left -= self._texts[prompt].bytes
             if left < 0:
-                del self._texts[prompt]
+                forgotten = self._texts.pop(prompt)
+                for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
+                    del self._of_group[group]
 
     def _open(self, group: PromptGroup) -> _Texts:
         prompt = array("i", group.prompt_ids).tobytes()

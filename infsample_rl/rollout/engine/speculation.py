@@ -83,14 +83,15 @@ class Speculation:
         self._by_match: defaultdict[int, Record] = defaultdict(lambda: Record(1.0, 0.5))
         self._by_sample: defaultdict[Sample, Record] = defaultdict(Record)
         self._cost = StepCost()
-        self._started = self._tokens = self._tried = self._waited = 0.0
-        self._wait, self._expected_without = WAIT_STEPS, 0.0
-        self._left_to_wait = 0
+        self._started = self._tokens = 0.0
+        self._tried = self._left_to_wait = 0
+        self._wait = WAIT_STEPS
         self._matches: dict[Sample, list[int]] = {}
+        self.seconds_of_drafts = 0.0  # of the last drafts_of()
 
     def drafts_of(self, rows: Sequence[Sample], planner: StepPlanner) -> list[list[int]] | None:
         """The tokens drafted for every row of a step, whose KV has pages; None where nothing is drafted."""
-        self._started = time.perf_counter()
+        self._started, self.seconds_of_drafts = time.perf_counter(), 0.0
         room = MOST_QUERIES - len(rows)
         if room <= 0 or self._is_waiting():
             return None
@@ -104,6 +105,7 @@ class Speculation:
             for sample, draft, (_, matches) in zip(rows, drafts, found, strict=True)
             if draft
         }
+        self.seconds_of_drafts = time.perf_counter() - self._started
         return drafts if self._matches else None
 
     def judge(self, sample: Sample, accepted: int) -> None:

@@ -20,7 +20,7 @@ from tests.engines import PROMPTS, assert_logprobs_close, ends_of
 
 def make_engine(model, tokenizer, *, static=False, **settings):
     """`static`: steps run as they are captured on CUDA."""
-    made = engines.make_engine(model, tokenizer, **settings)
+    made = engines.make_engine(model, tokenizer, speculate="0", **settings)
     made.pool.graphs.is_used = static
     return made
 

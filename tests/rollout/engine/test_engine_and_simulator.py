@@ -54,7 +54,7 @@ def test_every_sample_decodes_in_the_same_row_and_steps(
     monkeypatch.setattr(
         LengthSource, "predict", staticmethod(lambda _, prefixes: list(map(predicted_length, prefixes)))
     )
-    engine = make_engine(make_model(), make_tokenizer(), preemption="recompute", **settings)
+    engine = make_engine(make_model(), make_tokenizer(), preemption="recompute", speculate="0", **settings)
     groups = engine.generate(PROMPTS, seed=2)
     tokens = [[completion.token_ids.tolist() for completion in group] for group in groups]
     found = simulate_prompts(

@@ -26,7 +26,7 @@ SLOTS |= {"slots": 4, "prefix_tokens": 2, "prompts_at_once": 1}
 REVERSED = torch.tensor([(64 - token) / 16 / 8 for token in range(64)] + [0.0] * 66)
 
 
-make_engine = partial(engines.make_engine, stop={0})
+make_engine = partial(engines.make_engine, stop={0}, speculate="0")  # steps are those of one token a row
 
 
 @pytest.fixture(autouse=True)

@@ -194,7 +194,14 @@ def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
     schedule = "token_budget" if parks else schedule
     placed = {"preemption": str(disk_folder) if parks else "recompute"} if by_budget else {}
     config = RolloutConfig(
-        group_size=12, slots=2, max_new_tokens=24, schedule=schedule, page_size=page_size, prompts_at_once=2, **placed
+        group_size=12,
+        slots=2,
+        max_new_tokens=24,
+        schedule=schedule,
+        page_size=page_size,
+        prompts_at_once=2,
+        speculate="0",
+        **placed,
     )
     engine = SamplingEngine(make_model(), tokenizer, config, stop_token_ids={3, 17, 40})
     prompts = [[5, 9, 7, 30, 2], [8, 1, 4]]
