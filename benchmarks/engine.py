@@ -27,7 +27,7 @@ from benchmarks.rounds import beside, measure_rounds, median_round
 from benchmarks.workload import EngineOptions
 from infsample_rl.config.command_line import run_with_options
 
-NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "rivals", "rows", "profile")
+NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "speculate", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
 
@@ -75,14 +75,16 @@ def ours_measurements(options: EngineOptions) -> list[Measurement]:
     """One per schedule, of token_budget one per kind of preemption; the first also times and counts single steps, which
     depend on neither."""
     asked = [
-        (name, kind)
+        (name, kind, drafts)
         for name in options.schedules
         for kind in (options.preemptions if name == "token_budget" else ["auto"])
+        for drafts in options.speculate
     ]
     found = []
-    for schedule, preemption in asked:
+    for schedule, preemption, drafts in asked:
         name = f"ours/{schedule}" if preemption == "auto" else f"ours/{schedule}/{preemption}"
-        settings: dict[str, Any] = {"schedule": schedule, "preemption": preemption}
+        name += "" if drafts == "auto" else f"/speculate={drafts}"
+        settings: dict[str, Any] = {"schedule": schedule, "preemption": preemption, "speculate": drafts}
         if not found:
             settings |= {"rows_timed": options.rows, "profile": options.profile}
         found.append(Measurement(name, [settings]))
@@ -215,6 +217,11 @@ def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dic
         "workload": {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_WORKLOAD},
         "recomputed_tokens": raw.get("recomputed_tokens"),
         "parked_tokens": raw.get("parked_tokens"),
+        "tokens_per_row_step": tokens / raw["row_steps"] if raw.get("row_steps") else None,
+        "draft_seconds": raw.get("draft_seconds"),
+        "second_seconds": raw.get("second_seconds"),
+        "second_steps": raw.get("second_steps"),
+        "samples_sha256": raw.get("samples_sha256"),
     }
 
 

@@ -6,6 +6,8 @@ this measurement).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import sys
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks import models, rivals
 from benchmarks.models import Loaded
@@ -32,6 +35,7 @@ WARM_UP_STEPS = 5  # before steps are profiled
 SYNCS = ("cudaStreamSynchronize", "aten::_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 STATISTICS = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
+STATISTICS += ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -41,9 +45,16 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(workload.threads)
     memory = PeakMemory(models.pick_device(workload))
     model, tokenizer = models.load(workload)
-    prompts = models.make_prompts(workload, tokenizer, 1)
+    prompts, warm_up = models.make_prompts(workload, tokenizer, 2)
+    if options.get("prompts"):
+        prompts = read_prompts(Path(options["prompts"]), tokenizer, options["num_prompts"])
+        options["prompt_tokens"] = max(map(len, prompts))
+    else:
+        prompts = [prompts]
     stop_ids = sorted(stop_ids_of(model.generation_config, tokenizer, []))
-    given = Loaded(model=model, tokenizer=tokenizer, prompts=prompts, stop_ids=stop_ids, workload=options)
+    given = Loaded(
+        model=model, tokenizer=tokenizer, prompts=prompts, warm_up=[warm_up], stop_ids=stop_ids, workload=options
+    )
     if what == "facts":
         return facts(workload, model, settings) | {"prompts": prompts, "stop_ids": stop_ids}
     if what == "tune":
@@ -103,18 +114,30 @@ def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
 
 
 def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, lengths and the engine's own figures, of a run after a full one that warms up."""
-    workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption")}
+    """Seconds, lengths and the engine's own figures, of a run after one of another prompt that warms up; and seconds
+    and steps of the same prompts in a second epoch."""
+    workload, asked = given.workload, {name: settings[name] for name in ("schedule", "preemption", "speculate")}
     config = rollout_config(workload, **asked)
     stop_ids = set() if workload["ignore_eos"] else None
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=stop_ids)
-    engine.generate(given.prompts, seed=workload["seed"])
+    engine.generate(given.warm_up, seed=workload["seed"])
     started = time.perf_counter()
     groups = engine.generate(given.prompts, seed=workload["seed"] + 1)
     seconds, stats = time.perf_counter() - started, engine.stats
+    found = {name: getattr(stats, name) for name in STATISTICS}
+    started = time.perf_counter()
+    engine.generate(given.prompts, seed=workload["seed"] + 2)
+    found |= {"second_seconds": time.perf_counter() - started, "second_steps": engine.stats.running_steps}
+    texts = hashlib.sha256(b"".join(sample.token_ids.tobytes() for group in groups for sample in group)).hexdigest()
     lengths = [len(completion.token_ids) for group in groups for completion in group]
-    found = {"seconds": seconds, "lengths": lengths, "park_seconds": _park_seconds(engine)}
-    return found | {name: getattr(stats, name) for name in STATISTICS}
+    found |= {"seconds": seconds, "lengths": lengths, "park_seconds": _park_seconds(engine), "samples_sha256": texts}
+    return found
+
+
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:
+    """The last `count` different prompts of a file, as they are written there."""
+    texts = list(dict.fromkeys(json.loads(line)["prompt"] for line in path.read_text().splitlines()))[-count:]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def _park_seconds(engine: SamplingEngine) -> float | None:
@@ -140,7 +163,9 @@ def step_seconds(given: Loaded, rows: int) -> float:
     RuntimeError where a short run took longer than the long one beside it."""
     engines = []
     for tokens in STEP_TOKENS:
-        config = rollout_config({}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens)
+        config = rollout_config(
+            {}, schedule="arrival", group_size=rows, slots=rows, max_new_tokens=tokens, speculate="0"
+        )
         engines.append(SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set()))
     differences = []
     for _ in range(STEP_PAIRS + 1):  # the first warms up
@@ -163,7 +188,9 @@ def profile_steps(given: Loaded, steps: int) -> dict[str, Any]:
     device allocations; milliseconds are measured without the profiler, over as many steps before."""
     rows = given.workload["group_size"]
     tokens = 2 * steps + WARM_UP_STEPS + 2  # no row ends within the steps
-    config = rollout_config({}, group_size=rows, slots=rows, schedule="full_group", max_new_tokens=tokens)
+    config = rollout_config(
+        {}, group_size=rows, slots=rows, schedule="full_group", max_new_tokens=tokens, speculate="0"
+    )
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
     engine.stream(given.prompts, 0)
     _timed(engine, WARM_UP_STEPS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Loaded:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     prompts: list[list[int]]
+    warm_up: list[list[int]] = field(default_factory=list)  # other ones
     stop_ids: list[int]
     workload: dict[str, Any]  # the command's options
 

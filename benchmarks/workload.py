@@ -63,6 +63,12 @@ class EngineOptions(Workload):
         ["generate", "generate_batch"], "rivals inside transformers", choices=("generate", "generate_batch")
     )
     vllm_python: str | None = option(None, "interpreter that has vLLM; none: no vLLM", key="rivals.vllm_python")
+    speculate: list[str] = option(["auto"], "rollout.speculate of our engine, each measured")
+    prompts: str | None = option(
+        None,
+        "JSONL with a `prompt` in every line, as a run's samples.jsonl; none: one of prompt_tokens. Needs rivals=[]",
+    )
+    num_prompts: int = option(8, "of prompts, the last different ones", low=1)
     rows: list[int] = option(
         [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
     )
@@ -71,6 +77,8 @@ class EngineOptions(Workload):
     out: str = option("bench_out", "folder of the figure")
 
     def __post_init__(self) -> None:
+        if self.prompts is not None and (self.rivals or self.vllm_python):
+            raise ValueError(f"prompts={self.prompts}: rivals take one prompt; give rivals=[] and no vllm_python")
         if len(set(self.rows)) == 1:
             raise ValueError(
                 f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"

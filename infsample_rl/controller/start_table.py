@@ -113,7 +113,7 @@ def derived_table(
         ("steps", f"{total_steps} ({epochs:.2g} epochs) of {samples}{going_on}"),
         ("updates per step", _updates_text(config)),
         ("learner", _learner_text(config)),
-        ("schedule", f"{rollout.schedule}, {_rows_text(rollout)} per rollout worker"),
+        ("schedule", f"{rollout.schedule}, {_rows_text(rollout)} per rollout worker{_drafts_text(config)}"),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
@@ -131,6 +131,13 @@ def _rows_text(rollout: RolloutConfig) -> str:
     if rollout.schedule == "token_budget" or rollout.num_slots is not None:
         return f"up to {rollout.most_rows} rows"
     return f"as many rows as the KV pool holds full responses, up to {rollout.most_rows},"
+
+
+def _drafts_text(config: Config) -> str:
+    if not config.rollout.speculates or config.cluster.rollout_gpus > 0 or config.model.dtype != "float32":
+        return ""
+    drafts = config.rollout.speculate
+    return ", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each"
 
 
 def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
