@@ -7,8 +7,8 @@ data.source=FILE model.dtype=float32 ...
 Everything but out, seconds, dataset, tokens, seed (of the noise) and threads is a setting of the training command.
 Prompts are taken in the seeded order of training, in chunks of prompts_per_step that are always finished, so that a
 limit in seconds does not favour prompts with short responses. A file that is there is gone on with; what a stop left of
-half a line is cut off. tokens=all adds "token_ids", every response in full, for benchmarks.group_size. What a
-line holds: infsample_rl/rollout/length_prediction/recordings.py.
+half a line is cut off. tokens=all adds every response in full, for benchmarks.group_size and simulate's speculate.
+What a line holds: infsample_rl/rollout/length_prediction/recordings.py.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def record(config: Config, out: Path, dataset: str, seconds: float, *, seed: int
             for prompt, completions in zip(batch, groups, strict=True):
                 line = recording(config, dataset, prompt, completions, rewards.score(prompt, completions).rewards)
                 if all_tokens:
+                    line["prompt_token_ids"] = prompt.token_ids.tolist()
                     line["token_ids"] = [completion.token_ids.tolist() for completion in completions]
                 file.write(json.dumps(line) + "\n")
                 tokens += sum(line["lengths"])

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infsample_rl.config.command_line import option
-from infsample_rl.config.rollout import DEFAULT_SLOTS, PREDICTED_SCHEDULES, SCHEDULES
+from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_DRAFTS, PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import Simulation, simulate_prompts
+from infsample_rl.rollout.simulator_drafts import Text
 
 # What a decoding step takes where nothing else is said: SmolLM2-135M, float32, on 2 cores (docs/engine.md).
 STEP_SECONDS = 0.0170  # c0, of a running step
@@ -38,6 +39,12 @@ class SimulateOptions:
     schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
     preemptions: list[str] = option(
         ["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute")
+    )
+    speculate: list[int] = option(
+        [0],
+        "tokens drafted for every row of a step, each measured; above 0: files need token_ids",
+        low=0,
+        high=MOST_DRAFTS,
     )
     group_size: int | None = option(
         None, "G, samples taken of every prompt; one with fewer is taken whole; none: all recorded", low=1
@@ -83,6 +90,7 @@ class Workload:
     prompt_tokens: list[int]
     cap: int
     group_size: int  # of the largest group
+    texts: list[Text] | None  # where something is drafted
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -116,6 +124,7 @@ def load(path: Path, options: SimulateOptions, name: str | None = None) -> Workl
         prompt_tokens=[_prompt_tokens(recording, options, path) for recording in recordings],
         cap=cap,
         group_size=max(map(len, groups)),
+        texts=_texts(recordings, options, path) if any(options.speculate) else None,
     )
 
 
@@ -135,6 +144,7 @@ def simulate_call(
     *,
     parks: bool = True,
     record_rows: bool = False,
+    drafts: int = 0,
 ) -> Simulation:
     """The prompts `call` of a workload in one call. `parks`: where the schedule preempts, KV is parked."""
     dynamic = schedule == "dynamic_slot"
@@ -153,6 +163,8 @@ def simulate_call(
         max_new_tokens=workload.cap,
         parks=parks and schedule == "token_budget",
         record_rows=record_rows,
+        texts=None if workload.texts is None else [workload.texts[place] for place in call],
+        drafts=drafts,
     )
 
 
@@ -160,6 +172,18 @@ def calls_of(workload: Workload, options: SimulateOptions) -> list[range]:
     """Which prompts are sampled together."""
     size, count = 1 if options.prompts_at_once == 1 else PROMPTS_PER_CALL, len(workload.groups)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _texts(recordings: Sequence[Recording], options: SimulateOptions, path: Path) -> list[Text]:
+    found = []
+    for recording in recordings:
+        if recording.token_ids is None:
+            raise ValueError(
+                f"speculate={options.speculate} drafts from token_ids, and {recording.prompt_id} of {path} has none; "
+                "record it with scripts/record_completions.py tokens=all"
+            )
+        found.append(Text(recording.prompt_token_ids or [], recording.token_ids[: options.group_size]))
+    return found
 
 
 def _prompt_tokens(recording: Recording, options: SimulateOptions, path: Path) -> int:

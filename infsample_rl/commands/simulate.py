@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ COLUMNS = {  # of the table: what a record calls it, its heading, its format
     "seconds_per_prompt": ("s", ".1f"),
     "peak_kv_tokens": ("peak KV", ",.0f"),
     "row_utilisation": ("rows used", ".0%"),
+    "tokens_per_row_step": ("tokens/row-step", ".2f"),
     "preemptions_per_prompt": ("preempted", ",.0f"),
     "recomputed_share": ("recomputed", ".3f"),
     "parked_share": ("parked", ".3f"),
@@ -89,12 +91,17 @@ def measure(workload: Workload, options: SimulateOptions) -> Iterator[dict[str, 
     steps = sum(each.running_steps for each in infinite)
     for schedule in options.schedules:
         reads, preempts = schedule in PREDICTED_SCHEDULES, schedule == "token_budget"
+        drafting = options.speculate if schedule != "dynamic_slot" else [0]  # whose samples are others with drafts
         for sigma in [*([] if reads else [None]), *(options.noise if reads or preempts else [])]:
-            for preemption in options.preemptions if preempts else [None]:
+            for preemption, drafts in product(options.preemptions if preempts else [None], drafting):
                 parks = preemption == "park"
-                found = [simulate_call(workload, options, call, schedule, sigma, parks=parks) for call in calls]
+                found = [
+                    simulate_call(workload, options, call, schedule, sigma, parks=parks, drafts=drafts)
+                    for call in calls
+                ]
                 known = "" if sigma is None else ", true lengths" if sigma == 0 else f", sigma {sigma:g}"
                 again = ", computed again" if preemption == "recompute" else ""
+                again += f", {drafts} drafted" if drafts else ""
                 record = _record(workload, options, calls, schedule, found) | bounds
                 bound = record.get(BOUNDS.get(schedule, "slot_bound"))
                 yield (
@@ -102,6 +109,7 @@ def measure(workload: Workload, options: SimulateOptions) -> Iterator[dict[str, 
                     | record
                     | {
                         "preemption": preemption,
+                        "speculate": drafts,
                         "of_infinite": record["running_steps"] / steps,
                         "of_bound": record["steps_per_prompt"] / bound if bound else None,
                     }
@@ -113,7 +121,8 @@ def _record(
 ) -> dict[str, Any]:
     """What the calls took together."""
     count = len(workload.groups)
-    steps, tokens = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
+    steps, rows = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
+    queries, tokens = rows + sum(each.drafted_tokens for each in found), sum(each.tokens for each in found)
     lost, parked = sum(each.recomputed_tokens for each in found), sum(each.parked_tokens for each in found)
     ends = [end for each in found for end in each.finish_steps]
     lengths = [
@@ -132,12 +141,13 @@ def _record(
         "prompts_at_once": options.prompts_at_once,
         "running_steps": steps,
         "steps_per_prompt": steps / count,
-        "seconds_per_prompt": (options.c0 * steps + options.c1 * (tokens + lost) + options.c2 * parked) / count,
+        "seconds_per_prompt": (options.c0 * steps + options.c1 * (queries + lost) + options.c2 * parked) / count,
         "kv_budget_tokens": max(each.kv_pool_tokens for each in found),
         "peak_kv_tokens": max(each.peak_kv_tokens for each in found),
-        "row_utilisation": tokens
+        "row_utilisation": rows
         / sum(each.running_steps * (each.most_rows if schedule == "token_budget" else each.slots) for each in found),
         "preemptions_per_prompt": sum(each.preemptions for each in found) / count,
+        "tokens_per_row_step": tokens / rows,
         "recomputed_share": lost / tokens,
         "parked_share": parked / tokens,
         "completion_steps": sum(ends) / len(ends),

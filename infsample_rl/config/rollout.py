@@ -27,6 +27,7 @@ KV_DTYPES = ("auto", "fp8", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
 DEFAULT_SLOTS = 4  # of fixed-slot schedules, the paper's
 MOST_DRAFTS = 7  # tokens drafted for one row of a step
+MOST_QUERIES = 64  # rows and drafted tokens of a step with drafts
 MOST_ROWS = 256  # of token_budget, where rollout.max_rows does not say
 PLANNED_PROMPTS = 2  # whose KV the default budget adds to its full responses with rollout.prompts_at_once=auto
 

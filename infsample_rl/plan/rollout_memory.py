@@ -13,7 +13,7 @@ import torch
 
 from infsample_rl.config import Config
 from infsample_rl.config.fields import kv_pages
-from infsample_rl.config.rollout import MOST_DRAFTS
+from infsample_rl.config.rollout import MOST_DRAFTS, MOST_QUERIES
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES
 from infsample_rl.model.weight_sync.transport import choose_transport
 from infsample_rl.plan.devices import Device
@@ -23,11 +23,10 @@ from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES
-from infsample_rl.rollout.engine.drafter import BYTES_PER_TOKEN, MOST_BYTES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
-from infsample_rl.rollout.engine.speculation import MOST_QUERIES
+from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, MOST_BYTES
 from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
-from infsample_rl.config.fields import kv_pages
-from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS, PLANNED_PROMPTS, PREDICTED_SCHEDULES
+from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS, PLANNED_PROMPTS
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
 from infsample_rl.rollout.schedule.kv_budget import slots_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
-from infsample_rl.rollout.schedule.schedules import check_predictions
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-
-Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
+from infsample_rl.rollout.simulator_drafts import Drafting, Text
+from infsample_rl.rollout.simulator_input import (
+    Repredicted,
+    check_counts,
+    check_read,
+    group_sizes,
+    one_each,
+    orders_of,
+    pool_tokens,
+)
 
 
 class Stay(NamedTuple):
@@ -43,7 +48,9 @@ class Simulation:
     slots: int = 0  # rows of a fixed-slot schedule
     kv_pool_tokens: int = 0  # all pages of the pool
     peak_kv_tokens: int = 0  # most held at a time, whole pages, prompts included
-    busy_row_steps: int = 0  # sum over steps of the rows that got a token
+    busy_row_steps: int = 0  # sum over steps of the rows that decoded
+    tokens: int = 0  # that they got
+    drafted_tokens: int = 0  # that were run beside them
     most_rows: int = 0  # at a time
     preemptions: int = 0
     recomputed_tokens: int = 0
@@ -100,6 +107,8 @@ def simulate_prompts(
     max_new_tokens: int | None = None,
     parks: bool = False,
     record_rows: bool = False,
+    texts: Sequence[Text] | None = None,
+    drafts: int = 0,
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
 
@@ -107,32 +116,28 @@ def simulate_prompts(
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths), once every sample
     has prefix_tokens. repredicted: for each sample the predicted total length once it has generated that many tokens,
     which token_budget follows. kv_budget_tokens: all KV, prompts included (default: slots x max_new_tokens plus the
-    longest resident prompts). prompt_tokens, group_size: one number
-    or one per prompt; dynamic_slot draws from all lengths and stops at the group_size-th finish (default, and for all
-    other schedules: all). max_rows, parks (KV of preempted samples waits outside the pool, else it is computed again):
-    token_budget's. max_new_tokens: the cap of a response (default: the longest of all). record_rows: fill `.stays`.
-    ValueError for an argument that is out of bounds, does not fit the others, or is not read by the schedule.
+    longest resident prompts). prompt_tokens, group_size: one number or one per prompt; dynamic_slot draws from all
+    lengths and stops at the group_size-th finish (default, and for all other schedules: all). max_rows, parks (KV of
+    preempted samples waits outside the pool, else it is computed again): token_budget's. max_new_tokens: the cap of a
+    response (default: the longest of all). record_rows: fill `.stays`. texts: the prompts' and samples' token ids, of
+    which up to `drafts` are drafted for every row of a step. ValueError for an argument that is out of bounds, does not
+    fit the others, or is not read by the schedule.
     """
     by_budget = schedule == "token_budget"
-    for name, value in {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}.items():
-        if value and not by_budget:
-            raise ValueError(f"{name} is not read by schedule {schedule}: leave it out")
-    if prefix_tokens and schedule not in PREDICTED_SCHEDULES:
-        raise ValueError(f"prefix_tokens is not read by schedule {schedule}: leave it out")
+    check_read(
+        schedule, {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}, {"prefix_tokens": prefix_tokens}
+    )
     counts: dict[str, int | None] = {"slots": slots, "prompts_at_once": prompts_at_once, "page_size": page_size}
     counts |= {"kv_budget_tokens": kv_budget_tokens, "max_rows": max_rows, "max_new_tokens": max_new_tokens}
-    cap = _check_counts(groups, counts)
+    cap = check_counts(groups, counts)
     groups = [[int(length) for length in lengths] for lengths in groups]
-    sizes, prompts = _group_sizes(groups, schedule, group_size), _each("prompt_tokens", prompt_tokens, len(groups))
+    sizes, prompts = group_sizes(groups, schedule, group_size), one_each("prompt_tokens", prompt_tokens, len(groups))
     resident = sorted(prompts, reverse=True)[: prompts_at_once or PLANNED_PROMPTS]
-    num_slots = max(sizes) if schedule == "full_group" else slots or DEFAULT_SLOTS
-    budget = pool_tokens(kv_budget_tokens, num_slots, cap, page_size, resident)
-    if slots is None and kv_budget_tokens is not None and schedule != "full_group":
-        num_slots = slots_in(budget // page_size, cap, resident, page_size)
-    num_slots = min(num_slots, budget // page_size)
+    asked = max(sizes) if schedule == "full_group" else slots
+    num_slots, pool = _slots_and_pool(asked, kv_budget_tokens, cap, page_size, resident)
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
-    orders = _orders(groups, schedule, predicted, repredicted)
+    orders = orders_of(groups, schedule, predicted, repredicted)
     most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
     planned = [
         PromptGroup(
@@ -146,7 +151,6 @@ def simulate_prompts(
         )
         for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True))
     ]
-    pool = KVPool(budget // page_size, page_size)
     planner = StepPlanner(
         planned,
         pool,
@@ -156,9 +160,19 @@ def simulate_prompts(
         policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
         parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
     )
-    found = _Run(planner, groups, repredicted or (), record_rows).to_end()
+    found = _Run(planner, groups, repredicted or (), record_rows, Drafting(texts, drafts) if drafts else None).to_end()
     found.slots = num_slots
     return found
+
+
+def _slots_and_pool(
+    slots: int | None, kv_budget_tokens: int | None, cap: int, page_size: int, resident: Sequence[int]
+) -> tuple[int, KVPool]:
+    """Rows of a fixed-slot schedule and the pool, as rollout.slots and rollout.kv_budget_tokens would give them."""
+    pages = pool_tokens(kv_budget_tokens, slots or DEFAULT_SLOTS, cap, page_size, resident) // page_size
+    if slots is None and kv_budget_tokens is not None:
+        slots = slots_in(pages, cap, resident, page_size)
+    return min(slots or DEFAULT_SLOTS, pages), KVPool(pages, page_size)
 
 
 class _Run:
@@ -170,7 +184,9 @@ class _Run:
         lengths: Sequence[Sequence[int]],
         repredicted: Sequence[Repredicted],
         record_rows: bool,
+        drafting: Drafting | None,
     ) -> None:
+        self._drafting = drafting
         self.planner, self.lengths, self.repredicted = planner, lengths, repredicted
         self.result = Simulation()
         self._record_rows = record_rows
@@ -188,11 +204,16 @@ class _Run:
             rows = planner.next_step().rows
             if self._record_rows:
                 self._record(rows, steps_before)
-            repeat_steps(planner, self._steps_to_an_event(rows))
+            if self._drafting is None:
+                repeat_steps(planner, self._steps_to_an_event(rows))
+            else:
+                self._drafting.accept(planner, rows)
             if self._moments:
                 self._predict_again(rows)
             self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
-        result.running_steps, result.busy_row_steps = planner.running_steps, planner.num_tokens
+        result.running_steps, result.busy_row_steps = planner.running_steps, planner.row_steps
+        result.tokens = planner.num_tokens
+        result.drafted_tokens = 0 if self._drafting is None else self._drafting.drafted_tokens
         result.most_rows, result.preemptions = planner.most_rows, planner.num_preemptions
         result.recomputed_tokens, result.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         pool = planner.pool
@@ -219,6 +240,8 @@ class _Run:
                 sample.predicted = float(self.repredicted[sample.group_id][sample.sample_index][moments.pop()])
 
     def _end(self, ended: list[Sample]) -> None:
+        if self._drafting is not None:
+            self._drafting.end(ended)
         self.planner.end_step(ended)
         kept = {sample for group in {sample.group for sample in ended} for sample in group.finished}
         for sample in ended:
@@ -240,71 +263,3 @@ class _Run:
             if sample.slot != row:
                 self.result.stays.append(Stay(sample.group_id, sample.sample_index, start, end, row))
                 del self._open[sample]
-
-
-def pool_tokens(given: int | None, num_slots: int, cap: int, page_size: int, prompts: Sequence[int]) -> int:
-    """Tokens of the pool: those `given`, by default num_slots full responses and the resident prompts, the longest
-    first, as in the engine. ValueError, with the smallest budget that would do, when one prompt and one full response
-    of `cap` tokens do not fit."""
-    smallest = kv_pages(1, cap, prompts[:1], page_size) * page_size
-    if given is not None and given < smallest:
-        raise ValueError(f"kv_budget_tokens must be >= {smallest} to hold one prompt and a full response, got {given}")
-    return given or kv_pages(num_slots, cap, prompts, page_size) * page_size
-
-
-def _check_counts(groups: Sequence[Sequence[int]], counts: Mapping[str, int | None]) -> int:
-    """The cap of a response, when lengths and counts are positive whole numbers."""
-    lengths = [length for group in groups for length in group]
-    if not lengths or min(map(len, groups)) == 0:
-        raise ValueError("lengths must be positive and at least one of every prompt, got none")
-    for length in lengths:
-        if not (isinstance(length, Integral) and 1 <= length <= MOST_TOKENS):
-            raise ValueError(f"lengths must be positive whole numbers of at most {MOST_TOKENS} tokens, got {length}")
-    for name, value in counts.items():
-        if value is not None and not (isinstance(value, Integral) and value >= 1):
-            raise ValueError(f"{name} must be >= 1 and whole, got {value}")
-    cap = counts["max_new_tokens"] or int(max(lengths))
-    if cap < max(lengths):
-        raise ValueError(f"max_new_tokens must be >= the longest of lengths = {max(lengths)}, got {cap}")
-    return cap
-
-
-def _each(name: str, given: int | Sequence[int], num_prompts: int) -> list[int]:
-    found = list(given) if isinstance(given, Iterable) else [given] * num_prompts
-    if len(found) != num_prompts or not all(isinstance(each, Integral) and 0 <= each <= MOST_TOKENS for each in found):
-        wanted = f"must be >= 0 and whole, one number or one for each of the {num_prompts} prompts"
-        raise ValueError(f"{name} {wanted}, got {given}")
-    return found
-
-
-def _group_sizes(groups: Sequence[Sequence[int]], schedule: str, given: int | Sequence[int] | None) -> list[int]:
-    """Samples wanted of each prompt. Only dynamic_slot may be asked for fewer than the given lengths."""
-    counts = [len(lengths) for lengths in groups]
-    sizes = counts if given is None else _each("group_size", given, len(groups))
-    for size, count in zip(sizes, counts, strict=True):
-        if not 1 <= size <= count:
-            raise ValueError(f"group_size must be >= 1 and <= the {count} given lengths, got {size}")
-        if size != count and schedule != "dynamic_slot":
-            raise ValueError(f"group_size={size} is not read by schedule {schedule}: give {size} of {count} lengths")
-    return sizes
-
-
-def _orders(
-    groups: Sequence[Sequence[int]],
-    schedule: str,
-    predicted: Sequence[Sequence[float]] | None,
-    repredicted: Sequence[Repredicted] | None,
-) -> Sequence[list[float] | None]:
-    """What each prompt's schedule orders by, None: nothing. ValueError for predictions that are no lengths."""
-    for name, given in (("predicted", predicted), ("repredicted", repredicted)):
-        if given is not None and list(map(len, given)) != list(map(len, groups)):
-            raise ValueError(f"{name} must have one length for each sample of {list(map(len, groups))[:8]}")
-    for moments in (moments for samples in repredicted or () for moments in samples):
-        check_predictions(list(moments.values()), "repredicted")
-        if min(moments, default=1) < 1:
-            raise ValueError(f"repredicted must be made at 1 token or later, got {min(moments)}")
-    for each in predicted or ():
-        check_predictions(each, "predicted")
-    if predicted is None and schedule == "token_budget":
-        return [None] * len(groups)
-    return [[float(length) for length in each] for each in predicted or groups]

@@ -107,6 +107,18 @@ def test_files_of_one_name_are_kept_apart_by_their_paths(lengths_file, tmp_path,
     assert second.split("\n")[-1].split()[1] == "9"
 
 
+def test_drafts_bring_the_papers_schedule_below_the_bound_of_one_token_a_row(capsys, monkeypatch):
+    tokens = f"lengths={LENGTHS.parent / 'tokens' / 'kk_tiny_trained_T1.0_n32.jsonl.gz'}"
+    given = ("speculate=[0,7]", "schedules=[infinite,token_budget,dynamic_slot]", "page_size=16", "prompt_tokens=none")
+    found, _ = records(capsys, monkeypatch, tokens, *given)
+    plain, drafted = found["infinite, true lengths"], found["infinite, 7 drafted, true lengths"]
+    assert drafted["steps_per_prompt"] < plain["token_bound"] < plain["steps_per_prompt"]
+    assert drafted["tokens_per_row_step"] > 4 and plain["tokens_per_row_step"] == 1
+    assert drafted["mean_length"] == plain["mean_length"]
+    assert found["token_budget, 7 drafted"]["steps_per_prompt"] < 0.35 * found["token_budget"]["steps_per_prompt"]
+    assert not [name for name in found if "dynamic_slot" in name and "drafted" in name]
+
+
 def test_a_hundred_million_slots_need_no_memory(lengths_file, capsys, monkeypatch):
     found, _ = records(capsys, monkeypatch, f"lengths={lengths_file}", "slots=100000000")
     steps = {name: record["running_steps"] for name, record in found.items() if name != "dynamic_slot"}
@@ -139,6 +151,8 @@ def test_by_default_every_schedule_is_measured(capsys, monkeypatch, tmp_path):
         (["lengths={good}", "noise=[0,-0.5]"], "noise=[0,-0.5]: must be >= 0"),
         (["lengths={good}", "noise=[nan]"], "noise=[nan]: must be >= 0"),
         (["lengths={good}", "kv_budget_tokens=5"], "kv_budget_tokens must be >= 6 to hold one prompt and a full"),
+        (["lengths={good}", "speculate=[0,3]"], "drafts from token_ids, and 0 of"),
+        (["lengths={good}", "speculate=[8]"], "speculate=[8]: must be <= 7"),
         (["lengths={good}", "cap=4"], "the nearest that works is cap=6"),
         (["lengths={good}", "prompt_tokens=none"], "give prompt_tokens=100"),
         (["lengths={good}", "schedules=[lpt,sjf]", "noise=[]"], "there is nothing to measure"),

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infsample_rl.config.rollout import MOST_QUERIES
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
 from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
-from infsample_rl.rollout.engine.speculation import MOST_QUERIES, Speculation
+from infsample_rl.rollout.engine.speculation import Speculation
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample

@@ -11,13 +11,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infsample_rl.config.rollout import MOST_DRAFTS
-from infsample_rl.rollout.engine.drafter import Drafter
+from infsample_rl.config.rollout import MOST_DRAFTS, MOST_QUERIES
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
+from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 
-MOST_QUERIES = 64  # of a step with drafts
 PRIOR_TRIES = 4  # a row's own record counts as much as that of its match's length after so many
 FORGET = 0.98  # of what steps took, at every step
 FIRST_COST = 0.04  # of a query beside a step of one, before any was measured

@@ -60,7 +60,7 @@ class Kernels:
         self._silu = _function(library, "silu_mul", [POINTER] * 3 + [INT64] * 2 + [INT], None)
         self.decode = _function(library, "decode", [POINTER] * 2, INT64)  # of cpu_decoder.CompiledDecoder, as the next
         self.workspace_floats = _function(library, "workspace_floats", [POINTER], INT64)
-        # of engine.drafter.Drafter
+        # of schedule.drafter.Drafter
         self.open_drafts = _function(library, "open_drafts", [POINTER, INT64], POINTER)
         self.close_drafts = _function(library, "close_drafts", [POINTER], None)
         self.bytes_of_drafts = _function(library, "bytes_of_drafts", [POINTER], INT64)

@@ -40,6 +40,8 @@ class Recording:
     truncated: list[bool] | None = None  # cut at max_new_tokens, so the length is censored
     scores: list[float | None] | None = None
     first_tokens: list[list[int]] | None = None  # the first tokens of every response, as far as recorded
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[list[int]] | None = None  # every response in full
     predictions: dict[str, list[float]] | None = None  # by a predictor's name; tokens
 
     @property
@@ -100,12 +102,14 @@ Kinds = tuple[tuple[type, ...], str]  # types that fit, and in words
 TEXT: Kinds = ((str,), "a text")
 COUNT: Kinds = ((int,), f"a whole number from 1 to {MOST_TOKENS}")
 OF_A_PROMPT: dict[str, Kinds] = dict.fromkeys(("dataset", "model", "prompt_id", "prompt"), TEXT)
+OF_A_PROMPT |= {"prompt_token_ids": ((list,), "a list of token ids")}
 OF_A_PROMPT |= dict.fromkeys(("prompt_tokens", "max_new_tokens"), COUNT) | {"predictions": ((dict,), "an object")}
 OF_EVERY_SAMPLE: dict[str, Kinds] = {
     "lengths": COUNT,
     "truncated": ((bool,), "true or false"),
     "scores": ((int, float, type(None)), "a number or null"),
     "first_tokens": ((list,), "a list of token ids"),
+    "token_ids": ((list,), "a list of token ids"),
 }
 PREDICTION: Kinds = ((int, float), "a number of tokens")
 
@@ -126,6 +130,11 @@ def _recording(line: dict[str, Any], place: str) -> Recording:
             raise ValueError(f"{place}: {name} must be a list with an entry for every sample, got {repr(values)[:60]}")
         for value in values:
             _check(value, kinds, what, f"{place}: {name}")
+    for response, length in zip(known.get("token_ids", ()), known["lengths"], strict=False):
+        if len(response) != length:
+            raise ValueError(
+                f"{place}: token_ids must have as many ids as lengths says, got {len(response)} for {length}"
+            )
     return Recording(**known)
 
 

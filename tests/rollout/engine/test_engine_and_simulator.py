@@ -15,6 +15,7 @@ from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.schedules import fptas_groups
 from infsample_rl.rollout.simulator import simulate, simulate_prompts
+from infsample_rl.rollout.simulator_drafts import Text
 from tests.engines import PROMPTS, make_engine
 
 LENGTHS = Path(__file__).parents[2] / "data" / "lengths"
@@ -37,10 +38,11 @@ def joined(stays):
 
 
 @pytest.mark.parametrize("memory", [{"slots": 3}, {"kv_budget_tokens": 84}, {"kv_budget_tokens": 150}], ids=str)
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("prompts_at_once", ["1", "2", "auto"])
 @pytest.mark.parametrize("schedule", [*PREDICTED_SCHEDULES, "fixed_slot", "naive", "arrival", "token_budget"])
 def test_every_sample_decodes_in_the_same_row_and_steps(
-    make_model, make_tokenizer, monkeypatch, schedule, prompts_at_once, memory
+    make_model, make_tokenizer, monkeypatch, schedule, prompts_at_once, memory, drafts
 ):
     settings = {
         "slots": None,
@@ -54,7 +56,7 @@ def test_every_sample_decodes_in_the_same_row_and_steps(
     monkeypatch.setattr(
         LengthSource, "predict", staticmethod(lambda _, prefixes: list(map(predicted_length, prefixes)))
     )
-    engine = make_engine(make_model(), make_tokenizer(), preemption="recompute", speculate="0", **settings)
+    engine = make_engine(make_model(), make_tokenizer(), preemption="recompute", speculate=drafts, **settings)
     groups = engine.generate(PROMPTS, seed=2)
     tokens = [[completion.token_ids.tolist() for completion in group] for group in groups]
     found = simulate_prompts(
@@ -69,7 +71,10 @@ def test_every_sample_decodes_in_the_same_row_and_steps(
         prompt_tokens=list(map(len, PROMPTS)),
         max_new_tokens=engine.config.max_new_tokens,
         record_rows=True,
+        texts=[Text(prompt, group) for prompt, group in zip(PROMPTS, tokens, strict=True)],
+        drafts=drafts,
     )
+    assert (engine.stats.accepted_tokens > 0) == (drafts > 0)
     stays = joined(
         (prompt, completion.sample_index, stay.start, stay.end, stay.row)
         for prompt, group in enumerate(groups)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infsample_rl.rollout.engine.drafter import Drafter
 from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from tests.engines import PROMPTS, bits_of, ends_of, make_engine
 

@@ -6,10 +6,15 @@ import ctypes
 import weakref
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from infsample_rl.config.rollout import MOST_DRAFTS
-from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+
+if TYPE_CHECKING:  # needs torch
+    from infsample_rl.rollout.kernels.cpu_kernels import Kernels
+
 
 MOST_BYTES = 64 * 2**20  # of all texts; beyond it prompts are forgotten, the one used least recently first
 BYTES_PER_TOKEN = 64  # at most, when vectors have just grown: 42 to 53 were measured
@@ -32,7 +37,7 @@ class Drafter:
         self._drafts_since += 1
         if self._drafts_since == TRIM_EVERY:
             self._trim()
-        texts = self._of_group.get(sample.group) or self._open(sample.group)
+        texts = self._of_group.get(sample.group) or self.open(sample.group, sample.group.prompt_ids)
         count = texts.draft(sample, min(most, MOST_DRAFTS), self._tokens, self._matches)
         return self._tokens[:count], self._matches[:count]
 
@@ -64,9 +69,10 @@ class Drafter:
                 for group in [group for group, texts in self._of_group.items() if texts is forgotten]:
                     del self._of_group[group]
 
-    def _open(self, group: PromptGroup) -> _Texts:
-        prompt = array("i", group.prompt_ids).tobytes()
-        texts = self._texts.pop(prompt, None) or _Texts(self._kernels, group.prompt_ids)
+    def open(self, group: PromptGroup, prompt_ids: Sequence[int]) -> _Texts:
+        """The texts of a group whose prompt has these ids."""
+        prompt = array("i", prompt_ids).tobytes()
+        texts = self._texts.pop(prompt, None) or _Texts(self._kernels, prompt_ids)
         self._texts[prompt] = self._of_group[group] = texts
         return texts
 
@@ -74,7 +80,7 @@ class Drafter:
 class _Texts:
     """One prompt's samples."""
 
-    def __init__(self, kernels: Kernels, prompt_ids: list[int]) -> None:
+    def __init__(self, kernels: Kernels, prompt_ids: Sequence[int]) -> None:
         self._kernels = kernels
         prompt = array("i", prompt_ids)
         self._handle = kernels.open_drafts(prompt.buffer_info()[0], len(prompt))

@@ -1,0 +1,60 @@
+"""Drafted tokens in a simulation, from the token ids that samples are known to have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infsample_rl.config.rollout import MOST_QUERIES
+from infsample_rl.rollout.schedule.drafter import Drafter
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
+
+
+class Text(NamedTuple):
+    """Token ids of a prompt and of its samples."""
+
+    prompt: Sequence[int]
+    samples: Sequence[Sequence[int]]
+
+
+class Drafting:
+    """Drafted tokens, as with a fixed rollout.speculate."""
+
+    def __init__(self, texts: Sequence[Text] | None, drafts: int) -> None:
+        """ValueError without texts, and where the drafter cannot be compiled."""
+        from infsample_rl.rollout.kernels import cpu_kernels  # needs torch
+
+        kernels = cpu_kernels.load()
+        if texts is None or kernels is None:
+            raise ValueError(f"drafts={drafts} needs {'token ids' if texts is None else 'a C++ compiler'}")
+        self._drafter, self._texts, self._drafts = Drafter(kernels), texts, drafts
+        self._opened: set[PromptGroup] = set()
+        self.drafted_tokens = 0
+
+    def accept(self, planner: StepPlanner, rows: Sequence[Sample]) -> None:
+        """Draft for the rows of a step, whose new tokens are counted, and count the drafts that are right."""
+        room, drafted = MOST_QUERIES - len(rows), []
+        for sample in rows if room > 0 else ():
+            text = self._texts[sample.group_id].samples[sample.sample_index]
+            sample.tokens.extend(text[len(sample.tokens) : sample.num_tokens - 1])
+            if sample.group not in self._opened:
+                self._opened.add(sample.group)
+                self._drafter.open(sample.group, self._texts[sample.group_id].prompt)
+            draft = self._drafter.draft(sample, self._drafts)[0][:room] if sample.tokens else []
+            room -= len(draft)
+            drafted.append((sample, draft[: planner.lend_pages(sample, len(draft))], text[sample.num_tokens - 1 :]))
+        for sample, draft, following in drafted:
+            self.drafted_tokens += len(draft)
+            right = 0
+            # the last token of all is never a draft that another follows
+            while right < min(len(draft), len(following) - 1) and draft[right] == following[right]:
+                right += 1
+            planner.accept(sample, right)
+
+    def end(self, ended: Sequence[Sample]) -> None:
+        """These samples have ended."""
+        for sample in ended:
+            text = self._texts[sample.group_id].samples[sample.sample_index]
+            sample.tokens.extend(text[len(sample.tokens) :])
+            self._drafter.end(sample)
