@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+import time
 
+import pytest
+import torch
+
+from infsample_rl.config import RolloutConfig
+from infsample_rl.rollout.engine.speculation import Speculation, StepCost
 from infsample_rl.rollout.kernels import cpu_kernels
+from infsample_rl.rollout.schedule import drafter as drafter_module
 from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from tests.engines import PROMPTS, bits_of, ends_of, make_engine
@@ -61,3 +68,95 @@ def test_drafts_follow_the_longest_match_and_among_equal_ones_the_most():
     first = Sample(again, 0, 0, 0)
     first.tokens.append(9)
     assert drafter.draft(first, 2)[0] == [5, 6]
+
+
+def test_the_cost_of_a_step_is_fitted_and_one_that_was_disturbed_is_left_out():
+    cost = StepCost()
+    assert cost.of_query() > 0
+    for turn in range(60):
+        queries = 4 + turn % 13
+        cost.add(queries, 0.01 + 0.002 * queries)
+    cost.add(8, 5.0)
+    assert cost.of_query() == pytest.approx(0.002, rel=0.1) and cost.of(40) == pytest.approx(0.09, rel=0.1)
+
+
+class Lender:
+    """A planner with pages for all."""
+
+    def lend_pages(self, sample, drafts):
+        return drafts
+
+
+def decode_with(speculation, seconds, *, right, steps=400):
+    """Queries of every step of four rows that repeat themselves, of which a share of the drafts is right."""
+    group = PromptGroup(0, [1, 2, 3], [0, 1, 2, 3], GroupSettings("arrival", 4, 4), lambda index: index)
+    rows = [Sample(group, index, index, 0) for index in range(4)]
+    chance, taken = random.Random(0), []
+    for _ in range(steps):
+        for sample in rows:
+            sample.tokens.append(10 + len(sample.tokens) % 5)
+        drafts = speculation.drafts_of(rows, Lender()) or [[] for _ in rows]
+        tokens = queries = 0
+        for sample, draft in zip(rows, drafts, strict=True):
+            accepted = next((place for place in range(len(draft)) if chance.random() > right), len(draft))
+            if draft:
+                speculation.judge(sample, accepted)
+            tokens, queries = tokens + accepted + 1, queries + len(draft) + 1
+        speculation._started = time.perf_counter() - seconds(queries)
+        speculation.end_step(4, queries, tokens)
+        taken.append(queries)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("seconds", "right", "fewest", "most"),
+    [
+        (lambda queries: 0.1 + 0.001 * queries, 0.95, 20, 32),  # drafts cost little and are right
+        (lambda queries: 0.1 + 0.001 * queries, 0.0, 4, 4.2),  # they never are
+        (lambda queries: 0.001 + 0.1 * queries, 0.5, 4, 4.2),  # they cost as much as they give
+    ],
+)
+def test_as_many_are_drafted_as_pay(seconds, right, fewest, most):
+    taken = decode_with(Speculation(cpu_kernels.load(), None), seconds, right=right)
+    assert fewest <= sum(taken[100:]) / len(taken[100:]) <= most
+
+
+def test_a_fixed_number_is_drafted_up_to_the_queries_of_a_step():
+    speculation = Speculation(cpu_kernels.load(), 7)
+    assert set(decode_with(speculation, lambda queries: 0.1, right=0.0, steps=40)[20:]) == {32}
+
+
+def test_texts_stay_within_their_bytes(monkeypatch):
+    monkeypatch.setattr(drafter_module, "MOST_BYTES", 200_000)
+    drafter = Drafter(cpu_kernels.load())
+    for prompt in range(8):
+        group = PromptGroup(prompt, [prompt], [0], GroupSettings("arrival", 1, 1), lambda index: index)
+        sample = Sample(group, 0, 0, 0)
+        for token in range(1500):
+            sample.tokens.append(token)
+            drafter.draft(sample, 3)
+        drafter.end(sample)
+        drafter.leave(group)
+    drafter.close()
+    kept = [texts.bytes for texts in drafter._texts.values()]
+    assert 1 <= len(kept) < 8 and sum(kept) <= 200_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"speculate": "8"}, "rollout.speculate must be auto or a whole number from 0 to 7, got '8'"),
+        ({"speculate": 3, "schedule": "dynamic_slot", "slots": 2}, "does not go with rollout.schedule=dynamic_slot"),
+        ({"speculate": 3, "kv_dtype": "int8"}, "does not go with rollout.kv_dtype=int8"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        RolloutConfig(**settings)
+
+
+def test_a_model_without_a_compiled_decoder_drafts_nothing_and_refuses_a_number(make_model, make_tokenizer):
+    model = make_model().to(torch.bfloat16)
+    assert make_engine(model, make_tokenizer()).generate(PROMPTS, seed=1)
+    with pytest.raises(ValueError, match="rollout.speculate=3 needs the compiled decoder"):
+        make_engine(model, make_tokenizer(), speculate=3)
