@@ -171,10 +171,11 @@ class Speculation:
                 chance *= (PRIOR_TRIES * record.hits / record.tries + own.hits) / (PRIOR_TRIES + own.tries)
                 offers.append((chance * weight, chance, row))
         offers.sort(reverse=True)
-        counts, tokens, queries = [0] * len(rows), float(len(rows)), len(rows)
+        counts, tokens = [0] * len(rows), float(len(rows))
+        seconds, of_query = self._cost.of(len(rows)), self._cost.of_query()
         for weighted, chance, row in offers[:room]:
-            if weighted * self._cost.of(queries) < tokens * self._cost.of_query():
+            if weighted * seconds < tokens * of_query:
                 break
             counts[row] += 1
-            tokens, queries = tokens + chance, queries + 1
+            tokens, seconds = tokens + chance, seconds + of_query
         return counts
