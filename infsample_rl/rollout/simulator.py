@@ -14,7 +14,7 @@ from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
-from infsample_rl.rollout.simulator_drafts import Drafting, Text
+from infsample_rl.rollout.simulator_drafts import Accepted, Drafting, Text
 from infsample_rl.rollout.simulator_input import (
     Repredicted,
     check_counts,
@@ -56,6 +56,7 @@ class Simulation:
     recomputed_tokens: int = 0
     parked_tokens: int = 0
     stays: list[Stay] = field(default_factory=list)  # where record_rows was asked for: who decoded when, in which row
+    accepted: list[Accepted] = field(default_factory=list)  # drafted tokens that were kept
 
 
 def slot_bound(lengths: Sequence[int], slots: int) -> float:
@@ -213,7 +214,8 @@ class _Run:
             self._end([sample for sample in rows if sample.num_tokens == self._length(sample)])
         result.running_steps, result.busy_row_steps = planner.running_steps, planner.row_steps
         result.tokens = planner.num_tokens
-        result.drafted_tokens = 0 if self._drafting is None else self._drafting.drafted_tokens
+        if self._drafting is not None:
+            result.drafted_tokens, result.accepted = self._drafting.drafted_tokens, self._drafting.accepted
         result.most_rows, result.preemptions = planner.most_rows, planner.num_preemptions
         result.recomputed_tokens, result.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         pool = planner.pool

@@ -18,6 +18,14 @@ class Text(NamedTuple):
     samples: Sequence[Sequence[int]]
 
 
+class Accepted(NamedTuple):
+    """Drafted tokens that a row kept in a running step, counted from 0."""
+
+    row: int
+    step: int
+    tokens: int
+
+
 class Drafting:
     """Drafted tokens, as with a fixed rollout.speculate."""
 
@@ -30,7 +38,7 @@ class Drafting:
             raise ValueError(f"drafts={drafts} needs {'token ids' if texts is None else 'a C++ compiler'}")
         self._drafter, self._texts, self._drafts = Drafter(kernels), texts, drafts
         self._opened: set[PromptGroup] = set()
-        self.drafted_tokens = 0
+        self.drafted_tokens, self.accepted = 0, list[Accepted]()
 
     def accept(self, planner: StepPlanner, rows: Sequence[Sample]) -> None:
         """Draft for the rows of a step, whose new tokens are counted, and count the drafts that are right."""
@@ -51,6 +59,8 @@ class Drafting:
             while right < min(len(draft), len(following) - 1) and draft[right] == following[right]:
                 right += 1
             planner.accept(sample, right)
+            if right:
+                self.accepted.append(Accepted(sample.slot, planner.running_steps - 1, right))
 
     def end(self, ended: Sequence[Sample]) -> None:
         """These samples have ended."""
