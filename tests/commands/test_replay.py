@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from infsample_rl.commands import replay
-from infsample_rl.commands.schedule_workload import load
+from infsample_rl.commands.schedule_workload import SimulateOptions, load
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.controller.groups import StepGroups, loss_totals, provisional_totals, trainable_specs
 from infsample_rl.controller.recording import read_recording, write_recording
@@ -141,7 +141,7 @@ def test_what_was_not_kept_is_said_in_one_line(recorded_run, capsys):
 def test_the_lengths_of_a_run_go_into_the_scheduler_alone(recorded_run):
     lines = [json.dumps(record) for record in length_records(recorded_run.groups, recorded_run.config, step=1)]
     (recorded_run.folder / "lengths.jsonl").write_text("\n".join(lines) + "\n")
-    options = SimpleNamespace(cap=None, group_size=None, seed=0, prompt_tokens=None)
+    options = SimulateOptions(lengths=[str(recorded_run.folder)], prompt_tokens=None)
     workload = load(recorded_run.folder, options)
     assert workload.groups == [[sample.length for sample in group.samples] for group in recorded_run.groups.groups]
     assert workload.cap == 24
