@@ -134,26 +134,13 @@ def simulate_prompts(
     groups = [[int(length) for length in lengths] for lengths in groups]
     sizes, prompts = group_sizes(groups, schedule, group_size), one_each("prompt_tokens", prompt_tokens, len(groups))
     resident = sorted(prompts, reverse=True)[: prompts_at_once or PLANNED_PROMPTS]
-    asked = max(sizes) if schedule == "full_group" else slots
-    num_slots, pool = _slots_and_pool(asked, kv_budget_tokens, cap, page_size, resident)
+    num_slots, pool = _slots_and_pool(schedule, slots, max(sizes), kv_budget_tokens, cap, page_size, resident)
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
-    orders = orders_of(groups, schedule, predicted, repredicted)
     most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
-    planned = [
-        PromptGroup(
-            place,
-            [0] * tokens,
-            list(range(samples)),
-            GroupSettings(schedule, num_slots, samples, prefix_tokens=prefix_tokens),
-            lambda _: 0,
-            predicted_in_rows=prefix_tokens > 0,
-            lengths=orders[place],
-        )
-        for place, (samples, tokens) in enumerate(zip(sizes, prompts, strict=True))
-    ]
+    rules = [GroupSettings(schedule, num_slots, samples, prefix_tokens=prefix_tokens) for samples in sizes]
     planner = StepPlanner(
-        planned,
+        _groups(rules, prompts, orders_of(groups, schedule, predicted, repredicted)),
         pool,
         num_slots=min(most_rows, pool.num_pages) if by_budget else min(num_slots, useful),
         prompts_at_once=prompts_at_once or len(groups),
@@ -166,13 +153,40 @@ def simulate_prompts(
     return found
 
 
+def _groups(
+    rules: Sequence[GroupSettings], prompts: Sequence[int], orders: Sequence[list[float] | None]
+) -> list[PromptGroup]:
+    """Groups of so many prompt tokens each."""
+    return [
+        PromptGroup(
+            place,
+            [0] * tokens,
+            list(range(rule.group_size)),
+            rule,
+            lambda _: 0,
+            predicted_in_rows=rule.prefix_tokens > 0,
+            lengths=order,
+        )
+        for place, (rule, tokens, order) in enumerate(zip(rules, prompts, orders, strict=True))
+    ]
+
+
 def _slots_and_pool(
-    slots: int | None, kv_budget_tokens: int | None, cap: int, page_size: int, resident: Sequence[int]
+    schedule: str,
+    slots: int | None,
+    group_size: int,
+    kv_budget_tokens: int | None,
+    cap: int,
+    page_size: int,
+    resident: Sequence[int],
 ) -> tuple[int, KVPool]:
     """Rows of a fixed-slot schedule and the pool, as rollout.slots and rollout.kv_budget_tokens would give them."""
+    if schedule == "full_group":
+        slots = group_size
     pages = pool_tokens(kv_budget_tokens, slots or DEFAULT_SLOTS, cap, page_size, resident) // page_size
     if slots is None and kv_budget_tokens is not None:
         slots = slots_in(pages, cap, resident, page_size)
+        slots = min(slots, group_size) if schedule == "dynamic_slot" else slots  # as RolloutConfig.most_rows
     return min(slots or DEFAULT_SLOTS, pages), KVPool(pages, page_size)
 
 

@@ -46,9 +46,7 @@ class DecodeStep:
         not."""
         if self.graphs is not None:
             return self._launch_graph(rows)
-        drawn, hidden = self._run(
-            self.batch, dict(zip(self.batch.first_rows, self.batch.first_rows, strict=True)), rows
-        )
+        drawn, hidden = self._run(self.batch, {row: row for row in self.batch.first_rows}, rows)
         self.batch.move_on(drawn.tokens)
         self.batch.count_step()
         return drawn, hidden
