@@ -13,7 +13,9 @@ from infsample_rl.rollout.engine.speculation import Speculation, StepCost
 from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.schedule import drafter as drafter_module
 from infsample_rl.rollout.schedule.drafter import Drafter
+from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from tests.engines import PROMPTS, bits_of, ends_of, make_engine
 
 SETTINGS = [
@@ -160,3 +162,22 @@ def test_a_model_without_a_compiled_decoder_drafts_nothing_and_refuses_a_number(
     assert make_engine(model, make_tokenizer()).generate(PROMPTS, seed=1)
     with pytest.raises(ValueError, match="rollout.speculate=3 needs the compiled decoder"):
         make_engine(model, make_tokenizer(), speculate=3)
+
+
+def test_drafts_take_pages_that_nobody_holds_and_give_them_back():
+    pool = KVPool(5, 4)
+    group = PromptGroup(0, [1], [0, 1], GroupSettings("arrival", 2, 2), lambda index: index)
+    planner = StepPlanner([group], pool, num_slots=2, prompts_at_once=1, max_new_tokens=8)
+    first = planner.next_step().rows[0]
+    while first.num_tokens < 5:  # the KV of four tokens, a page for each row, and one for the prompt
+        planner.end_step([])
+        first, _ = planner.next_step().rows
+    free = pool.num_free
+    assert free == 5 - sum(len(sample.pages) for sample in planner.running) - 1
+    lent = planner.lend_pages(first, 7)
+    assert lent == min(8 - 5, len(first.pages) * 4 - 4) and planner.num_preemptions == 0  # max_new_tokens, and pages
+    planner.accept(first, 0)
+    assert pool.num_free == free and first.num_tokens == 5
+    planner.lend_pages(first, 7)
+    planner.accept(first, 1)
+    assert first.num_tokens == 6 and len(first.pages) == pool.pages_for(5)
