@@ -44,7 +44,7 @@ class ObjectiveConfig:
     )
     mismatch_stop: float = setting(
         0.05,
-        "in bf16, fp16 or with kv_dtype=fp8, int8 the run stops above this mean |engine - learner| log-probability",
+        "in bf16, fp16 or with kv_dtype=int8 the run stops above this mean |engine - learner| log-probability",
         above=0,
     )
     mismatch_stop_float32: float = setting(

@@ -23,7 +23,7 @@ SCHEDULES = (
 PREDICTORS = ("none", "bert", "probe")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
 PAPER_PREFIX_TOKENS = 16  # k of the paper
-KV_DTYPES = ("auto", "fp8", "int8")
+KV_DTYPES = ("auto", "int8")
 PREEMPTIONS = ("auto", "recompute", "park")
 DEFAULT_SLOTS = 4  # of fixed-slot schedules, the paper's
 MOST_DRAFTS = 7  # tokens drafted for one row of a step
@@ -107,7 +107,7 @@ class RolloutConfig:
     )
     kv_dtype: str = setting(
         "auto",
-        "dtype of KV pages; auto: the model's; fp8, int8: 8 bits with scales",
+        "dtype of KV pages; auto: the model's; int8: 8 bits with scales",
         choices=KV_DTYPES,
     )
     speculate: str = setting(

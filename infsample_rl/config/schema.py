@@ -169,7 +169,7 @@ class Config:
         """Whether engine and learner differ by float32 rounding alone, so that objective.mismatch_stop_float32 bounds
         every token.
 
-        Not in 16 bits or with rollout.kv_dtype=fp8 or int8, where objective.mismatch_stop bounds the mean; with
+        Not in 16 bits or with rollout.kv_dtype=int8, where objective.mismatch_stop bounds the mean; with
         run.max_staleness=1 they are different policies, and neither holds.
         """
         return self.run.max_staleness == 0 and self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"

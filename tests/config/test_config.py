@@ -238,11 +238,11 @@ WRONG = [
         "rollout.predictor_path=/no is not a folder",
     ),
     (["run.dir=/dev/null/run"], "run.dir=/dev/null/run cannot be written"),
-    (["rollout.kv_dtype=int4"], "rollout.kv_dtype must be one of auto, fp8, int8, got 'int4'; did you mean int8?"),
+    (["rollout.kv_dtype=int4"], "rollout.kv_dtype must be one of auto, int8, got 'int4'; did you mean int8?"),
     (["rollout.kv_dtype=int8"], "rollout.kv_dtype must be auto with objective.importance=auto, got int8"),
     (
-        ["rollout.kv_dtype=fp8", "objective.importance=token_tis", "run.deterministic=true"],
-        "rollout.kv_dtype must be auto with run.deterministic=true, got fp8",
+        ["rollout.kv_dtype=int8", "objective.importance=token_tis", "run.deterministic=true"],
+        "rollout.kv_dtype must be auto with run.deterministic=true, got int8",
     ),
     (["objective.mini_batches=99"], "objective.mini_batches must be <= data.prompts_per_step"),
     (
@@ -412,11 +412,11 @@ def test_what_a_preset_sets_is_read(objective):
 
 def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     config = load_config(
-        ["rollout.kv_dtype=fp8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"]
+        ["rollout.kv_dtype=int8", "objective.importance=sequence_tis", "model.dtype=bfloat16", "rollout.page_size=16"]
     )
     (line,) = setting_warnings(config)
     assert (
-        line.startswith("rollout.kv_dtype=fp8: ")
+        line.startswith("rollout.kv_dtype=int8: ")
         and "learner/logprob_diff_*" in line
         and "objective.mismatch_stop=0.05" in line
     )
@@ -424,7 +424,7 @@ def test_rounded_kv_is_told_before_the_run_and_halves_the_bytes_of_a_token():
     assert kv_bytes_per_token(qwen, "bfloat16") == 114_688
     assert kv_bytes_per_token(qwen, "bfloat16", "int8", 16) == 61_376  # 4,032 of them scales
     table = dict(derived_table(config, qwen, total_steps=1, step=0, num_rows={"": 8}))
-    assert table["KV of a token"] == "61,376 bytes (fp8 with scales; 114,688 in bfloat16)"
+    assert table["KV of a token"] == "61,376 bytes (int8 with scales; 114,688 in bfloat16)"
 
 
 @pytest.mark.parametrize(

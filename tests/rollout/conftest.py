@@ -83,9 +83,12 @@ def make_variant(make_model):
     return build
 
 
-# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does
+# Triton 3.6 makes an int of an array of one element, which numpy 2.4 no longer does. On some processors numpy's BLAS
+# gives a row of a product other bits at another place of its block, which a GPU does not; einsum's loops do not either.
 START = """
+import numpy
 from triton.runtime import interpreter
+numpy.matmul = lambda a, b, dtype: numpy.einsum("...ij,...jk->...ik", a, b, dtype=dtype)
 patch = interpreter._patch_lang_tensor
 def patch_and_index(tensor, scope):
     patch(tensor, scope)

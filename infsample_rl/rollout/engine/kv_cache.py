@@ -1,5 +1,5 @@
-"""The KV pool's tensors: pages of every layer's keys and values, allocated once, in the model's dtype or quantised to 8
-bits.
+"""The KV pool's tensors: pages of every layer's keys and values, allocated once, in the model's dtype or quantised to
+int8.
 
 Letters: L layers, G pages, S tokens of a page, H kv heads, D head size, T tokens, P pages of one call.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.types import MaybeNone
 
-QUANTISED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by rollout.kv_dtype
+LARGEST = 127.0  # what a scale's largest |value| is stored as; -128 is not used
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # of a page of zeros; 0 / 0 would be NaN
 ROUNDED_UP = 1 + 2**-8  # times a number is at least that number in bfloat16
 
@@ -97,33 +97,24 @@ class PagedKV:
 
 
 class QuantisedKV(PagedKV):
-    """Pages of int8 or float8_e4m3fn: value = stored x scale.
+    """Pages of int8: value = stored x scale.
 
     Keys have a scale for each channel of a page and kv head, [L, G + 1, H, D], since a few channels of theirs are much
     larger than the others; values one for each token and kv head, [L, G + 1, S, H] (KIVI, arXiv 2402.02750). A scale is
-    the largest |value| it is for / the largest number of the dtype, rounded up to bfloat16. A page's first token sets
-    its keys' scales afresh, so what an earlier owner left does not matter; a later token that is larger makes a
-    channel's grow, and what the page holds of it is rounded again.
+    the largest |value| it is for / 127, rounded up to bfloat16. A page's first token sets its keys' scales afresh, so
+    what an earlier owner left does not matter; a later token that is larger makes a channel's grow, and what the page
+    holds of it is rounded again.
     """
 
     def __init__(
-        self,
-        shape: KVShape,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        compute_dtype: torch.dtype,
+        self, shape: KVShape, num_pages: int, page_size: int, compute_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """`dtype`: of the pages. `compute_dtype`: of what `gather` gives."""
-        super().__init__(shape, num_pages, page_size, dtype, device)
+        """`compute_dtype`: of what `gather` gives."""
+        super().__init__(shape, num_pages, page_size, torch.int8, device)
         self.compute_dtype = compute_dtype
-        self.largest = largest_number(dtype)
         of_pages, heads = (shape.num_layers, num_pages + 1), shape.num_kv_heads
         self.key_scales = torch.zeros(*of_pages, heads, shape.head_dim, dtype=torch.bfloat16, device=device)
         self.value_scales = torch.zeros(*of_pages, page_size, heads, dtype=torch.bfloat16, device=device)
-        self._bytes = self.store.view(torch.int8)  # the same memory: torch moves no float8 by index on the CPU
 
     def write(self, layer: int, token_index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [T, H, D] to the tokens `token_index` [T], the newest of T sequences; the keys of their
@@ -162,36 +153,29 @@ class QuantisedKV(PagedKV):
 
         `is_new` [P]: pages whose first token is written.
         """
-        of_layer, scales = self._bytes[2 * layer], self.key_scales[layer]
+        of_layer, scales = self.layers[2 * layer], self.key_scales[layer]
         held, old = of_layer.index_select(0, pages), scales.index_select(0, pages)
         old = old.masked_fill(is_new[:, None, None], 0.0)
         scale = torch.maximum(old, self._scale_for(largest))
         # Where the scale stays, the factor is exactly 1 and nothing is rounded anew.
-        numbers = held.view(self.store.dtype).float().mul_((old.float() / scale.float())[:, None])
+        numbers = held.float().mul_((old.float() / scale.float())[:, None])
         # not by a factor of 0: an earlier owner may have left NaN
         numbers = numbers.masked_fill_(is_new[:, None, None, None], 0.0)
         quotients = new / scale.index_select(0, places // self.page_size).float()
         numbers.flatten(0, 1).index_copy_(0, places, quotients)
-        of_layer.index_copy_(0, pages, self._rounded(numbers).view(torch.int8))
+        of_layer.index_copy_(0, pages, _rounded(numbers))
         scales.index_copy_(0, pages, scale)
 
     def _write_values(self, layer: int, token_index: Tensor, new: Tensor) -> None:
         """Write values `new` [T, H, D] to the tokens `token_index` [T]."""
         scale = self._scale_for(new.abs().amax(-1))
-        numbers = self._rounded(new / scale.float()[..., None]).view(torch.int8)
-        self._bytes[2 * layer + 1].flatten(0, 1).index_copy_(0, token_index, numbers)
+        numbers = _rounded(new / scale.float()[..., None])
+        self.layers[2 * layer + 1].flatten(0, 1).index_copy_(0, token_index, numbers)
         self.value_scales[layer].flatten(0, 1).index_copy_(0, token_index, scale)
 
     def _scale_for(self, largest: Tensor) -> Tensor:
-        """The scale of numbers up to `largest`; rounded up, so that none is above the dtype's largest number."""
-        return (largest * (ROUNDED_UP / self.largest)).clamp_(min=SMALLEST_SCALE).bfloat16()
-
-    def _rounded(self, numbers: Tensor) -> Tensor:
-        """Float32 numbers, changed in place, as the pages' dtype. A quotient may be a rounding above the bound, which
-        float8 may take for NaN."""
-        if self.store.dtype == torch.int8:
-            numbers.round_()
-        return numbers.clamp_(-self.largest, self.largest).to(self.store.dtype)
+        """The scale of numbers up to `largest`; rounded up, so that none is above LARGEST."""
+        return (largest * (ROUNDED_UP / LARGEST)).clamp_(min=SMALLEST_SCALE).bfloat16()
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """A dense copy of one layer's keys and values in the pages [R, n], in the compute dtype: two [R, n S, H, D]."""
@@ -202,21 +186,21 @@ class QuantisedKV(PagedKV):
             self.value_scales[layer].index_select(0, index)[..., None],
         )
         keys, values = (
-            stored.index_select(0, index).view(self.store.dtype).float().mul_(scale).to(self.compute_dtype).view(size)
-            for stored, scale in zip(self._bytes[2 * layer : 2 * layer + 2], scales, strict=True)
+            stored.index_select(0, index).float().mul_(scale).to(self.compute_dtype).view(size)
+            for stored, scale in zip(self.layers[2 * layer : 2 * layer + 2], scales, strict=True)
         )
         return keys, values
 
 
-def largest_number(dtype: torch.dtype) -> float:
-    """The number that a scale's largest |value| is stored as: 127 of int8 (-128 is not used), 448 of float8_e4m3fn."""
-    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+def _rounded(numbers: Tensor) -> Tensor:
+    """Float32 numbers, changed in place, as int8. A quotient may be a rounding above LARGEST."""
+    return numbers.round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
 
 
 def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     """Of the pages under rollout.kv_dtype: stored_dtype("int8", torch.bfloat16) -> torch.int8; auto: the model's
     dtype."""
-    return model_dtype if kv_dtype == "auto" else QUANTISED_DTYPES[kv_dtype]
+    return model_dtype if kv_dtype == "auto" else torch.int8
 
 
 def free_bytes(device: torch.device) -> int:

@@ -37,19 +37,13 @@ class ModelRunner:
     was."""
 
     def __init__(self, model: PreTrainedModel, *, lm_head_fp32: bool = False, kv_dtype: str = "auto") -> None:
-        """`kv_dtype`: auto (the model's dtype), int8 or fp8. Raises ValueError for fp8 where the device cannot convert
-        it, and for a model that cannot be decoded here.
-        """
+        """`kv_dtype`: auto (the model's dtype) or int8. ValueError for a model that cannot be decoded here."""
         check_architecture(model)
         self.model, self.lm_head_fp32 = model, lm_head_fp32
         self.shape = KVShape.of(model.config)
         self.context = context_of(model.config)  # None: unbounded
         self.device, self.dtype = model.device, model.dtype
         self.kv_dtype = stored_dtype(kv_dtype, self.dtype)
-        if kv_dtype == "fp8" and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < (8, 9):
-            raise ValueError(
-                "rollout.kv_dtype=fp8 needs a GPU of compute capability 8.9 or above; take rollout.kv_dtype=int8"
-            )
         self.kernels: cpu_kernels.Kernels | MaybeNone = (
             cpu_kernels.load() if self.device.type == "cpu" and self.dtype == torch.float32 else None
         )
@@ -82,8 +76,8 @@ class ModelRunner:
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pool; the one before is freed first."""
         self.kv = None
-        sizes = (self.shape, num_pages, page_size, self.kv_dtype, self.device)
-        self.kv = PagedKV(*sizes) if self.kv_dtype == self.dtype else QuantisedKV(*sizes, compute_dtype=self.dtype)
+        kind = PagedKV if self.kv_dtype == self.dtype else QuantisedKV
+        self.kv = kind(self.shape, num_pages, page_size, self.dtype, self.device)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, all layers, scales included."""

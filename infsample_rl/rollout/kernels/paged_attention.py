@@ -63,7 +63,7 @@ def paged_attention(
     """Attention of one query per row over its prompt's tokens and its own: query [R, H N, D] -> [R, H N, D], softmax in
     float32.
 
-    keys, values [pages, page size, H, D]: as query, or int8 / float8_e4m3fn with bfloat16 key_scales [pages, H, D] and
+    keys, values [pages, page size, H, D]: as query, or int8 with bfloat16 key_scales [pages, H, D] and
     value_scales [pages, page size, H]; a page size is a power of two >= 8. Tables int32 of page numbers [R or more,
     any], [P, any]; lengths int32 [R or more], [P] in tokens, 0 for an unused place. The rows of prompt p are
     row_order[starts[p]:starts[p + 1]] (int32, every row once; None: they lie in that order); those behind starts[P]
