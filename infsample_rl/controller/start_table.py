@@ -113,7 +113,7 @@ def derived_table(
         ("steps", f"{total_steps} ({epochs:.2g} epochs) of {samples}{going_on}"),
         ("updates per step", _updates_text(config)),
         ("learner", _learner_text(config)),
-        ("schedule", f"{rollout.schedule}, {_rows_text(rollout)} per rollout worker{_drafts_text(config)}"),
+        ("schedule", _schedule_text(config, architecture)),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
@@ -133,11 +133,13 @@ def _rows_text(rollout: RolloutConfig) -> str:
     return f"as many rows as the KV pool holds full responses, up to {rollout.most_rows},"
 
 
-def _drafts_text(config: Config) -> str:
-    if not config.rollout.speculates or config.cluster.rollout_gpus > 0 or config.model.dtype != "float32":
-        return ""
+def _schedule_text(config: Config, architecture: PretrainedConfig) -> str:
+    text = f"{config.rollout.schedule}, {_rows_text(config.rollout)} per rollout worker"
+    has_decoder = config.cluster.rollout_gpus > 0 or config.model.dtype == "float32"
+    if not config.rollout.speculates or not has_decoder or architecture.model_type not in ("llama", "qwen2", "qwen3"):
+        return text
     drafts = config.rollout.speculate
-    return ", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each"
+    return text + (", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each")
 
 
 def _compression_text(config: Config, architecture: PretrainedConfig) -> str:

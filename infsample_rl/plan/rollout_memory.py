@@ -112,21 +112,20 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     receives into."""
     rows = most_rows(config, model, device)
     on_gpu = config.cluster.rollout_gpus > 0
+    drafts = config.rollout.speculates and (_is_compiled(config, model) or (on_gpu and _is_known(model)))
+    queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows)) if drafts else rows
     if on_gpu:
         lines = {
-            "rows of a step": _rows_on_cuda(config, model, rows),
+            "rows of a step": _rows_on_cuda(config, model, queries),
             "cuBLAS workspaces": CUBLAS_WORKSPACE,
         }
-        at_a_time = min(rows, HEAD_ROWS)
+        at_a_time = min(queries, HEAD_ROWS)
     else:
-        queries = rows
-        if config.rollout.speculates and _is_compiled(config, model):
-            queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows))
         lines = {"rows of a step": _rows_on_cpu(config, model, queries)}
-        if queries > rows:
-            tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
-            lines["drafted texts"] = min(MOST_BYTES, BYTES_PER_TOKEN * tokens)
         at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))
+    if drafts and not on_gpu:  # else they lie beside the GPU
+        tokens = config.samples_per_step * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+        lines["drafted texts"] = min(MOST_BYTES, BYTES_PER_TOKEN * tokens)
     lines["logits and drawing"] = _drawing(config, model, at_a_time, _prompts(config, rows))
     if not on_gpu and not _is_compiled(config, model):  # attention's copies are gone when logits are there
         lines["logits and drawing"] = max(0, lines["logits and drawing"] - _gathered(config, model, rows))
@@ -142,15 +141,19 @@ def _prompts(config: Config, rows: int) -> int:
 
 
 def _tables(config: Config, rows: int) -> int:
-    """Of RowBatch, and its copy for numpy."""
+    """Of RowBatch, and the host's copies."""
     prompts, pages = _prompts(config, rows), -(-config.data.max_prompt_tokens // config.rollout.page_size)
-    return rows * (2 * 4 * response_pages(config) + 5 * 8 + 3 * 4) + prompts * (4 * pages + 12)
+    return rows * (2 * 4 * response_pages(config) + 9 * 8 + 2 * 4) + prompts * (4 * pages + 12)
+
+
+def _is_known(model: ModelOutline) -> bool:
+    """Whether a decoder of this package runs the layers."""
+    return (model.architecture.architectures or [type(model.model).__name__])[0] in ARCHITECTURES
 
 
 def _is_compiled(config: Config, model: ModelOutline) -> bool:
     """Whether the CPU's C++ decoder runs the layers."""
-    is_known = (model.architecture.architectures or [type(model.model).__name__])[0] in ARCHITECTURES
-    return is_known and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
+    return _is_known(model) and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
 
 
 def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infsample_rl.config.rollout import MOST_QUERIES
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
 from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
@@ -39,52 +38,41 @@ class DecodeStep:
         self.runner, self.sampler, self.graphs = runner, sampler, graphs
         self.batch = batch if graphs is None else graphs.batch
         self.prompt_logits: dict[PromptGroup, Tensor] = {}  # [V] each, of the resident prompts
-        self._queries: RowBatch | None = None  # with drafted tokens
 
-    def launch(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
-        """What is drawn for the rows, and the last hidden states [R, E] that the model was run for; None: it was
-        not."""
+    def launch(self, rows: Rows, drafts: Drafts | None = None) -> tuple[DrawnTensors, Tensor | None]:
+        """What is drawn for the Q rows and the tokens drafted after them, and the last hidden states [Q, E] that the
+        model was run for; None: it was not."""
+        batch = self.batch
+        if drafts is not None or batch.is_spread:
+            batch.spread(rows, drafts or [[]] * len(rows))
         if self.graphs is not None:
             return self._launch_graph(rows)
-        drawn, hidden = self._run(self.batch, {row: row for row in self.batch.first_rows}, rows)
-        self.batch.move_on(drawn.tokens)
-        self.batch.count_step()
+        drawn, hidden = self._run(rows)
+        if not batch.is_spread:  # else every row is written again
+            batch.move_on(drawn.tokens)
+            batch.count_step()
         return drawn, hidden
-
-    def launch_drafts(self, rows: Rows, drafts: Drafts) -> tuple[DrawnTensors, Tensor | None]:
-        """As launch(), of every row and of the tokens drafted after it: [Q, E]. `move_on` belongs to it."""
-        if self._queries is None:
-            self._queries = RowBatch.of_queries(self.batch, MOST_QUERIES)
-        of_query = self._queries.spread(self.batch, drafts, [sample.pages for sample in rows]).tolist()
-        first = {of_query.index(row): row for row in self.batch.first_rows}
-        return self._run(self._queries, first, rows)
-
-    def move_on(self, rows: Rows, counts: list[int]) -> None:
-        """The rows have got so many tokens each, after launch_drafts()."""
-        newest = torch.tensor([sample.tokens[-1] for sample in rows])
-        self.batch.move_rows(newest, torch.tensor(counts))
-        self.batch.write_pages(rows)
 
     def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, Tensor]:
         batch, logits = self.batch, self.prompt_logits
-        starting = {rows[row].group for row in batch.first_rows}
+        starting = {rows[row].group for row in batch.first_rows.values()}
         drawn = self.graphs.step(
             {place: logits[group] for place, group in enumerate(batch.groups) if group in starting}
         )
         return drawn, self.graphs.hidden[: batch.num_rows]
 
-    def _run(self, batch: RowBatch, first: dict[int, int], rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
-        """A step of a batch. `first`: {place in the batch: row} of those that take their prompt's logits."""
-        logits = {place: self.prompt_logits[rows[row].group] for place, row in first.items()}
-        hidden = None if len(first) == batch.num_rows else self.runner.decode(batch)
+    def _run(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
+        batch = self.batch
+        logits = {place: self.prompt_logits[rows[row].group] for place, row in batch.first_rows.items()}
+        hidden = None if len(logits) == batch.num_rows else self.runner.decode(batch)
         size = max(8, LOGITS_AT_A_TIME // self.runner.vocab_size)
         pieces = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
-        parts = [self._draw(batch, piece, hidden, logits) for piece in pieces]
+        parts = [self._draw(piece, hidden, logits) for piece in pieces]
         return parts[0] if len(parts) == 1 else DrawnTensors.join(parts), hidden
 
-    def _draw(self, batch: RowBatch, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
+    def _draw(self, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
         """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do."""
-        place = slice(rows.start, rows.stop)
+        batch, place = self.batch, slice(rows.start, rows.stop)
         if hidden is None:
             logits = torch.stack([first[row] for row in rows])
         else:
@@ -110,7 +98,7 @@ class DecodeLoop:
         speculation: Speculation | None = None,
     ) -> None:
         """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
-        them. `speculation`: drafts tokens, but for captured steps and those launched ahead."""
+        them. `speculation`: drafts tokens; while it does, no step is launched ahead."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
@@ -118,7 +106,7 @@ class DecodeLoop:
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self.speculation = None if self.run_ahead or decode.graphs is not None else speculation
+        self.speculation = speculation
         self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
 
@@ -129,20 +117,21 @@ class DecodeLoop:
 
     def step(self) -> list[list[Completion]]:
         """One running step (more when KV is computed again); the micro-groups it completes."""
-        plan = self.planner.repeat_step() if self._may_run_ahead() else None
+        speculation = None if self.speculation is None or self.speculation.rest() else self.speculation
+        plan = self.planner.repeat_step() if speculation is None and self._may_run_ahead() else None
         if plan is None:
             self._collect()
             if not self.planner.is_done:
                 self._carry_out(self.planner.next_step())
-                self._launched = self._launch()
+                self._launched = self._launch(speculation)
         else:
             before, self._launched = self._launched, None
             if plan.pages_changed:
                 self.decode.batch.write_pages(self._rows)
-            launched = self._launch()
+            launched = self._launch(None)
             self._read(before)
             self._launched = launched
-        if not self.run_ahead:
+        if speculation is not None or not self.run_ahead:
             self._collect()
         self.stats.read(self.planner, self.runner.page_bytes(self.planner.pool.page_size))
         return self.micro_groups.take()
@@ -183,18 +172,18 @@ class DecodeLoop:
             batch.write_pages(self._rows)
 
     @torch.inference_mode()
-    def _launch(self) -> _Launched:
+    def _launch(self, speculation: Speculation | None) -> _Launched:
         """Run the model and draw one token for every row and for every token drafted after it."""
         rows = self._rows
         drafts = None
-        if self.speculation is not None:
-            drafts = self.speculation.drafts_of(rows, self.planner)
-            self.stats.draft_seconds += self.speculation.seconds_of_drafts
+        if speculation is not None:
+            drafts = speculation.drafts_of(rows, self.planner)
+            self.stats.draft_seconds += speculation.seconds_of_drafts
+        drawn, hidden = self.decode.launch(rows, drafts)
         if drafts is not None:
-            return _Launched(rows, *self.decode.launch_drafts(rows, drafts), None, drafts)
-        drawn, hidden = self.decode.launch(rows)
+            return _Launched(rows, drawn, hidden, None, speculation, drafts)
         moment = None if self.watch is None or hidden is None else self.watch.launch(hidden, rows)
-        return _Launched(rows, drawn, hidden, moment)
+        return _Launched(rows, drawn, hidden, moment, speculation)
 
     def _collect(self) -> None:
         """Read the step that is in flight, if any."""
@@ -206,15 +195,16 @@ class DecodeLoop:
         """Append what a step drew; samples whose newest token was their last leave."""
         rows, drawn = launched.rows, Sampler.to_host(launched.drawn)
         reasons: dict[Sample, str] = {}
-        if launched.drafts is None or self.speculation is None:
+        speculation = launched.speculation
+        if launched.drafts is None or speculation is None:
             for row, sample in enumerate(rows):
                 if not sample.finish_reason and sample.slot >= 0:  # else it had ended when this step was launched
                     _append(sample, drawn, row)
                     reasons[sample] = self.stops.reason(sample.tokens)
-            if self.speculation is not None:
-                self.speculation.end_step(len(rows), len(rows), len(rows))
+            if speculation is not None:
+                speculation.end_step(len(rows), len(rows), len(rows))
         else:
-            launched.moment = self._append_drafted(launched, launched.drafts, self.speculation, drawn, reasons)
+            launched.moment = self._append_drafted(launched, launched.drafts, speculation, drawn, reasons)
         if launched.moment is not None:  # before samples end or begin to wait, which predictions are for
             self.watch.read(launched.moment)
         ended = [sample for sample, reason in reasons.items() if reason]
@@ -241,7 +231,7 @@ class DecodeLoop:
         """Append every row's token and, as long as a drafted one is what was drawn before it, the next; what the probe
         takes of the step."""
         rows, query = launched.rows, 0
-        newest, counts = [], []
+        newest, tokens = [], 0
         for sample, draft in zip(rows, drafts, strict=True):
             first = query
             for token in [*draft, -1]:
@@ -251,14 +241,14 @@ class DecodeLoop:
                     break
                 query += 1
             newest.append(query)
-            counts.append(query - first + 1)
+            tokens += query - first + 1
             self.planner.accept(sample, query - first)
             if draft:
                 speculation.judge(sample, query - first)
             query = first + len(draft) + 1
-        self.decode.move_on(rows, counts)
+        self.decode.batch.drop_pages(rows)
         self.stats.drafted_tokens += query - len(rows)
-        speculation.end_step(len(rows), query, sum(counts))
+        speculation.end_step(len(rows), query, tokens)
         if self.watch is None or launched.hidden is None:
             return None
         return self.watch.launch(launched.hidden[newest], rows)
@@ -272,6 +262,7 @@ class _Launched:
     drawn: DrawnTensors  # of every row, and of every token drafted after it
     hidden: Tensor | None  # [R or Q, E]
     moment: Moment | None  # what the probe takes of it; with drafts it is known when it is read
+    speculation: Speculation | None  # where it may draft; not for a step that was launched ahead
     drafts: Drafts | None = None
 
 

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 
+IDLE = np.array([[0], [-1], [0], [0], [0]])  # columns of a row without a sample
+
 
 class RowBatch:
     """Page tables, lengths, noise keys and newest tokens of all rows, allocated once; prompts by the place they got.
 
-    It has an attribute for every tensor that the kernels of a step take, so there are many. A row without a sample, or
-    whose sample has no token yet, lies on the scratch page at length 1; so do the rows behind the last, up to
-    `max_rows`: a step may run more rows than there are. Host values reach the device in stream order, without a host
-    sync.
+    A row is a sample, or a token drafted after a sample's newest (spread). It has an attribute for every tensor that
+    the kernels of a step take, so there are many. A row whose sample has no token yet lies at length 1; so do, on the
+    scratch page, the rows behind the last, up to `max_rows`: a step may run more rows than there are. On the CPU the
+    tensors are the host's arrays; elsewhere host values reach the device in stream order, without a host sync.
     """
 
     def __init__(
@@ -33,33 +35,26 @@ class RowBatch:
         device: torch.device,
     ) -> None:
         self.max_rows, self.scratch_page, self.device = max_rows, scratch_page, device
-        self.tables = torch.full((max_rows, row_pages), scratch_page, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)  # newest of each row
-        # its place in the response; -1: no token yet
-        self.positions = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self.lengths = torch.ones(max_rows, dtype=torch.int32, device=device)  # own tokens a row sees in this step
-        self.starts = torch.zeros(max_rows, dtype=torch.int64, device=device)  # tokens of the row's prompt
-        self.keys = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.has_sample = torch.zeros(max_rows, dtype=torch.int64, device=device)  # 1 or 0
-        self.prompt_of_row = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # rows by prompt, those without a sample last
-        self.row_order = torch.arange(max_rows, dtype=torch.int32, device=device)
+        self._columns = np.repeat(IDLE, max_rows, axis=1)
+        self._numbers = np.array([[1], [0]], dtype=np.int32).repeat(max_rows, axis=1)
+        self._tables = np.full((max_rows, row_pages), scratch_page, dtype=np.int32)
+        self._on_device = [torch.from_numpy(array).to(device) for array in (self._columns, self._numbers, self._tables)]
+        columns, numbers, self.tables = self._on_device
+        # The newest token of each row, its place in the response (-1: no token yet), the tokens of the row's prompt,
+        # the noise key, and whether there is a sample (1 or 0): int64 [M] each.
+        self.tokens, self.positions, self.starts, self.keys, self.has_sample = columns
+        self.lengths, self.prompt_of_row = numbers  # int32 [M]; own tokens that a row sees in this step
         self.prompt_tables = torch.full((max_prompts, prompt_pages), scratch_page, dtype=torch.int32, device=device)
         self.prompt_lengths = torch.zeros(max_prompts, dtype=torch.int32, device=device)
-        self.prompt_row_starts = torch.zeros(max_prompts + 1, dtype=torch.int32, device=device)  # in `row_order`
+        self.prompt_row_starts = torch.zeros(max_prompts + 1, dtype=torch.int32, device=device)
         self.num_rows = 0
         self.groups: list[PromptGroup] = []  # by place
-        self.first_rows: list[int] = []  # rows whose first token comes from their prompt's logits
+        self.first_rows: dict[int, int] = {}  # {row: sample} of those that take their prompt's logits
         self.max_length = 1  # of `lengths`
-        self._tables = np.full((max_rows, row_pages), scratch_page, dtype=np.int32)
-        self.pages_written = [0] * max_rows
-
-    @classmethod
-    def of_queries(cls, rows: RowBatch, most: int) -> RowBatch:
-        """A batch for up to `most` queries of another's rows (spread), beside the same prompts. On the CPU."""
-        batch = cls(most, rows.tables.shape[1], 1, 1, rows.scratch_page, rows.device)
-        batch.prompt_tables, batch.prompt_lengths = rows.prompt_tables, rows.prompt_lengths
-        return batch
+        # of the samples: prompt's tokens, noise key, 1, prompt's place; pages; how many of them are written
+        self._of_samples = np.zeros((4, 0), dtype=np.int64)
+        self._pages_of_samples = np.zeros_like(self._tables)
+        self._num_pages: list[int] = []
 
     @property
     def moving(self) -> list[tuple[Tensor, int | None]]:
@@ -67,34 +62,56 @@ class RowBatch:
         idle = (self.scratch_page, None, -1, 1, 0)
         return list(zip((self.tables, self.tokens, self.positions, self.lengths, self.has_sample), idle, strict=True))
 
-    def arrange(self, rows: Sequence[Sample | None]) -> None:
-        """Write all rows anew; None is a row without a sample. Every sample's tokens must be complete but for this
-        step's."""
-        self.num_rows = len(rows)
-        self.groups = list(dict.fromkeys(sample.group for sample in rows if sample is not None))
+    @property
+    def is_spread(self) -> bool:
+        """Whether some rows are drafted tokens."""
+        return self.num_rows > len(self._num_pages)
+
+    def arrange(self, samples: Sequence[Sample]) -> None:
+        """Write all rows anew, one for each sample; those of one prompt are neighbours. Every sample's tokens must be
+        complete but for this step's."""
+        self.groups = list(dict.fromkeys(sample.group for sample in samples))
         place = {group: index for index, group in enumerate(self.groups)}
-        columns = np.zeros((5, self.max_rows), dtype=np.int64)
-        columns[1] = -1
-        prompt_of_row = np.full(self.max_rows, len(self.groups), dtype=np.int32)
-        for row, sample in enumerate(rows):
-            if sample is not None:
-                newest = sample.tokens[-1] if sample.tokens else 0
-                columns[:, row] = newest, len(sample.tokens) - 1, len(sample.group.prompt_ids), sample.key, 1
-                prompt_of_row[row] = place[sample.group]
-        self.first_rows = [row for row, sample in enumerate(rows) if sample is not None and not sample.tokens]
-        lengths = np.maximum(columns[1] + 1, 1)
-        self.max_length = int(lengths.max())
-        order = np.argsort(prompt_of_row, kind="stable")
-        prompt_of_row[prompt_of_row == len(self.groups)] = 0
-        for tensor, values in zip(
-            (self.tokens, self.positions, self.starts, self.keys, self.has_sample), columns, strict=True
-        ):
+        columns = [(len(each.group.prompt_ids), each.key, 1, place[each.group]) for each in samples]
+        self._of_samples = np.array(columns, dtype=np.int64).reshape(-1, 4).T
+        self._pages_of_samples[:], self._num_pages = self.scratch_page, [0] * len(samples)
+        tables = np.full(tuple(self.prompt_tables.shape), self.scratch_page, dtype=np.int32)
+        lengths = np.zeros(len(self.prompt_lengths), dtype=np.int32)
+        for index, group in enumerate(self.groups):
+            tables[index, : len(group.pages)] = group.pages
+            lengths[index] = len(group.prompt_ids)
+        self._write(self.prompt_tables, tables)
+        self._write(self.prompt_lengths, lengths)
+        self.spread(samples, [()] * len(samples))
+
+    def spread(self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> None:
+        """The same samples again, after each a row for every token drafted after its newest, which sees those before
+        it."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        self.first_rows = {}
+        for index, (sample, draft) in enumerate(zip(samples, drafts, strict=True)):
+            length = len(sample.tokens)
+            if not length:
+                self.first_rows[len(tokens)] = index
+            tokens.append(sample.tokens[-1] if length else 0)
+            tokens += draft
+            positions += range(length - 1, length + len(draft))
+        self.num_rows = rows = len(tokens)
+        of_row = np.repeat(np.arange(len(samples)), [1 + len(draft) for draft in drafts])
+        fixed = self._of_samples[:, of_row]
+        self._columns[:, rows:], self._columns[2:, :rows] = IDLE, fixed[:3]
+        self._columns[0, :rows], self._columns[1, :rows] = tokens, positions
+        self._numbers[0] = np.maximum(self._columns[1] + 1, 1)
+        self._numbers[1, :rows], self._numbers[1, rows:] = fixed[3], 0
+        self._note_pages(samples)
+        self._tables[:rows], self._tables[rows:] = self._pages_of_samples[of_row], self.scratch_page
+        self.max_length = max(1, max(positions, default=0) + 1)
+        starts = np.zeros(len(self.prompt_row_starts), dtype=np.int32)
+        np.cumsum(np.bincount(fixed[3], minlength=len(starts) - 1), out=starts[1:])
+        self._write(self.prompt_row_starts, starts)
+        for tensor, values in zip(self._on_device, (self._columns, self._numbers, self._tables), strict=True):
             self._write(tensor, values)
-        for tensor, numbers in ((self.lengths, lengths), (self.prompt_of_row, prompt_of_row), (self.row_order, order)):
-            self._write(tensor, numbers.astype(np.int32))
-        self._write_prompts(np.bincount(prompt_of_row, weights=columns[4], minlength=len(self.groups)))
-        self._tables[:], self.pages_written = self.scratch_page, [0] * self.max_rows
-        self.write_pages(rows)
 
     def arrange_tokens(
         self, tokens: Sequence[int], places: range, pages: Sequence[int], prompt_pages: Sequence[int], start: int
@@ -111,73 +128,43 @@ class RowBatch:
         self.prompt_tables.copy_(torch.tensor(prompt_pages, dtype=torch.int32))
         self.prompt_lengths.fill_(start)
 
-    def write_pages(self, rows: Sequence[Sample | None]) -> None:
-        """Write the pages that rows have got since they were arranged."""
-        for row, sample in enumerate(rows):
-            if sample is not None and len(sample.pages) > self.pages_written[row]:
-                written, self.pages_written[row] = self.pages_written[row], len(sample.pages)
-                self._tables[row, written : len(sample.pages)] = sample.pages[written:]
-        self._write(self.tables, self._tables)
+    def write_pages(self, samples: Sequence[Sample]) -> None:
+        """Write the pages that samples have got since they were arranged."""
+        self._note_pages(samples)
+        if not self.is_spread:
+            self._tables[: len(samples)] = self._pages_of_samples[: len(samples)]
+            self._write(self.tables, self._tables)
+
+    def drop_pages(self, samples: Sequence[Sample]) -> None:
+        """Samples have lost the pages of drafted tokens that were wrong: others may take their place."""
+        self._num_pages = [
+            min(count, len(sample.pages)) for count, sample in zip(self._num_pages, samples, strict=True)
+        ]
 
     def move_on(self, tokens: Tensor) -> None:
-        """The first R rows, idle ones among them or behind the last, have got their next token [R]: what the device
-        keeps of it, in place, fixed shapes. `count_step` belongs to it."""
+        """The first R rows, idle ones behind the last among them, have got their next token [R]: what the device keeps
+        of it, in place, fixed shapes. `count_step` belongs to it."""
         rows = slice(len(tokens))
         self.tokens[rows].copy_(tokens)
         self.positions[rows].add_(self.has_sample[rows])
         self.lengths[rows].copy_((self.positions[rows] + 1).clamp_(min=1))
 
-    def count_step(self, tokens: int = 1) -> None:
-        """Every row has got its next token, some so many: what the host keeps of it."""
-        self.max_length += tokens
-        self.first_rows = []
+    def count_step(self) -> None:
+        """Every row has got its next token: what the host keeps of it."""
+        self.max_length += 1
+        self.first_rows = {}
 
-    def spread(self, rows: RowBatch, drafts: Sequence[Sequence[int]], pages: Sequence[Sequence[int]]) -> Tensor:
-        """Become a batch of queries of another batch's rows: each row, then a row for every token drafted after it,
-        which sees those before it. `pages`: the rows', also those that `rows` does not know yet. The queries' rows [Q].
-        """
-        counts = np.array([1 + len(draft) for draft in drafts])
-        index, firsts = np.repeat(np.arange(len(counts)), counts), np.cumsum(counts) - counts
-        self.num_rows, self.groups = len(index), rows.groups
-        places = torch.from_numpy(index)
-        mine = slice(self.num_rows)
-        for name in ("tokens", "positions", "starts", "keys", "prompt_of_row", "tables"):
-            torch.index_select(getattr(rows, name), 0, places, out=getattr(self, name)[mine])
-        self.positions[mine] += torch.from_numpy(np.arange(self.num_rows) - np.repeat(firsts, counts))
-        tokens, tables = self.tokens.numpy(), self.tables.numpy()
-        for row, draft in enumerate(drafts):
-            if draft:
-                first, last = firsts[row], firsts[row] + len(draft)
-                tokens[first + 1 : last + 1] = draft
-                known = rows.pages_written[row]
-                tables[first : last + 1, known : len(pages[row])] = pages[row][known:]
-        self.lengths[mine] = (self.positions[mine] + 1).clamp_(min=1)
-        self.max_length = rows.max_length + int(counts.max()) - 1
-        return places
-
-    def move_rows(self, tokens: Tensor, steps: Tensor) -> None:
-        """Every row has got so many tokens [R], its newest in `tokens` [R]. On the CPU."""
-        self.tokens[: len(tokens)] = tokens
-        self.positions[: len(tokens)] += steps
-        self.lengths[: len(tokens)] = self.positions[: len(tokens)] + 1
-        self.count_step(int(steps.max()))
-
-    def _write_prompts(self, counts: np.ndarray) -> None:
-        """`counts`: rows of every place."""
-        num_prompts, prompt_pages = self.prompt_tables.shape
-        tables = np.full((num_prompts, prompt_pages), self.scratch_page, dtype=np.int32)
-        starts, lengths = np.zeros(num_prompts + 1, dtype=np.int32), np.zeros(num_prompts, dtype=np.int32)
-        for place, group in enumerate(self.groups):
-            tables[place, : len(group.pages)] = group.pages
-            lengths[place] = len(group.prompt_ids)
-        starts[1 : len(self.groups) + 1] = np.cumsum(counts[: len(self.groups)])
-        starts[len(self.groups) + 1 :] = starts[len(self.groups)]
-        self._write(self.prompt_tables, tables)
-        self._write(self.prompt_lengths, lengths)
-        self._write(self.prompt_row_starts, starts)
+    def _note_pages(self, samples: Sequence[Sample]) -> None:
+        for index, sample in enumerate(samples):
+            if len(sample.pages) > self._num_pages[index]:
+                written, self._num_pages[index] = self._num_pages[index], len(sample.pages)
+                self._pages_of_samples[index, written : len(sample.pages)] = sample.pages[written:]
 
     def _write(self, tensor: Tensor, values: np.ndarray) -> None:
-        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
-        it lends it again."""
+        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache,
+        which waits for the copy before it lends it again."""
         host = torch.from_numpy(values)
-        tensor.copy_(host if self.device.type == "cpu" else host.pin_memory(), non_blocking=True)
+        if self.device.type == "cpu":
+            tensor.copy_(host)
+        else:
+            tensor.copy_(host.pin_memory(), non_blocking=True)

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config.fields import check_temperature
-from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
+from infsample_rl.config.rollout import MOST_QUERIES, PREDICTED_SCHEDULES, RolloutConfig
 from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.rollout.engine.call import MicroGroups, Request, RolloutStats, StopRule, Totals, Withdrawals
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop, DecodeStep
@@ -21,7 +21,7 @@ from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, Sampler, sample_key
-from infsample_rl.rollout.engine.speculation import Speculation
+from infsample_rl.rollout.engine.speculation import speculation_of
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.messages import LengthReport
@@ -80,7 +80,7 @@ class SamplingEngine:
         )
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
-        self._speculation = _speculation(rollout_config, self.runner)
+        self._speculation = speculation_of(rollout_config, self.runner)
         self._loop: DecodeLoop | None = None  # of the last stream
 
     def generate(
@@ -247,7 +247,9 @@ class SamplingEngine:
         runner, page_size, groups, most_rows = self.runner, config.page_size, list(planner.waiting), planner.num_slots
         prompts = min(config.most_prompts, most_rows, max(len(groups), 1))
         pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
-        batch = RowBatch(most_rows, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
+        # rows, or rows and the tokens drafted after them
+        most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)
+        batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         ends_text = self._stop_strings.ends if config.stop_strings else None
         return DecodeLoop(
             planner,
@@ -256,7 +258,7 @@ class SamplingEngine:
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),
             run_ahead=runner.device.type == "cuda",
             watch=watch,
-            speculation=self._speculation,
+            speculation=self._speculation if config.speculates else None,
         )
 
     def _new_sampler(self, temperature: float | None) -> Sampler:
@@ -273,19 +275,6 @@ class SamplingEngine:
             bad_token_ids=config.bad_token_ids,
             device=self.runner.device,
         )
-
-
-def _speculation(config: RolloutConfig, runner: ModelRunner) -> Speculation | None:
-    """What drafts tokens, where rollout.speculate asks for it. ValueError where it asks for what cannot be."""
-    if runner.is_exact and config.speculates:
-        return Speculation(runner.kernels, None if config.speculate == "auto" else int(config.speculate))
-    if config.speculate not in ("auto", "0"):
-        raise ValueError(
-            f"rollout.speculate={config.speculate} needs the compiled decoder, which model type "
-            f"{runner.model.config.model_type} in {runner.dtype} on {runner.device.type} has not; take "
-            "rollout.speculate=auto"
-        )
-    return None
 
 
 def _plain(config: RolloutConfig) -> RolloutConfig:

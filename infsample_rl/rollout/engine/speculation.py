@@ -11,7 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infsample_rl.config.rollout import MOST_DRAFTS, MOST_QUERIES
+from infsample_rl.config.rollout import MOST_DRAFTS, MOST_QUERIES, RolloutConfig
+from infsample_rl.rollout.engine.decoder import FusedDecoder
+from infsample_rl.rollout.engine.model_runner import ModelRunner
+from infsample_rl.rollout.kernels import cpu_kernels
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
 from infsample_rl.rollout.schedule.drafter import Drafter
 from infsample_rl.rollout.schedule.prompt_group import Sample
@@ -21,9 +24,10 @@ PRIOR_TRIES = 4  # a row's own record counts as much as that of its match's leng
 FORGET = 0.98  # of what steps took, at every step
 FIRST_COST = 0.04  # of a query beside a step of one, before any was measured
 LEAST_GAIN = 1.02  # in tokens a second, below which nothing is drafted for a while
-WAIT_STEPS = 64  # that while; twice as long every time, up to MOST_WAIT
-MOST_WAIT = 4096
-TRIED_STEPS = 8  # with drafts before they are judged
+LEAST_GAIN_AHEAD = 1.1  # where steps could be launched ahead: about what the host takes beside a step of a GPU
+REST_STEPS = 64  # that while; twice as long every time, up to MOST_REST
+MOST_REST = 4096
+TRIED_STEPS = 8  # before drafts are judged
 
 
 @dataclass(slots=True)
@@ -45,9 +49,12 @@ class StepCost:
         self._sums = [0.0] * 5  # of 1, Q, Q^2, seconds, Q x seconds
 
     def add(self, queries: int, seconds: float) -> None:
-        """A step has taken so long. One that took several times what it should is left out: something else ran."""
+        """A step has taken so long. One that took several times what it should is left out: something else ran, or was
+        compiled; so are all before one that took far less."""
         if self._sums[0] > TRIED_STEPS and seconds > 4 * self.of(queries):
             return
+        if self._sums[0] and self.of(queries) > 4 * seconds:
+            self._sums = [0.0] * 5
         new = (1.0, queries, queries**2, seconds, queries * seconds)
         self._sums = [FORGET * old + each for old, each in zip(self._sums, new, strict=True)]
 
@@ -76,23 +83,29 @@ class StepCost:
 class Speculation:
     """Drafts for the rows of one engine's calls."""
 
-    def __init__(self, kernels: Kernels, drafts: int | None) -> None:
-        """`drafts`: for every row and step, where so many are found; None: as many as pay."""
-        self.drafter, self._drafts = Drafter(kernels), drafts
+    def __init__(self, kernels: Kernels, drafts: int | None, *, holds_up: bool = False) -> None:
+        """`drafts`: for every row and step, where so many are found; None: as many as pay. `holds_up`: steps could be
+        launched ahead if nothing were drafted for them."""
+        self.drafter, self._drafts, self._holds_up = Drafter(kernels), drafts, holds_up
         self._by_match: defaultdict[int, Record] = defaultdict(lambda: Record(1.0, 0.5))
         self._by_sample: defaultdict[Sample, Record] = defaultdict(Record)
         self._cost = StepCost()
         self._started = self._tokens = 0.0
-        self._tried = self._left_to_wait = 0
-        self._wait = WAIT_STEPS
+        self._tried = self._left_to_rest = 0
+        self._rest = REST_STEPS
         self._matches: dict[Sample, list[int]] = {}
         self.seconds_of_drafts = 0.0  # of the last drafts_of()
+
+    def rest(self) -> bool:
+        """Asked before every step: whether nothing is drafted for it, since drafts have not paid."""
+        self._left_to_rest = max(0, self._left_to_rest - 1)
+        return self._left_to_rest > 0
 
     def drafts_of(self, rows: Sequence[Sample], planner: StepPlanner) -> list[list[int]] | None:
         """The tokens drafted for every row of a step, whose KV has pages; None where nothing is drafted."""
         self._started, self.seconds_of_drafts = time.perf_counter(), 0.0
         room = MOST_QUERIES - len(rows)
-        if room <= 0 or self._is_waiting():
+        if room <= 0:
             return None
         found = [self._found(sample) for sample in rows]
         counts = self._fixed(found, room) if self._drafts is not None else self._paying(rows, found, room)
@@ -123,26 +136,22 @@ class Speculation:
     def end_step(self, rows: int, queries: int, tokens: int) -> None:
         """A step that drafts_of() began is read: it had so many rows and queries and gave so many tokens."""
         self._cost.add(queries, time.perf_counter() - self._started)
-        if queries == rows or self._drafts is not None:
+        if self._drafts is not None or (queries == rows and not self._holds_up):
             return
         self._tried += 1
         self._tokens += tokens * self._cost.of(rows) / (rows * self._cost.of(queries))
         if self._tried >= TRIED_STEPS:
             gain, self._tried, self._tokens = self._tokens / self._tried, 0, 0.0
-            if gain < LEAST_GAIN:
-                self._left_to_wait, self._wait = self._wait, min(2 * self._wait, MOST_WAIT)
+            if gain < (LEAST_GAIN_AHEAD if self._holds_up else LEAST_GAIN):
+                self._left_to_rest, self._rest = self._rest, min(2 * self._rest, MOST_REST)
             else:
-                self._wait = WAIT_STEPS
+                self._rest = REST_STEPS
 
     def close(self) -> None:
         """A call has ended."""
         self._by_sample.clear()
         self._matches = {}
         self.drafter.close()
-
-    def _is_waiting(self) -> bool:
-        self._left_to_wait = max(0, self._left_to_wait - 1)
-        return self._left_to_wait > 0
 
     def _found(self, sample: Sample) -> tuple[list[int], list[int]]:
         if not sample.tokens:  # the first comes from the prompt's logits
@@ -179,3 +188,24 @@ class Speculation:
             counts[row] += 1
             tokens, seconds = tokens + chance, seconds + of_query
         return counts
+
+
+def speculation_of(config: RolloutConfig, runner: ModelRunner) -> Speculation | None:
+    """What drafts tokens for a model, where rollout.speculate asks for it: on the CPU where a row's bits depend on no
+    row beside it, on a GPU for the decoders of this package.
+
+    ValueError where a number of drafts is asked for that cannot be.
+    """
+    on_gpu = runner.device.type == "cuda" and isinstance(runner.decoder, FusedDecoder) and not runner.length_rope
+    kernels = None
+    if config.speculates and (runner.is_exact or on_gpu):
+        kernels = cpu_kernels.load() if on_gpu else runner.kernels
+    if kernels is not None:
+        return Speculation(kernels, None if config.speculate == "auto" else int(config.speculate), holds_up=on_gpu)
+    if config.speculate not in ("auto", "0"):
+        raise ValueError(
+            f"rollout.speculate={config.speculate} needs the compiled decoder or Llama, Qwen2 or Qwen3 on a GPU, and "
+            f"this is model type {runner.model.config.model_type} in {runner.dtype} on {runner.device.type}; take "
+            "rollout.speculate=auto"
+        )
+    return None

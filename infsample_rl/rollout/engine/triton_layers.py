@@ -72,7 +72,6 @@ class TritonStep:
             batch.prompt_row_starts,
             scaling,
             workspace=self.workspace,
-            row_order=batch.row_order,
             key_scales=self.kv.key_scales[layer] if self.kv.is_quantised else None,
             value_scales=self.kv.value_scales[layer] if self.kv.is_quantised else None,
             early=early,

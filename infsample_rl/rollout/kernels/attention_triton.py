@@ -71,8 +71,8 @@ def _attend(
 
 @triton.jit
 def _prompt_queries(
-    block, starts, row_order, num_prompts, head,
-    H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P_PAD: tl.constexpr, ORDERED: tl.constexpr,
+    block, starts, num_prompts, head,
+    H: tl.constexpr, N: tl.constexpr, M: tl.constexpr, P_PAD: tl.constexpr,
 ):  # fmt: skip
     """Block number over all prompts -> its prompt (num_prompts or more: none), slots of its M queries in [R, H N],
     which of them are live."""
@@ -87,8 +87,6 @@ def _prompt_queries(
     folded = block * M + tl.arange(0, M)  # row by row, N queries each
     row = begin + folded // N
     live = row < end
-    if ORDERED:
-        row = tl.load(row_order + row, mask=live, other=0)
     return prompt, row.to(tl.int64) * (H * N) + head * N + folded % N, live
 
 
@@ -112,18 +110,18 @@ def _prefetch(
 @triton.jit(do_not_specialize=["num_rows", "num_prompts", "num_blocks", "row_stride", "prompt_stride"])
 def _parts_kernel(
     queries, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths, starts,
-    row_order, outputs, lses,
+    outputs, lses,
     num_rows, num_prompts, num_blocks, row_stride, prompt_stride, score_scale,
     H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PROMPT_M: tl.constexpr,
     OWN_M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, P_PAD: tl.constexpr, PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
-    QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, ORDERED: tl.constexpr, EARLY: tl.constexpr,
+    QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs (block of a prompt's queries, split, kv head), then (row, split, kv head): in one launch, so that they
     fill each other's gaps.
 
-    EARLY: launched before the kernels ahead are done (programmatic dependent launch). Lengths, tables and the order of
-    rows, which no kernel of a layer writes, are read before they are.
+    EARLY: launched before the kernels ahead are done (programmatic dependent launch). Lengths and tables, which no
+    kernel of a layer writes, are read before they are.
     """
     let_next_start(EARLY)
     pid = tl.program_id(0)
@@ -132,9 +130,7 @@ def _parts_kernel(
     num_prompt_programs = num_blocks * H * PROMPT_SPLITS
     if pid < num_prompt_programs:
         split, block = pid // H % PROMPT_SPLITS, pid // (H * PROMPT_SPLITS)
-        prompt, slot, live = _prompt_queries(
-            block, starts, row_order, num_prompts, head, H, N, PROMPT_M, P_PAD, ORDERED
-        )
+        prompt, slot, live = _prompt_queries(block, starts, num_prompts, head, H, N, PROMPT_M, P_PAD)
         length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
         table = prompt_tables + prompt.to(tl.int64) * prompt_stride
         if EARLY:
@@ -167,21 +163,17 @@ def _parts_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_prompts"])
 def _merge_kernel(
-    outputs, lses, row_lengths, prompt_lengths, starts, row_order, merged, num_rows, num_prompts,
+    outputs, lses, row_lengths, prompt_lengths, starts, merged, num_rows, num_prompts,
     NUM_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, D_PAD: tl.constexpr, P_PAD: tl.constexpr,
-    PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, ORDERED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr, PARTS_PAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (place of a row, query head): sum of its parts, each weighted by its share of the softmax; zeros without
+    """Program (row, query head): sum of its parts, each weighted by its share of the softmax; zeros without
     any token."""
     let_next_start(EARLY)
-    place, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0), tl.program_id(1)
     index = tl.arange(0, P_PAD)
     ends = tl.load(starts + 1 + index, mask=index < num_prompts, other=2147483647)
-    prompt = tl.sum((ends <= place).to(tl.int32), axis=0)  # num_prompts behind the last prompt's rows
-    row = place
-    if ORDERED:
-        row = tl.load(row_order + place)
+    prompt = tl.sum((ends <= row).to(tl.int32), axis=0)  # num_prompts behind the last prompt's rows
     prompt_length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
     prompt_blocks, per_prompt_split = _blocks_per_split(prompt_length, PROMPT_SPLITS, BLOCK_N)
     own_blocks, per_own_split = _blocks_per_split(tl.load(row_lengths + row), OWN_SPLITS, BLOCK_N)

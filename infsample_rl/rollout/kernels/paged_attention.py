@@ -55,7 +55,6 @@ def paged_attention(
     scaling: float,
     *,
     workspace: Workspace,
-    row_order: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     early: bool = False,
@@ -63,30 +62,28 @@ def paged_attention(
     """Attention of one query per row over its prompt's tokens and its own: query [R, H N, D] -> [R, H N, D], softmax in
     float32.
 
-    keys, values [pages, page size, H, D]: as query, or int8 with bfloat16 key_scales [pages, H, D] and
-    value_scales [pages, page size, H]; a page size is a power of two >= 8. Tables int32 of page numbers [R or more,
-    any], [P, any]; lengths int32 [R or more], [P] in tokens, 0 for an unused place. The rows of prompt p are
-    row_order[starts[p]:starts[p + 1]] (int32, every row once; None: they lie in that order); those behind starts[P]
-    have no prompt. Lengths beyond what the workspace was made for are right, only slower. `early`: with programmatic
-    dependent launch (sm_90). All tensors are contiguous, but for the rows of tables; nothing is checked, since the
-    tensors of every step are the same.
+    keys, values [pages, page size, H, D]: as query, or int8 with bfloat16 key_scales [pages, H, D] and value_scales
+    [pages, page size, H]; a page size is a power of two >= 8. Tables int32 of page numbers [R or more, any], [P,
+    any]; lengths int32 [R or more], [P] in tokens, 0 for an unused place. The rows of prompt p are starts[p] to
+    starts[p + 1] - 1; those behind starts[P] have no prompt. Lengths beyond what the workspace was made for are
+    right, only slower. `early`: with programmatic dependent launch (sm_90). All tensors are contiguous, but for the
+    rows of tables; nothing is checked, since the tensors of every step are the same.
     """
     num_rows, num_heads, num_prompts = *query.shape[:2], prompt_tables.shape[0]
     both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
-    both |= {"ORDERED": row_order is not None, "EARLY": early}
+    both["EARLY"] = early
     num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
     launch = {"launch_pdl": True} if early else {}
     out = torch.empty_like(query)
     _parts_kernel[(num_programs,)](
         query, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths,
-        prompt_row_starts, row_order,
+        prompt_row_starts,
         workspace.outputs, workspace.lses, num_rows, num_prompts, num_blocks, row_tables.stride(0),
         prompt_tables.stride(0), scaling * LOG2_E,
         QUANTISED=key_scales is not None, **parts, **both, num_warps=4, num_stages=3, **launch,
     )  # fmt: skip
     _merge_kernel[(num_rows, num_heads)](
-        workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, row_order, out, num_rows,
-        num_prompts,
+        workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, out, num_rows, num_prompts,
         NUM_HEADS=num_heads, PARTS_PAD=triton.next_power_of_2(both["PROMPT_SPLITS"] + both["OWN_SPLITS"]), **both,
         num_warps=4, **launch,
     )  # fmt: skip

@@ -15,12 +15,12 @@ from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from tests import engines
-from tests.engines import PROMPTS, assert_logprobs_close, ends_of
+from tests.engines import PROMPTS, assert_logprobs_close, bits_of, ends_of
 
 
 def make_engine(model, tokenizer, *, static=False, **settings):
     """`static`: steps run as they are captured on CUDA."""
-    made = engines.make_engine(model, tokenizer, speculate="0", **settings)
+    made = engines.make_engine(model, tokenizer, **({"speculate": "0"} | settings))
     made.pool.graphs.is_used = static
     return made
 
@@ -68,6 +68,23 @@ def test_steps_launched_ahead_change_no_completion(model, tokenizer, request, se
     assert ends_of(engine.generate(PROMPTS, seed=4, step=2)) == ends_of(wanted)
     assert loops[0].run_ahead == (settings.get("schedule") != "dynamic_slot")
     assert engine.stats.peak_kv_bytes <= engine.stats.kv_pool_bytes
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("speculate", ["3", "auto"])
+@pytest.mark.parametrize("settings", [each for each in SETTINGS if each.get("schedule") != "dynamic_slot"], ids=str)
+def test_drafts_beside_steps_launched_ahead_change_no_bit(model, tokenizer, request, settings, speculate, static):
+    settings = settings | {"temperature": 0.3}  # samples repeat each other
+    wanted = make_engine(model, tokenizer, **settings).generate(PROMPTS, seed=4, step=2)
+    loops = request.getfixturevalue("ahead")
+    engine = make_engine(model, tokenizer, static=static, speculate=speculate, **settings)
+    engine._speculation._holds_up = True  # as on CUDA
+    for _ in range(2):
+        found = engine.generate(PROMPTS, seed=4, step=2)
+        assert (ends_of(found), bits_of(found)) == (ends_of(wanted), bits_of(wanted))
+    assert loops[0].run_ahead and engine.pages_now()[1] == 0
+    if speculate == "3" and settings.get("max_new_tokens", 24) > 6:
+        assert engine.stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS[:3], {"temperature": 0.0}, {"bad_token_ids": [1, 2]}], ids=str)
@@ -160,13 +177,13 @@ def test_a_warm_up_leaves_rows_and_pages_as_they_were(model, tokenizer):
 def test_rows_behind_the_last_stay_on_the_scratch_page():
     batch = RowBatch(4, 2, 1, 1, 9, torch.device("cpu"))
     _, samples = make_group((1, 2), tokens=3)
-    batch.arrange([samples[0], None, samples[1]])
+    batch.arrange(samples)
     for _ in range(5):
         batch.move_on(torch.tensor([8, 8, 8, 8]))
         batch.count_step()
-    assert batch.positions.tolist() == [7, -1, 7, -1]
-    assert batch.lengths.tolist() == [8, 1, 8, 1]
-    assert batch.tables.tolist() == [[1, 9], [9, 9], [2, 9], [9, 9]]
-    assert batch.row_order.tolist() == [0, 2, 1, 3] and batch.prompt_row_starts.tolist() == [0, 2]
+    assert batch.positions.tolist() == [7, 7, -1, -1]
+    assert batch.lengths.tolist() == [8, 8, 1, 1]
+    assert batch.tables.tolist() == [[1, 9], [2, 9], [9, 9], [9, 9]]
+    assert batch.prompt_row_starts.tolist() == [0, 2]
     batch.arrange(samples[:1])
     assert batch.lengths.tolist() == [3, 1, 1, 1] and batch.tables[1:].unique().tolist() == [9]

@@ -97,15 +97,17 @@ def decode_with(speculation, seconds, *, right, steps=400):
     for _ in range(steps):
         for sample in rows:
             sample.tokens.append(10 + len(sample.tokens) % 5)
-        drafts = speculation.drafts_of(rows, Lender()) or [[] for _ in rows]
+        rests = speculation.rest()
+        drafts = (not rests and speculation.drafts_of(rows, Lender())) or [[] for _ in rows]
         tokens = queries = 0
         for sample, draft in zip(rows, drafts, strict=True):
             accepted = next((place for place in range(len(draft)) if chance.random() > right), len(draft))
             if draft:
                 speculation.judge(sample, accepted)
             tokens, queries = tokens + accepted + 1, queries + len(draft) + 1
-        speculation._started = time.perf_counter() - seconds(queries)
-        speculation.end_step(4, queries, tokens)
+        if not rests:
+            speculation._started = time.perf_counter() - seconds(queries)
+            speculation.end_step(4, queries, tokens)
         taken.append(queries)
     return taken
 
@@ -121,6 +123,19 @@ def decode_with(speculation, seconds, *, right, steps=400):
 def test_as_many_are_drafted_as_pay(seconds, right, fewest, most):
     taken = decode_with(Speculation(cpu_kernels.load(), None), seconds, right=right)
     assert fewest <= sum(taken[100:]) / len(taken[100:]) <= most
+
+
+def test_where_steps_could_be_launched_ahead_drafts_rest_when_none_are_found():
+    speculation = Speculation(cpu_kernels.load(), None, holds_up=True)
+    group = PromptGroup(0, [1, 2, 3], [0], GroupSettings("arrival", 1, 1), lambda index: index)
+    sample, asked = Sample(group, 0, 0, 0), 0
+    for token in range(1000):  # never repeats itself
+        sample.tokens.append(token)
+        if not speculation.rest():
+            asked += 1
+            assert speculation.drafts_of([sample], Lender()) is None
+            speculation.end_step(1, 1, 1)
+    assert asked < 60
 
 
 def test_a_fixed_number_is_drafted_up_to_the_queries_of_a_step():

@@ -21,12 +21,12 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 VARIANTS = ("qwen3", "qwen3 with biases", "qwen2", "llama", "llama with biases")
-NUM_ROWS = 5  # of which the fourth is idle
-OWN_TOKENS = (3, 1, 9, None, 8)
+OWN_TOKENS = (3, 1, 9, 2, 8, 5, 7, 4)
 
 
-def make_batch(runner, own_tokens):
-    """A prompt of three tokens, and rows with so many of their own whose KV is written but for the newest."""
+def make_batch(runner, own_tokens, max_rows):
+    """A prompt of three tokens, rows with so many of their own whose KV is written but for the newest, and idle
+    rows; the samples."""
     group = PromptGroup(
         0,
         [5, 6, 7],
@@ -38,38 +38,38 @@ def make_batch(runner, own_tokens):
     runner.prefill(group.prompt_ids, [0])
     rows, num_pages = [], 2
     for place, count in enumerate(own_tokens):
-        if count is None:
-            rows.append(None)
-            continue
         sample = group.next_sample(place)
         sample.pages = [1 + num_pages * place, 2 + num_pages * place]
         sample.tokens.extend((7 * place + 5 * index) % 60 for index in range(count))
         if count > 1:
             runner.rebuild(list(sample.tokens[:-1]), 0, sample.pages, [0], 3)
         rows.append(sample)
-    batch = RowBatch(len(own_tokens), num_pages, 1, 1, runner.kv.scratch_page, runner.device)
+    batch = RowBatch(max_rows, num_pages, 1, 1, runner.kv.scratch_page, runner.device)
     batch.arrange(rows)
-    return batch
+    return batch, rows
 
 
-def run_step(model, own_tokens, kv_dtype, in_triton):
-    """Hidden states of a step, and the KV pool after it without the scratch page."""
+def in_triton(runner, batch):
+    """Have a runner decode in Triton; the workspace of its steps."""
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
+    runner.decoder = FusedDecoder(runner.model)
+    runner.decoder.use_triton()
+    assert (runner.decoder.triton_layers is None) == (runner.dtype == torch.float32)
+    heads = runner.model.config.num_attention_heads
+    return Workspace(batch.max_rows, heads, runner.shape.head_dim, 16, 8, runner.device)
+
+
+def run_step(model, own_tokens, kv_dtype, *, triton):
+    """Hidden states of a step, and the KV pool after it without the scratch page."""
     runner = ModelRunner(model, kv_dtype=kv_dtype)
     runner.allocate(1 + 2 * len(own_tokens), 8)
-    batch, shape, heads = make_batch(runner, own_tokens), runner.shape, model.config.num_attention_heads
-    workspace = None
-    if in_triton:
-        runner.decoder = FusedDecoder(model)
-        runner.decoder.use_triton()
-        assert (runner.decoder.triton_layers is None) == (runner.dtype == torch.float32)
-        workspace = Workspace(len(own_tokens), heads, shape.head_dim, 16, 8, runner.device)
-    else:
-        runner.decoder = None
-    hidden = runner.decode(batch, len(own_tokens), workspace)
-    live = [row for row, count in enumerate(own_tokens) if count is not None]
-    return hidden[live].double().cpu().numpy(), runner.kv.store[:, :-1].double().cpu().numpy()
+    batch, _ = make_batch(runner, own_tokens, len(own_tokens) + 1)
+    workspace = runner.decoder = None
+    if triton:
+        workspace = in_triton(runner, batch)
+    hidden = runner.decode(batch, batch.max_rows, workspace)[: batch.num_rows]
+    return hidden.double().cpu().numpy(), runner.kv.store[:, :-1].double().cpu().numpy()
 
 
 def both_steps(config, state, dtype, kv_dtype="auto", own_tokens=OWN_TOKENS, device="cpu", repeats=1):
@@ -78,12 +78,12 @@ def both_steps(config, state, dtype, kv_dtype="auto", own_tokens=OWN_TOKENS, dev
     from transformers import AutoModelForCausalLM
 
     out = []
-    for in_triton, used in ((False, torch.float64), (False, dtype), *[(True, dtype)] * repeats):
+    for triton, used in ((False, torch.float64), (False, dtype), *[(True, dtype)] * repeats):
         model = (
             AutoModelForCausalLM.from_config(config, dtype=used).eval().to("cpu" if used == torch.float64 else device)
         )
         model.load_state_dict(state)
-        out.append(run_step(model, own_tokens, kv_dtype, in_triton))
+        out.append(run_step(model, own_tokens, kv_dtype, triton=triton))
     return out
 
 
@@ -117,7 +117,7 @@ def test_layers_in_triton_are_as_exact_as_transformers_modules(interpreted, make
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_more_rows_than_one_block_of_a_product_and_quantised_pages(interpreted, make_variant, kv_dtype):
     config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1)
-    own_tokens = (4, *[1] * 15, None, 2)
+    own_tokens = (4, *[1] * 15, 2)
     steps = interpreted(both_steps, config, state, torch.float16, kv_dtype, own_tokens)
     if kv_dtype == "auto":
         assert_as_exact_as_torch(steps)
@@ -133,26 +133,47 @@ def steps_of_rows(config, state, dtype, counts, device="cpu"):
     for num_rows in counts:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
         model.load_state_dict(state)
-        hidden, store = run_step(model, [4, *[1] * (num_rows - 1)], "auto", True)
+        hidden, store = run_step(model, [4, *[1] * (num_rows - 1)], "auto", triton=True)
         out.append((hidden[: counts[0]], store[:, : 1 + 2 * counts[0]]))
     return out
 
 
-def in_one_order(*arguments):
-    """steps_of_rows() where a product adds up in one order for every size, as BLAS under numpy does not."""
-    import numpy as np
-    import triton.runtime.interpreter as interpreter
+def steps_of_drafts(config, state, dtype, device="cpu"):
+    """Hidden states of a row's next five tokens and the KV of its pages: of four drafted in one step, and of five
+    steps."""
+    from transformers import AutoModelForCausalLM
 
-    assert interpreter.np is np
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "matmul", lambda left, right, **options: np.einsum("ik,kj->ij", left, right, **options))
-        return steps_of_rows(*arguments)
+    out, drafted = [], [11, 12, 13, 14]
+    for drafts in (drafted, []):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(device)
+        model.load_state_dict(state)
+        runner = ModelRunner(model)
+        runner.allocate(5, 8)
+        batch, samples = make_batch(runner, [5, 2], max_rows=8)
+        workspace, hidden = in_triton(runner, batch), []
+        for token in [None] if drafts else [None, *drafted]:
+            if token is not None:
+                samples[0].tokens.append(token)
+            batch.spread(samples, [drafts, []])
+            hidden += runner.decode(batch, batch.max_rows, workspace)[: 1 + len(drafts)].double().cpu().numpy().tolist()
+        out.append((hidden, runner.kv.store[:, 1:3].flatten(1, 2)[:, :9].double().cpu().numpy()))
+    return out
+
+
+def assert_drafts_are_exact(steps):
+    (drafted, pages), (alone, pages_alone) = steps
+    assert len(drafted) == 5 and drafted == alone and (pages == pages_alone).all()
+
+
+def test_drafted_tokens_have_the_bits_of_steps_of_their_own(interpreted, make_variant):
+    config, state = build(make_variant, "qwen3", torch.float16)
+    assert_drafts_are_exact(interpreted(steps_of_drafts, config, state, torch.float16))
 
 
 def test_a_row_has_the_same_bits_in_any_company(interpreted, make_variant):
     few_heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 256}  # a product of few tiles
     config, state = build(make_variant, "qwen3", torch.float16, num_hidden_layers=1, **few_heads)
-    alone, *others = interpreted(in_one_order, config, state, torch.float16, (2, 16, 17, 40))
+    alone, *others = interpreted(steps_of_rows, config, state, torch.float16, (2, 16, 17, 40))
     assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
 
 
@@ -256,3 +277,10 @@ def test_a_row_on_cuda_has_the_same_bits_in_any_company(make_variant, dtype):
     config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
     alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 64), device="cuda")
     assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_drafted_tokens_on_cuda_have_the_bits_of_steps_of_their_own(make_variant, dtype):
+    config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
+    assert_drafts_are_exact(steps_of_drafts(config, state, dtype, device="cuda"))

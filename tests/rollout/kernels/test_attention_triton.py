@@ -31,7 +31,6 @@ def make_case(
     page_size=16,
     dtype=FLOAT32,
     page_dtype=None,
-    shuffled=False,
     spread=1.0,
     device="cpu",
     seed=0,
@@ -55,7 +54,6 @@ def make_case(
         pages = (pages * 40).nan_to_num(100.0).clamp(-127, 127)  # int8 has no NaN: the largest value instead
         key_scales[0] = value_scales[0] = float("nan")
     keys, values = pages.to(page_dtype or dtype)
-    order = torch.randperm(len(own), dtype=torch.int32) if shuffled else None
     workspace = Workspace(len(own), heads[0] * heads[1], head_dim, max(own), max(prompts), device)
     workspace.outputs.fill_(float("nan"))
     workspace.lses.fill_(float("nan"))
@@ -68,7 +66,6 @@ def make_case(
         "prompt_tables": tables[: len(prompts)].contiguous(),
         "prompt_lengths": torch.tensor(prompts, dtype=torch.int32),
         "prompt_row_starts": torch.tensor([0, *rows]).cumsum(0).int(),
-        "row_order": order,
         "key_scales": key_scales if page_dtype else None,
         "value_scales": value_scales if page_dtype else None,
     }
@@ -90,11 +87,10 @@ def reference(case):
     case = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in case.items()}
     query, starts = case["query"].double(), case["prompt_row_starts"].tolist()
     out = torch.zeros_like(query)
-    for place in range(len(query)):
-        row = place if case["row_order"] is None else int(case["row_order"][place])
+    for row in range(len(query)):
         spans = [(case["row_tables"][row], int(case["row_lengths"][row]))]
         for prompt, length in enumerate(case["prompt_lengths"].tolist()):
-            if starts[prompt] <= place < starts[prompt + 1]:
+            if starts[prompt] <= row < starts[prompt + 1]:
                 spans.append((case["prompt_tables"][prompt], length))
         scales = (None, None)
         if case["key_scales"] is not None:  # of a page's channels, and of its tokens
@@ -159,15 +155,8 @@ def test_prompts_with_more_queries_than_one_block_takes(interpreted):
     assert_right(interpreted(paged_attention, **case), case)
 
 
-def test_rows_in_any_order(interpreted):
-    case = make_case((40, 70, 16), (3, 1, 2), (5, 80, 16, 1, 33, 7), shuffled=True)
-    assert case["row_order"].tolist() != sorted(case["row_order"].tolist())
-    assert_right(interpreted(paged_attention, **case), case)
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_idle_rows_behind_the_last_prompt_see_only_their_own(interpreted, shuffled):
-    case = make_case((40, 0), (2, 0), (5, 80, 1, 1, 30), shuffled=shuffled)
+def test_idle_rows_behind_the_last_prompt_see_only_their_own(interpreted):
+    case = make_case((40, 0), (2, 0), (5, 80, 1, 1, 30))
     assert_right(interpreted(paged_attention, **case), case)
 
 
@@ -216,7 +205,7 @@ def test_kernel_compiles_for_hopper_and_two_programs_fit_a_multiprocessor(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     case = make_case((64,), (32,), [1] * 32, heads=(1, group), head_dim=head_dim, dtype=dtype, page_dtype=page_dtype)
     both, parts, _ = _sizes(case["query"], case["keys"], 1, case["workspace"])
-    fixed = {"QUANTISED": page_dtype is not None, "ORDERED": False, "EARLY": early, "row_order": None} | both | parts
+    fixed = {"QUANTISED": page_dtype is not None, "EARLY": early} | both | parts
     fixed |= {} if page_dtype else {"key_scales": None, "value_scales": None}
     kinds = {"queries": POINTERS[dtype], "score_scale": "fp32"}
     kinds |= dict.fromkeys(("keys", "values"), POINTERS[page_dtype or dtype])
@@ -255,7 +244,7 @@ def test_kernels_at_real_sizes_on_cuda(shape, dtype, prompts, num_rows):
     rows = [num_rows // len(used) if place in used[:-1] else 0 for place in range(len(prompts))]
     rows[used[-1]] = max(1, num_rows - num_rows // 16 - sum(rows))  # some rows stay idle
     own = torch.randint(1, 1025, (num_rows,)).tolist()
-    options = {"heads": (num_kv_heads, group), "head_dim": head_dim, "dtype": dtype, "shuffled": num_rows > 4}
+    options = {"heads": (num_kv_heads, group), "head_dim": head_dim, "dtype": dtype}
     case = make_case(prompts, rows, own, **options, device="cuda")
     assert_right(paged_attention(**case), case)
 
@@ -272,7 +261,7 @@ def test_quantised_pages_on_cuda(dtype):
 
 @pytest.mark.gpu
 def test_one_cuda_graph_serves_any_lengths_tables_and_owners_without_a_sync():
-    layout = {"heads": (8, 2), "head_dim": 128, "dtype": BFLOAT16, "shuffled": True, "device": "cuda"}
+    layout = {"heads": (8, 2), "head_dim": 128, "dtype": BFLOAT16, "device": "cuda"}
     most = make_case((1024, 1024), (8, 8), [1024] * 16, **layout)
     paged_attention(**most)  # compiles
     torch.cuda.synchronize()
