@@ -20,7 +20,7 @@ from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 from infsample_rl.rollout.engine.cpu_decoder import ANGLES
-from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of
+from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of, whole_heads
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import ARCHITECTURES
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
@@ -116,10 +116,10 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows)) if drafts else rows
     if on_gpu:
         lines = {
-            "rows of a step": _rows_on_cuda(config, model, queries),
+            "rows of a step": _rows_on_cuda(config, model, whole_heads(queries)),
             "cuBLAS workspaces": CUBLAS_WORKSPACE,
         }
-        at_a_time = min(queries, HEAD_ROWS)
+        at_a_time = HEAD_ROWS
     else:
         lines = {"rows of a step": _rows_on_cpu(config, model, queries)}
         at_a_time = min(queries, max(8, LOGITS_AT_A_TIME // model.architecture.vocab_size))

@@ -25,7 +25,7 @@ from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.kernels.paged_attention import Workspace
 
-HEAD_ROWS = 32  # rows whose logits exist at a time: [32, V] floats whatever the number of rows
+HEAD_ROWS = 32  # rows whose logits exist at a time, always so many: in another shape a row might get other bits
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
 KEPT = 2  # sets of graphs: those of training and of evaluation
 WARM_UP_STEPS = 3  # before a capture: kernels are compiled and cuBLAS takes its workspace
@@ -36,6 +36,11 @@ def bucket_of(num_rows: int, most_rows: int) -> int:
     384."""
     bucket = next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 128) * 128)
     return min(bucket, most_rows)
+
+
+def whole_heads(num_rows: int) -> int:
+    """Rows whose logits are computed for `num_rows`: whole_heads(40) -> 64."""
+    return -(-num_rows // HEAD_ROWS) * HEAD_ROWS
 
 
 class GraphCache:
@@ -81,7 +86,7 @@ class GraphCache:
         graphs = self._kept.pop(key, None)
         if graphs is None:
             rows, pages = batch.tables.shape
-            own = RowBatch(rows, pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
+            own = RowBatch(whole_heads(rows), pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
             graphs = DecodeGraphs(runner, own, sampler, compiled=self.compiles)
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]
@@ -138,7 +143,6 @@ class DecodeGraphs:
         # last states of the last step
         self.hidden = torch.zeros(batch.max_rows, hidden_size, dtype=runner.dtype, device=device)
         self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
-        self._is_compiled = compiled
         self._draw = torch.compile(draw_rows, dynamic=False) if compiled else draw_rows
         if isinstance(runner.decoder, FusedDecoder):
             if compiled:
@@ -173,17 +177,10 @@ class DecodeGraphs:
         hidden = self.runner.decode(batch, num_rows, self._workspace)
         self.hidden[:num_rows].copy_(hidden)
         for start in range(0, num_rows, HEAD_ROWS):
-            rows = slice(start, min(start + HEAD_ROWS, num_rows))
-            of_rows = (
-                self.runner.logits(hidden[rows]),
-                batch.prompt_of_row[rows],
-                batch.keys[rows],
-                batch.positions[rows],
-            )
-            if self._is_compiled and num_rows > 1:
-                for tensor in of_rows:  # any number of rows; one row is compiled apart in any case
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            self._drawn.write(rows, self._draw(self.sampler, self._prompt_logits, *of_rows))
+            rows = slice(start, start + HEAD_ROWS)
+            logits = self.runner.logits(self.hidden[rows])
+            of_rows = (batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])
+            self._drawn.write(rows, self._draw(self.sampler, self._prompt_logits, logits, *of_rows))
         batch.move_on(self._drawn.on_device[0, :num_rows])
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:

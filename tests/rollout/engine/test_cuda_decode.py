@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infsample_rl.rollout.engine import sampling_engine
+from infsample_rl.rollout.engine import cuda_decode, sampling_engine
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.row_batch import RowBatch
@@ -94,6 +94,18 @@ def test_static_steps_draw_what_others_draw(model, tokenizer, settings):
     assert ends_of(found_groups) == ends_of(wanted_groups)
     assert found.stats == wanted.stats
     assert_logprobs_close(found_groups, wanted_groups, 1e-5)
+
+
+def test_every_head_and_draw_is_of_one_shape(model, tokenizer, monkeypatch):
+    shapes, draw_rows = set(), cuda_decode.draw_rows
+
+    def draw(sampler, prompt_logits, *of_rows):
+        shapes.update(len(tensor) for tensor in of_rows)
+        return draw_rows(sampler, prompt_logits, *of_rows)
+
+    monkeypatch.setattr(cuda_decode, "draw_rows", draw)
+    make_engine(model, tokenizer, static=True, group_size=40, prompts_at_once=2, slots=40).generate(PROMPTS, seed=4)
+    assert shapes == {32}
 
 
 def test_a_prefix_is_predicted_from_all_its_tokens(model, tokenizer, ahead, monkeypatch):

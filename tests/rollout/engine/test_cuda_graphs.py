@@ -59,7 +59,7 @@ def test_captured_steps_draw_what_plain_ones_draw(gpu_model, tokenizer, settings
     assert ends_of(found) == ends_of(wanted)
     assert_logprobs_close(found, wanted, 1e-4)
     (graphs,) = engine.pool.graphs._kept.values()
-    assert graphs._is_compiled and all(graph is not None for graph in graphs._graphs.values())
+    assert engine.pool.graphs.compiles and all(graph is not None for graph in graphs._graphs.values())
 
 
 def test_loaded_weights_reach_captured_graphs(gpu_model, tokenizer):
