@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from infsample_rl.config import Config
+from infsample_rl.config.rollout import MOST_DRAFTS
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.rollout_memory import pool_page_bytes, pool_pages
-from infsample_rl.rollout.length_prediction.recordings import read_recordings
+from infsample_rl.plan.rollout_memory import drafts_tokens, pool_page_bytes, pool_pages
+from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import simulate_prompts
+from infsample_rl.rollout.simulator_drafts import Text
 
 # samples of one worker: seconds; the time of all, in whose middle as many decode at once, grows with their square
 MOST_SIMULATED = 2048
@@ -28,6 +30,8 @@ class DecodeTime:
     simulated_samples: int  # the steps are theirs, multiplied where they are fewer
     running_steps: int
     mean_rows: float
+    drafts: int | None  # tokens drafted for a row, up to; None: tokens are drafted, but no texts say how many are right
+    tokens_per_row_step: float
     step_seconds: float
 
     @property
@@ -38,12 +42,42 @@ class DecodeTime:
 
 def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Path | None) -> DecodeTime:
     """Running steps from recorded `lengths`, cut at rollout.max_new_tokens; without any every response has that many
-    tokens."""
-    rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
+    tokens. Where the file has the tokens too, of enough prompts and samples, drafted ones are counted: with
+    rollout.speculate=auto as many as take least time."""
+    rollout = config.rollout
     prompts = -(-config.data.prompts_per_step // config.cluster.rollout_workers)
     size_simulated = min(rollout.group_size, MOST_SIMULATED)
-    groups = _groups(config, min(prompts, MOST_SIMULATED // size_simulated), size_simulated, lengths)
-    simulated = size_simulated * len(groups)
+    num_groups = min(prompts, MOST_SIMULATED // size_simulated)
+    recorded = [] if lengths is None else read_recordings(lengths)
+    texts = _texts(recorded, num_groups, size_simulated, rollout.max_new_tokens)
+    drafting = drafts_tokens(config, model)
+    tried = [0] if not drafting or texts is None else [0, 1, 3, MOST_DRAFTS]
+    if drafting and texts is not None and rollout.speculate != "auto":
+        tried = [int(rollout.speculate)]
+    times = [
+        _time(config, model, device, _groups(config, num_groups, size_simulated, recorded), texts, drafts)
+        for drafts in tried
+    ]
+    best = min(times, key=lambda time: time.seconds)
+    return replace(
+        best,
+        lengths="every response as long as it may be" if lengths is None else lengths.name,
+        samples=prompts * rollout.group_size,
+        running_steps=round(best.running_steps * prompts * rollout.group_size / best.simulated_samples),
+        drafts=None if drafting and texts is None else best.drafts,
+    )
+
+
+def _time(
+    config: Config,
+    model: ModelOutline,
+    device: Device,
+    groups: list[list[int]],
+    texts: list[Text] | None,
+    drafts: int,
+) -> DecodeTime:
+    """Of these samples, with up to so many drafted tokens a row."""
+    rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
     pages = pool_pages(config, model, device.usable_bytes - size * model.num_parameters)
     found = simulate_prompts(
         groups,
@@ -56,30 +90,47 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
         max_rows=rollout.most_rows if rollout.schedule == "token_budget" else None,
         max_new_tokens=rollout.max_new_tokens,
         parks=rollout.schedule == "token_budget" and rollout.preemption != "recompute",
+        texts=texts if drafts else None,
+        drafts=drafts,
     )
     token_bytes = pool_page_bytes(config, model) / rollout.page_size
-    own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.running_steps
     rows = found.busy_row_steps / found.running_steps
+    queries = (found.busy_row_steps + found.drafted_tokens) / found.running_steps
+    own = sum(length * (length - 1) // 2 for group in groups for length in group) / found.tokens * queries
     # of the fewest prompts that so many rows are of
-    resident = min(rollout.most_prompts, prompts, rows / rollout.group_size) * config.data.max_prompt_tokens
+    resident = min(rollout.most_prompts, len(groups), rows / rollout.group_size) * config.data.max_prompt_tokens
     read = size * model.parameters_read + token_bytes * (own + resident)
-    seconds = max(read / device.bandwidth, 2 * model.parameters_read * rows / device.flops)
     return DecodeTime(
-        lengths="every response as long as it may be" if lengths is None else lengths.name,
-        samples=prompts * rollout.group_size,
-        simulated_samples=simulated,
-        running_steps=round(found.running_steps * prompts * rollout.group_size / simulated),
+        lengths="",
+        samples=sum(map(len, groups)),
+        simulated_samples=sum(map(len, groups)),
+        running_steps=found.running_steps,
         mean_rows=rows,
-        step_seconds=seconds,
+        drafts=drafts,
+        tokens_per_row_step=found.tokens / found.busy_row_steps,
+        step_seconds=max(read / device.bandwidth, 2 * model.parameters_read * queries / device.flops),
     )
 
 
-def _groups(config: Config, prompts: int, size: int, lengths: Path | None) -> list[list[int]]:
+def _groups(config: Config, prompts: int, size: int, recorded: list[Recording]) -> list[list[int]]:
     """Lengths of `prompts` groups of `size`; recorded ones are taken in turn, also the samples of a prompt that has
     fewer."""
     cap = config.rollout.max_new_tokens
-    if lengths is None:
+    if not recorded:
         return [[cap] * size] * prompts
-    recorded = [recording.lengths for recording in read_recordings(lengths)]
-    chosen = [recorded[index % len(recorded)] for index in range(prompts)]
+    chosen = [recorded[index % len(recorded)].lengths for index in range(prompts)]
     return [[min(cap, group[index % len(group)]) for index in range(size)] for group in chosen]
+
+
+def _texts(recorded: list[Recording], prompts: int, size: int, cap: int) -> list[Text] | None:
+    """The tokens of as many groups; None where some would have to be taken twice: drafts for them would all be
+    right."""
+    if len(recorded) < prompts:
+        return None
+    found = []
+    for recording in recorded[:prompts]:
+        if recording.token_ids is None or len(recording.token_ids) < size:
+            return None
+        samples = [tokens[:cap] for tokens in recording.token_ids[:size]]
+        found.append(Text(recording.prompt_token_ids or [], samples))
+    return found

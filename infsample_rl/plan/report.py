@@ -71,6 +71,10 @@ def _decoding(plan: RunPlan) -> str:
     decode, lengths = plan.decode, plan.decode.lengths
     if decode.simulated_samples != decode.samples:
         lengths += f"; from {decode.simulated_samples:,} of {decode.samples:,} samples"
+    if decode.drafts is None:
+        lengths += "; drafted tokens, which take fewer, not counted"
+    elif decode.drafts:
+        lengths += f"; up to {decode.drafts} drafted tokens, {decode.tokens_per_row_step:.2g} tokens a row and step"
     return (
         f"decoding: {decode.running_steps:,} running steps ({lengths}), {decode.mean_rows:.1f} rows on average, each "
         f"at least {1e3 * decode.step_seconds:.3g} ms by the roofline: {decode.seconds:.3g} s"

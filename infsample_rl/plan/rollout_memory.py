@@ -112,7 +112,7 @@ def _work(config: Config, model: ModelOutline, device: Device) -> Lines:
     receives into."""
     rows = most_rows(config, model, device)
     on_gpu = config.cluster.rollout_gpus > 0
-    drafts = config.rollout.speculates and (_is_compiled(config, model) or (on_gpu and _is_known(model)))
+    drafts = drafts_tokens(config, model)
     queries = max(rows, min(MOST_QUERIES, (1 + MOST_DRAFTS) * rows)) if drafts else rows
     if on_gpu:
         lines = {
@@ -144,6 +144,12 @@ def _tables(config: Config, rows: int) -> int:
     """Of RowBatch, and the host's copies."""
     prompts, pages = _prompts(config, rows), -(-config.data.max_prompt_tokens // config.rollout.page_size)
     return rows * (2 * 4 * response_pages(config) + 9 * 8 + 2 * 4) + prompts * (4 * pages + 12)
+
+
+def drafts_tokens(config: Config, model: ModelOutline) -> bool:
+    """Whether tokens are drafted (rollout.speculate)."""
+    on_gpu = config.cluster.rollout_gpus > 0
+    return config.rollout.speculates and (_is_known(model) if on_gpu else _is_compiled(config, model))
 
 
 def _is_known(model: ModelOutline) -> bool:

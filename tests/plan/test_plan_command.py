@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import Qwen3Config
 
 from infsample_rl.config.loading import load_config
 from infsample_rl.plan.__main__ import main
+from infsample_rl.plan.decode_time import decode_time
 from infsample_rl.plan.devices import CUDA_RESERVE, DEVICES, device_like, gigabytes
 from infsample_rl.plan.limits import largest_pool, largest_row, with_settings
 from infsample_rl.plan.model_outline import ModelOutline
@@ -166,6 +168,25 @@ def test_recorded_lengths_give_the_running_steps(tmp_path, capsys):
     shutil.copy(recorded, tmp_path / "lengths.jsonl")
     _, again = plan_json(capsys, "rollout.slots=4", f"lengths={tmp_path}")  # a run folder
     assert again["decode"]["running_steps"] == plan["decode"]["running_steps"]
+
+
+def test_recorded_tokens_give_the_steps_with_drafts():
+    recorded = Path("tests/data/tokens/kk_tiny_trained_T1.0_n32.jsonl.gz")
+    settings = ["rollout.kv_budget_tokens=1280", "data.prompts_per_step=4", "cluster.rollout_workers=1"]
+    device = replace(DEVICES["l4"], memory_bytes=16 * 2**30, multiprocessors=0)
+
+    def decode(*more, lengths=recorded):
+        config = load_config([*settings, "rollout.group_size=16", *more])
+        return decode_time(config, ModelOutline.of(config), device, lengths)
+
+    none, seven, auto = (decode(f"rollout.speculate={drafts}") for drafts in ("0", "7", "auto"))
+    assert (none.drafts, seven.drafts) == (0, 7) and auto.drafts > 0
+    assert none.tokens_per_row_step == 1 and seven.tokens_per_row_step > 2
+    assert seven.running_steps < 0.5 * none.running_steps
+    assert auto.seconds <= min(none.seconds, seven.seconds)
+    # without texts, or samples enough of a prompt, it is not known what drafts would come to
+    assert decode(lengths=None).drafts is None and decode("rollout.group_size=33").drafts is None
+    assert decode("rollout.kv_dtype=int8", "objective.importance=token_tis").drafts == 0
 
 
 def test_processes_that_fit_alone_and_not_together_are_said_not_to(capsys):
