@@ -9,7 +9,7 @@ import torch
 from infsample_rl.config import LearnerConfig
 from infsample_rl.model.logprobs import PackedPolicy
 
-BUCKET_ELEMENTS = 20_000_000  # gradients reduced at a time: 80 MB, beside it their flat copy and gloo's
+BUCKET_ELEMENTS = 20_000_000  # gradients reduced at a time: 80 MB in float32, held about twice meanwhile
 
 
 def engine_config(policy: PackedPolicy, learner: LearnerConfig, dtype: torch.dtype) -> dict[str, Any]:

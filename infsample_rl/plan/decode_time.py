@@ -50,15 +50,13 @@ def decode_time(config: Config, model: ModelOutline, device: Device, lengths: Pa
     num_groups = min(prompts, MOST_SIMULATED // size_simulated)
     recorded = [] if lengths is None else read_recordings(lengths)
     texts = _texts(recorded, num_groups, size_simulated, rollout.max_new_tokens)
+    groups = _groups(config, num_groups, size_simulated, recorded)
     drafting = drafts_tokens(config, model)
-    tried = [0] if not drafting or texts is None else [0, 1, 3, MOST_DRAFTS]
-    if drafting and texts is not None and rollout.speculate != "auto":
-        tried = [int(rollout.speculate)]
-    times = [
-        _time(config, model, device, _groups(config, num_groups, size_simulated, recorded), texts, drafts)
-        for drafts in tried
-    ]
-    best = min(times, key=lambda time: time.seconds)
+    if not drafting or texts is None:
+        tried = [0]
+    else:
+        tried = [0, 1, 3, MOST_DRAFTS] if rollout.speculate == "auto" else [int(rollout.speculate)]
+    best = min((_time(config, model, device, groups, texts, drafts) for drafts in tried), key=lambda each: each.seconds)
     return replace(
         best,
         lengths="every response as long as it may be" if lengths is None else lengths.name,

@@ -22,7 +22,7 @@ from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of, whole_heads
 from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
-from infsample_rl.rollout.engine.decoder import ARCHITECTURES
+from infsample_rl.rollout.engine.decoder import knows
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
@@ -149,17 +149,12 @@ def _tables(config: Config, rows: int) -> int:
 def drafts_tokens(config: Config, model: ModelOutline) -> bool:
     """Whether tokens are drafted (rollout.speculate)."""
     on_gpu = config.cluster.rollout_gpus > 0
-    return config.rollout.speculates and (_is_known(model) if on_gpu else _is_compiled(config, model))
-
-
-def _is_known(model: ModelOutline) -> bool:
-    """Whether a decoder of this package runs the layers."""
-    return (model.architecture.architectures or [type(model.model).__name__])[0] in ARCHITECTURES
+    return config.rollout.speculates and (knows(model.architecture) if on_gpu else _is_compiled(config, model))
 
 
 def _is_compiled(config: Config, model: ModelOutline) -> bool:
     """Whether the CPU's C++ decoder runs the layers."""
-    return _is_known(model) and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
+    return knows(model.architecture) and config.model.dtype == "float32" and config.rollout.kv_dtype == "auto"
 
 
 def _rows_on_cpu(config: Config, model: ModelOutline, rows: int) -> int:

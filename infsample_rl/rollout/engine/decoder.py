@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from infsample_rl.rollout.engine.attention import AttentionIn, AttentionOut, Step
 from infsample_rl.rollout.kernels.cpu_kernels import Kernels
@@ -25,6 +26,12 @@ if TYPE_CHECKING:  # Triton may be absent
     from infsample_rl.rollout.engine.triton_layers import TritonLayers
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def knows(architecture: PretrainedConfig) -> bool:
+    """Whether a model of this config will be one that `supports` accepts, but for its activation."""
+    named = architecture.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type, "")]
+    return named[0] in ARCHITECTURES
 
 
 def supports(model: PreTrainedModel) -> bool:

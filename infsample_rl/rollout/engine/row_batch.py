@@ -110,8 +110,9 @@ class RowBatch:
         starts = np.zeros(len(self.prompt_row_starts), dtype=np.int32)
         np.cumsum(np.bincount(fixed[3], minlength=len(starts) - 1), out=starts[1:])
         self._write(self.prompt_row_starts, starts)
-        for tensor, values in zip(self._on_device, (self._columns, self._numbers, self._tables), strict=True):
-            self._write(tensor, values)
+        if self.device.type != "cpu":
+            for tensor, values in zip(self._on_device, (self._columns, self._numbers, self._tables), strict=True):
+                self._write(tensor, values)
 
     def arrange_tokens(
         self, tokens: Sequence[int], places: range, pages: Sequence[int], prompt_pages: Sequence[int], start: int
@@ -133,7 +134,8 @@ class RowBatch:
         self._note_pages(samples)
         if not self.is_spread:
             self._tables[: len(samples)] = self._pages_of_samples[: len(samples)]
-            self._write(self.tables, self._tables)
+            if self.device.type != "cpu":
+                self._write(self.tables, self._tables)
 
     def drop_pages(self, samples: Sequence[Sample]) -> None:
         """Samples have lost the pages of drafted tokens that were wrong: others may take their place."""
@@ -161,8 +163,8 @@ class RowBatch:
                 self._pages_of_samples[index, written : len(sample.pages)] = sample.pages[written:]
 
     def _write(self, tensor: Tensor, values: np.ndarray) -> None:
-        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache,
-        which waits for the copy before it lends it again."""
+        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
+        it lends it again."""
         host = torch.from_numpy(values)
         if self.device.type == "cpu":
             tensor.copy_(host)
