@@ -44,7 +44,8 @@ def load() -> Kernels | None:
         return Kernels(ctypes.CDLL(str(_library_path())), ctypes.CDLL(_openmp_path()))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        warnings.warn(f"no compiled CPU kernels ({reason}): decoding takes torch's operators, slower", stacklevel=2)
+        without = "decoding on a CPU takes torch's operators, slower, and no tokens are drafted"
+        warnings.warn(f"no compiled CPU kernels ({reason}): {without}", stacklevel=2)
         return None
 
 

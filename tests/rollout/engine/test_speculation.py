@@ -75,6 +75,7 @@ def test_drafts_follow_the_longest_match_and_among_equal_ones_the_most():
 def test_the_cost_of_a_step_is_fitted_and_one_that_was_disturbed_is_left_out():
     cost = StepCost()
     assert cost.of_query() > 0
+    cost.add(8, 10.0)  # a compilation
     for turn in range(60):
         queries = 4 + turn % 13
         cost.add(queries, 0.01 + 0.002 * queries)
