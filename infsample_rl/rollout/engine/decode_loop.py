@@ -153,13 +153,13 @@ class DecodeLoop:
 
     def _carry_out(self, plan: StepPlan) -> None:
         runner, parking, batch = self.runner, self._parking, self.decode.batch
-        for sample, pages in plan.parked:
-            parking.put(sample, pages)
+        for owner, pages in plan.parked:
+            parking.put(owner, pages)
         for group in plan.prefills:
             with phase("prefill"):
                 self.decode.prompt_logits[group] = runner.prefill(group.prompt_ids, group.pages)
-        for sample in plan.restored:
-            parking.fetch(sample, sample.pages)
+        for owner in plan.restored:
+            parking.fetch(owner, owner.pages)
         for sample in plan.rebuilt:
             group, tokens = sample.group, list(sample.tokens[:-1])
             with phase("prefill"):

@@ -1,5 +1,5 @@
-"""Where preempted samples' KV waits until they decode again: in host memory beside a GPU, in a file beside a pool in
-host memory.
+"""Where the KV of preempted samples and of their prompts waits until they decode again: in host memory beside a GPU, in
+a file beside a pool in host memory.
 
 Beside a GPU a copy over PCIe costs less than a prefill, which reads all weights. On the CPU host memory is the pool's
 own, whose size is stated; the file is written through the system's cache, and a token's KV is copied in a fiftieth of
@@ -28,24 +28,27 @@ SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool
 
 
 class ParkedInMemory(Parking):
-    """KV of preempted samples in host memory."""
+    """KV of preempted samples and their prompts in host memory."""
 
     def __init__(self, kv: PagedKV) -> None:
         super().__init__(_most_pages(kv, free_bytes(torch.device("cpu"))))
         self._kv = kv
         self._held: dict[Hashable, list[Tensor]] = {}  # of every part of the pool
 
-    def put(self, sample: Hashable, pages: list[int]) -> None:
-        """Copy the KV in `pages`, which are the sample's, out of the pool."""
+    def put(self, owner: Hashable, pages: list[int]) -> None:
+        """Copy the KV in `pages`, which are the owner's, out of the pool."""
         index = torch.tensor(pages, device=self._kv.device)
-        self._held[sample] = [part[:, index].to("cpu", copy=True) for part in self._kv.parts]
+        self._held[owner] = [part[:, index].to("cpu", copy=True) for part in self._kv.parts]
 
-    def fetch(self, sample: Hashable, pages: list[int]) -> None:
-        """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
-        held = self._held.pop(sample)
+    def fetch(self, owner: Hashable, pages: list[int]) -> None:
+        """Copy the owner's KV back, into `pages`, of which there may be more than it had."""
+        held = self._held.pop(owner)
         index = torch.tensor(pages[: held[0].shape[1]], device=self._kv.device)
         for part, kept in zip(self._kv.parts, held, strict=True):
             part[:, index] = kept.to(self._kv.device)
+
+    def forget(self, owner: Hashable) -> None:
+        self._held.pop(owner, None)
 
     def clear(self) -> None:
         """Let go of all KV."""
@@ -53,7 +56,7 @@ class ParkedInMemory(Parking):
 
 
 class ParkedInFile(Parking):
-    """KV of preempted samples in a file without a name, which grows to what they need at most at a time."""
+    """KV of preempted samples and their prompts in a file without a name, which grows to what they need at a time."""
 
     def __init__(self, kv: PagedKV, folder: str) -> None:
         """ValueError for a folder that is missing, cannot be written to or is itself in memory."""
@@ -89,22 +92,25 @@ class ParkedInFile(Parking):
             self._num_places = self.num_taken
         return True
 
-    def put(self, sample: Hashable, pages: list[int]) -> None:
-        """Copy the KV in `pages`, which are the sample's, out of the pool."""
-        places = self._places[sample] = [self._free.pop() for _ in pages]
+    def put(self, owner: Hashable, pages: list[int]) -> None:
+        """Copy the KV in `pages`, which are the owner's, out of the pool."""
+        places = self._places[owner] = [self._free.pop() for _ in pages]
         for place, page in zip(places, pages, strict=True):
             for part, kept in zip(self._parts, self._page, strict=True):
                 kept.copy_(part[:, page])
             self._check(os.pwritev(self._file.fileno(), self._buffers, place * self._page_bytes))
 
-    def fetch(self, sample: Hashable, pages: list[int]) -> None:
-        """Copy the sample's KV back, into `pages`, of which there may be more than it had."""
-        places = self._places.pop(sample)
+    def fetch(self, owner: Hashable, pages: list[int]) -> None:
+        """Copy the owner's KV back, into `pages`, of which there may be more than it had."""
+        places = self._places.pop(owner)
         for place, page in zip(places, pages, strict=False):
             self._check(os.preadv(self._file.fileno(), self._buffers, place * self._page_bytes))
             for part, kept in zip(self._parts, self._page, strict=True):
                 part[:, page].copy_(kept)
         self._free += places
+
+    def forget(self, owner: Hashable) -> None:
+        self._free += self._places.pop(owner, [])
 
     def clear(self) -> None:
         """Let go of all KV."""

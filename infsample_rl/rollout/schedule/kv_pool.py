@@ -4,7 +4,7 @@ the tensors."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 MOST_POOLS = 4  # parked beside one pool; of all recorded lengths one prompt alone, of CodeGen with 100, wanted more
 
@@ -64,7 +64,7 @@ class KVPool:
 
 
 class Parking:
-    """Book-keeping of `most_pages` pages outside the pool, where preempted samples wait."""
+    """Book-keeping of `most_pages` pages outside the pool, where preempted samples and their prompts wait."""
 
     def __init__(self, most_pages: int) -> None:
         self.most_pages = most_pages
@@ -80,3 +80,6 @@ class Parking:
     def release(self, count: int) -> None:
         """Give `count` pages back."""
         self.num_taken -= count
+
+    def forget(self, owner: Hashable) -> None:
+        """What was copied out for a sample or a prompt is not wanted any more."""

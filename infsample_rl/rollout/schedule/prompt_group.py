@@ -82,6 +82,7 @@ class PromptGroup:
         self.place = 0  # among the prompts of the call
         self.pages: list[int] | MaybeNone = None  # the prompt's, while it is resident
         self.was_resident = False
+        self.num_parked_pages = 0  # of the prompt, outside the pool
         self.num_running = 0
         self.finished: list[Sample] = []  # not yet in a micro-group
         self._key_of, self._predict, self._lengths = key_of, predict, lengths

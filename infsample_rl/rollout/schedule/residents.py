@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from infsample_rl.types import MaybeNone
 
 
 @dataclass(slots=True)
 class StepPlan:
     """One running step, to be carried out in the order of the fields."""
 
-    # preempted: copy the KV of these pages out of the pool
-    parked: list[tuple[Sample, list[int]]] = field(default_factory=list)
+    # of preempted samples, and of prompts that had to give way: copy the KV of these pages out of the pool
+    parked: list[tuple[Sample | PromptGroup, list[int]]] = field(default_factory=list)
     prefills: list[PromptGroup] = field(default_factory=list)  # compute the prompt's KV into the group's pages
-    restored: list[Sample] = field(default_factory=list)  # copy the KV back
+    restored: list[Sample | PromptGroup] = field(default_factory=list)  # copy the KV back
     # compute the KV from token num_kv_tokens to the newest but one again, one prefill each
     rebuilt: list[Sample] = field(default_factory=list)
     rows: list[Sample] = field(default_factory=list)  # each gets one token; rows of one prompt are neighbours
@@ -28,10 +29,10 @@ class Residents:
     """The prompts of a call that are resident, the samples that decode, each in a slot, and those in line."""
 
     def __init__(
-        self, pool: KVPool, num_slots: int, policy: TokenBudgetPolicy | None = None, parking: Parking | None = None
+        self, pool: KVPool, num_slots: int, policy: TokenBudgetPolicy | None = None, parking: Parking | MaybeNone = None
     ) -> None:
-        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where preempted KV goes while there
-        is room; what finds none, and with None all, keeps its pages until they are needed and is rebuilt."""
+        """`policy` None: fixed slots. `num_slots`: most rows at a time. `parking`: where KV that gives way goes while
+        there is room; of a sample, what finds none, and with None all, keeps its pages until they are needed."""
         self.pool, self.policy, self.parking = pool, policy, parking
         self.resident: list[PromptGroup] = []
         self.running: list[Sample] = []
@@ -57,7 +58,7 @@ class Residents:
             elif idle := [
                 group for group in self.resident if group.pages and not group.num_running and group is not taker.group
             ]:
-                self._release_prompt(idle[-1])
+                self._park_prompt(idle[-1])
             elif self.policy is None:
                 raise RuntimeError(f"the KV pool of {self.pool.num_pages} pages has run out")
             else:
@@ -72,11 +73,7 @@ class Residents:
         self._leave(sample)
         self._plan.rows_changed = True
         sample.num_kv_tokens = max(0, sample.num_tokens - 1)
-        count = self.pool.pages_for(sample.num_kv_tokens)
-        if self.parking is not None and count and self.parking.take(count):
-            sample.num_parked_pages = count
-            self.parked_tokens += sample.num_kv_tokens
-            self._plan.parked.append((sample, sample.pages[:count]))
+        if self._park(sample, sample.pages, sample.num_kv_tokens):
             self.pool.release(sample.pages)
             sample.pages = []
         self.line.append(sample)
@@ -84,12 +81,34 @@ class Residents:
     def _forget(self, sample: Sample) -> None:
         self.pool.release(sample.pages)
         sample.pages, sample.num_kv_tokens = [], 0
-        self._unpark(sample)
+        self._forget_parked(sample)
 
-    def _unpark(self, sample: Sample) -> None:
-        if self.parking is not None and sample.num_parked_pages:
-            self.parking.release(sample.num_parked_pages)
-            sample.num_parked_pages = 0
+    def _park(self, owner: Sample | PromptGroup, pages: list[int], num_tokens: int) -> bool:
+        """Copy the first `num_tokens` tokens' KV in an owner's pages out of the pool, if there is a place for it."""
+        count = self.pool.pages_for(num_tokens)
+        if self.parking is None or not count or not self.parking.take(count):
+            return False
+        owner.num_parked_pages = count
+        self.parked_tokens += num_tokens
+        self._plan.parked.append((owner, pages[:count]))
+        return True
+
+    def _unpark(self, owner: Sample | PromptGroup) -> bool:
+        """Whether an owner's KV was parked; from now on it is not."""
+        if self.parking is None or not owner.num_parked_pages:
+            return False
+        self.parking.release(owner.num_parked_pages)
+        owner.num_parked_pages = 0
+        return True
+
+    def _forget_parked(self, owner: Sample | PromptGroup) -> None:
+        if self._unpark(owner):
+            self.parking.forget(owner)
+
+    def _park_prompt(self, group: PromptGroup) -> None:
+        """A prompt without rows gives way: a place outside the pool, where there is one, saves computing it again."""
+        self._park(group, group.pages, len(group.prompt_ids))
+        self._release_prompt(group)
 
     def _leave(self, sample: Sample) -> None:
         self.running.remove(sample)
@@ -116,5 +135,6 @@ class Residents:
             self._forget(sample)
             self.line.remove(sample)
         self.resident.remove(group)
+        self._forget_parked(group)
         if group.pages is not None:
             self._release_prompt(group)

@@ -242,8 +242,7 @@ class StepPlanner(Residents):
             self._make_resident(group, prompt_pages)
         pool.share(group.pages)
         group.num_running += 1
-        if sample.num_parked_pages:
-            self._unpark(sample)
+        if self._unpark(sample):
             self._plan.restored.append(sample)
         else:
             sample.num_kv_tokens = min(sample.num_kv_tokens, len(sample.pages) * pool.page_size)
@@ -259,6 +258,9 @@ class StepPlanner(Residents):
 
     def _make_resident(self, group: PromptGroup, num_pages: int) -> None:
         group.pages = self.pool.take(num_pages)
+        if self._unpark(group):
+            self._plan.restored.append(group)
+            return
         self._plan.prefills.append(group)
         if group.was_resident:  # its prompt had to give way: computed once more
             self.recomputed_tokens += len(group.prompt_ids)

@@ -79,9 +79,10 @@ def parking_engine(model, tokenizer, disk_folder, eager):
 def test_the_file_holds_the_kv_of_those_alone_who_wait(parking_engine, disk_folder):
     engine, largest = parking_engine, 0
     for _ in engine.stream([PROMPT, PROMPT[:2]], seed=4):
-        waiting = {sample for sample in engine._loop.planner.line if sample.num_parked_pages}
+        planner = engine._loop.planner
+        waiting = {owner for owner in (*planner.line, *planner.resident) if owner.num_parked_pages}
         assert waiting == set(engine.pool.parking._places) and list(disk_folder.iterdir()) == []
-        assert engine.pool.parking.num_taken == sum(sample.num_parked_pages for sample in waiting)
+        assert engine.pool.parking.num_taken == sum(owner.num_parked_pages for owner in waiting)
         largest = max(largest, engine.pool.parking.num_taken)
     assert engine.stats.parked_tokens > 0 and largest > 0
     size = os.fstat(engine.pool.parking._file.fileno()).st_size

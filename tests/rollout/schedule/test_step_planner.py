@@ -52,7 +52,9 @@ def run(planner, lengths):
     while not planner.is_done:
         plan = planner.next_step()
         rows = plan.rows
-        assert {*plan.restored, *plan.rebuilt} <= {*rows}, "whose KV comes back decodes"
+        assert {*plan.restored, *plan.rebuilt, *plan.prefills} <= {*rows, *(sample.group for sample in rows)}, (
+            "whose KV comes back decodes"
+        )
         assert len({sample.slot for sample in rows}) == len(rows) <= planner.num_slots
         for sample in rows:
             assert len(sample.pages) == pool.pages_for(sample.num_tokens - 1), (
@@ -72,6 +74,7 @@ def run(planner, lengths):
         planner.end_step(ended)
     assert pool.num_free == pool.num_pages, "all pages came back"
     assert pool.peak_pages <= pool.num_pages
+    assert planner.parking is None or planner.parking.num_taken == 0
     return done
 
 
@@ -128,9 +131,8 @@ def test_who_comes_back_is_not_preempted_for_the_prompt_of_another(parks):
         ]
         policy, parking = TokenBudgetPolicy(page_size, 24, parks=parks), Parking(1000) if parks else None
         pool = KVPool(pages, page_size)
-        run(
-            StepPlanner(
-                groups, pool, num_slots=100, prompts_at_once=2, max_new_tokens=24, policy=policy, parking=parking
-            ),
-            lengths,
+        planner = StepPlanner(
+            groups, pool, num_slots=100, prompts_at_once=2, max_new_tokens=24, policy=policy, parking=parking
         )
+        run(planner, lengths)
+        assert not (parks and planner.recomputed_tokens), "prompts that give way are parked as samples are"
