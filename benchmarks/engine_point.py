@@ -109,7 +109,8 @@ def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> fl
 def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
     """The engine's settings for a workload; `settings` win."""
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    given = {name: workload[name] for name in ("group_size", "slots", "max_new_tokens") if name in workload}
+    shared = ("group_size", "slots", "max_new_tokens", "temperature")
+    given = {name: workload[name] for name in shared if name in workload}
     return RolloutConfig(**(plain | given | settings))
 
 

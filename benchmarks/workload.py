@@ -36,8 +36,8 @@ class ModelOptions:
 
 @dataclass(kw_only=True)
 class Workload(ModelOptions):
-    """The options that all benchmarks of rivals share. Sampling is plain everywhere: temperature 1, no top-k, no
-    top-p."""
+    """The options that all benchmarks of rivals share. Sampling is plain everywhere: no top-k, no top-p, and
+    temperature 1 beside rivals."""
 
     slots: int = option(4, "g: the KV budget is slots x max_new_tokens + the prompt, in tokens", low=1)
     max_new_tokens: int = option(128, "longest response", low=1)
@@ -68,6 +68,7 @@ class EngineOptions(Workload):
         None,
         "JSONL with a `prompt` in every line, as a run's samples.jsonl; none: one of prompt_tokens. Needs rivals=[]",
     )
+    temperature: float = option(1.0, "temperature of our engine; another than 1 needs rivals=[]", above=0)
     num_prompts: int = option(8, "of prompts, the last different ones", low=1)
     rows: list[int] = option(
         [1, 2, 4, 8, 16, 32], "row counts of which a step of ours is timed, to fit c0 + c1 x rows; []: no fit", low=1
@@ -79,6 +80,8 @@ class EngineOptions(Workload):
     def __post_init__(self) -> None:
         if self.prompts is not None and (self.rivals or self.vllm_python):
             raise ValueError(f"prompts={self.prompts}: rivals take one prompt; give rivals=[] and no vllm_python")
+        if self.temperature != 1 and (self.rivals or self.vllm_python):
+            raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
         if len(set(self.rows)) == 1:
             raise ValueError(
                 f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"

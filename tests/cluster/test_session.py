@@ -387,7 +387,7 @@ def test_no_cluster_at_an_address_is_one_line(tmp_path):
         mine.open()
 
 
-@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_of_this_machine_is_reached_from_no_other_address_and_its_token_is_private(tmp_path, there):
     """Every process of it, Ray's and ours; the token's file is the user's alone, whoever made it."""
     found = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()

@@ -123,7 +123,11 @@ finally:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"TERM": "xterm", "COLUMNS": "80"}, {"TERM": "xterm", "COLUMNS": "40", "NO_COLOR": "1"}, {"TERM": "dumb"}],
+    [
+        {"TERM": "xterm", "COLUMNS": "80"},
+        pytest.param({"TERM": "xterm", "COLUMNS": "40", "NO_COLOR": "1"}, marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_terminal_has_its_cursor_and_no_colour_where_none_is_wanted(tmp_path, settings):
     leader, follower = pty.openpty()

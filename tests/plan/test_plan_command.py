@@ -227,6 +227,7 @@ def test_where_the_kv_of_preempted_samples_goes_and_how_much_of_it(settings, pla
     assert place is None or f"of each up to {gigabytes(size)} of preempted KV {place}" in text
 
 
+@pytest.mark.slow
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):
     """0.2 % less than all 8,192 simulated, which takes a hundred times as long."""
     settings = ["rollout.slots=4", "rollout.group_size=8192", "data.prompts_per_step=1", "rollout.max_new_tokens=512"]

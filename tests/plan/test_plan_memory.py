@@ -80,7 +80,14 @@ def test_adapters_take_the_place_of_gradients_and_moments():
 
 
 @pytest.mark.parametrize(
-    ("every", "granularity"), [(0, "full"), (1, "full"), (3, "full"), (1, "selective"), (3, "selective")]
+    ("every", "granularity"),
+    [
+        (0, "full"),
+        pytest.param(1, "full", marks=pytest.mark.slow),
+        (3, "full"),
+        pytest.param(1, "selective", marks=pytest.mark.slow),
+        (3, "selective"),
+    ],
 )
 def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(every, granularity):
     config, model = settings(
@@ -105,7 +112,14 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
 
 
 @pytest.mark.parametrize(("on_gpu", "head_fp32"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("overrides", [(), ("learner.activation_checkpointing=1",), ("learner.lora_rank=4",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        pytest.param(("learner.activation_checkpointing=1",), marks=pytest.mark.slow),
+        pytest.param(("learner.lora_rank=4",), marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(overrides, on_gpu, head_fp32):
     config, model = settings("learner.logprob_chunk_tokens=16", *overrides)
     wide = Qwen3Config(**model.architecture.to_dict() | {"vocab_size": 20_000})

@@ -32,7 +32,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7, "auto"])
+@pytest.mark.parametrize(
+    "drafts", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(7, marks=pytest.mark.slow), "auto"]
+)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_no_draft_changes_a_bit_of_a_sample(make_model, make_tokenizer, settings, drafts):
     settings = {"schedule": "arrival", "group_size": 12, "max_new_tokens": 40} | settings

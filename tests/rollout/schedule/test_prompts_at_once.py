@@ -16,7 +16,7 @@ RECORDED = sorted((Path(__file__).resolve().parents[2] / "data" / "lengths").glo
 FEWEST_SAMPLES = 600  # of a stream that is simulated, in whole prompts
 
 
-@pytest.mark.parametrize("slots", [4, 16])
+@pytest.mark.parametrize("slots", [4, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name.split(".jsonl")[0])
 def test_an_endless_stream_of_prompts_takes_little_more_than_its_memory_allows(path, slots):
     """What a second pass over the prompts adds is free of start and tail; prompts take no part of the budget here."""
