@@ -69,7 +69,7 @@ class RolloutWorker:
             reserved_bytes=reserved_bytes,
             sharers=config.cluster.rollout_workers,
         )
-        if config.is_deterministic and not self.engine.runner.is_exact:
+        if config.is_deterministic and not self.engine.is_exact:
             warnings.warn(
                 f"samples may differ by rounding from run to run: model type {self.model.config.model_type} has no "
                 "compiled decoder here",

@@ -10,7 +10,7 @@ What loads is given the engine's parameters by name.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from infsample_rl.model.weight_sync.buckets import (
 )
 from infsample_rl.model.weight_sync.link import WeightLink
 from infsample_rl.types import WeightManifest, WeightSyncReport
+
+# (parameters, manifest, buckets, bucket bytes): bring the weights in the buckets to the parameters
+Load = Callable[[Mapping[str, Tensor], WeightManifest, Iterable[Tensor | np.ndarray], int], None]
 
 _GRACE_S = 5.0  # how long the others may take to say that they saw a transfer fail; who does not is named
 
@@ -72,9 +75,11 @@ def _offer(link: WeightLink, manifest: WeightManifest) -> None:
     link.mail.tell("go", True)
 
 
-def receive_weights(link: WeightLink, parameters: Mapping[str, Tensor], version: int) -> WeightSyncReport:
+def receive_weights(
+    link: WeightLink, parameters: Mapping[str, Tensor], version: int, load: Load = unpack_buckets
+) -> WeightSyncReport:
     """A rollout worker: take the weights of `version` into `parameters`, in place, while learner rank 0 runs
-    send_weights.
+    send_weights. With another `load`, `parameters` say what fits, and it puts the weights where they belong.
 
     RuntimeError when they do not fit, when another worker refused them, or when the learner is gone.
     """
@@ -89,7 +94,7 @@ def receive_weights(link: WeightLink, parameters: Mapping[str, Tensor], version:
     mail.hear("go")
     failure = None
     try:
-        unpack_buckets(parameters, manifest, link.take(bucket_sizes(manifest, link.bucket_bytes)), link.bucket_bytes)
+        load(parameters, manifest, link.take(bucket_sizes(manifest, link.bucket_bytes)), link.bucket_bytes)
         if link.device.type == "cuda":
             torch.cuda.synchronize(link.device)
     except RuntimeError as error:
@@ -130,13 +135,15 @@ def load_published(
     manifest: WeightManifest,
     buckets: Iterable[np.ndarray],
     bucket_bytes: int = BUCKET_BYTES,
+    load: Load = unpack_buckets,
 ) -> WeightSyncReport:
-    """Load what stream_buckets published, in place, one bucket at a time. RuntimeError when it does not fit."""
+    """Load what stream_buckets published, in place, one bucket at a time; `load` as in receive_weights(). RuntimeError
+    when it does not fit."""
     started = time.monotonic()
     problem = misfit(parameters, manifest)
     if problem is not None:
         raise RuntimeError(problem)
-    unpack_buckets(parameters, manifest, buckets, bucket_bytes)
+    load(parameters, manifest, buckets, bucket_bytes)
     return _report(manifest.version, manifest.num_bytes, started)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, Predict, PromptGroup, Sample
 from infsample_rl.rollout.schedule.stay_log import StayLog
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
@@ -41,9 +40,8 @@ class Request:
             raise ValueError(f"prompt_ids, prompt_indices and sample_indices must be equally long, got {lengths}")
         return cls(prompt_ids, indices, asked)
 
-    def check(self, runner: ModelRunner, max_new_tokens: int, schedule: str) -> None:
+    def check(self, vocab_size: int, context: int | None, max_new_tokens: int, schedule: str) -> None:
         """ValueError for prompts the model cannot read, and for samples the schedule cannot give."""
-        vocab_size, context = runner.vocab_size, runner.context
         for index, ids, asked in zip(self.prompt_indices, self.prompt_ids, self.sample_indices, strict=True):
             if len(ids) == 0:
                 raise ValueError(f"prompt {index} is empty; give at least one token")

@@ -43,6 +43,12 @@ class Sample:
         """Place of its prompt in the call: earlier prompts are served first."""
         return self.group.place
 
+    @property
+    def tokens_to_hold(self) -> int:
+        """Tokens whose KV is in its pages after its next step: its own, and those of the prompt that it does not
+        share."""
+        return self.num_tokens + self.group.own_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
@@ -53,6 +59,7 @@ class GroupSettings:
     group_size: int  # G, also where a worker has a part of the group
     epsilon: float = 0.1  # rounding of Algorithm 2
     prefix_tokens: int = 0  # k
+    shared_block: int = 0  # rows share a prompt's whole blocks of so many tokens, not its last one; 0: all of it
 
 
 class PromptGroup:
@@ -80,6 +87,8 @@ class PromptGroup:
         self.prompt_index, self.prompt_ids = prompt_index, prompt_ids
         self.sample_indices, self.settings = sample_indices, settings
         self.place = 0  # among the prompts of the call
+        # of the prompt, whose KV every row holds for itself
+        self.own_tokens = (len(prompt_ids) - 1) % settings.shared_block + 1 if settings.shared_block else 0
         self.pages: list[int] | MaybeNone = None  # the prompt's, while it is resident
         self.was_resident = False
         self.num_parked_pages = 0  # of the prompt, outside the pool

@@ -107,7 +107,7 @@ class Residents:
 
     def _park_prompt(self, group: PromptGroup) -> None:
         """A prompt without rows gives way: a place outside the pool, where there is one, saves computing it again."""
-        self._park(group, group.pages, len(group.prompt_ids))
+        self._park(group, group.pages, len(group.prompt_ids) - group.own_tokens)
         self._release_prompt(group)
 
     def _leave(self, sample: Sample) -> None:

@@ -39,7 +39,8 @@ class StepPlanner(Residents):
         self.waiting = deque(groups)
         self.num_slots, self.prompts_at_once = num_slots, prompts_at_once
         self.running_steps = self.row_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
-        self._max_new_tokens, self._full_pages = max_new_tokens, pool.pages_for(max_new_tokens)
+        self._max_new_tokens = max_new_tokens
+        self._full_pages = pool.pages_for(max_new_tokens + max((group.own_tokens for group in groups), default=0))
         self._num_admitted = 0
 
     @property
@@ -80,7 +81,7 @@ class StepPlanner(Residents):
             or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running)
         ):
             return None
-        growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.num_tokens]
+        growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.tokens_to_hold]
         if len(growing) > self.pool.num_free:
             return None
         for sample in growing:
@@ -102,17 +103,23 @@ class StepPlanner(Residents):
         max_new_tokens and its prefix allow; for how many there are. No row gives way for a draft."""
         size = self.pool.page_size
         most = min(drafts, (sample.wait_at or self._max_new_tokens) - sample.num_tokens)
-        in_tokens = len(sample.pages) * size - (sample.num_tokens - 1)
+        in_tokens = len(sample.pages) * size - (sample.tokens_to_hold - 1)
         lacking = self.pool.pages_for(max(0, most - in_tokens))
         pages = self.pool.take(min(lacking, self.pool.num_free))
         sample.pages += pages
         return min(most, in_tokens + len(pages) * size)
 
+    def hold_back(self, sample: Sample) -> None:
+        """A row of this step got no token yet."""
+        sample.num_tokens -= 1
+        self.num_tokens -= 1
+        self.row_steps -= 1
+
     def accept(self, sample: Sample, drafts: int) -> None:
         """So many of the tokens drafted for a row of this step are the sample's; pages of the others go back."""
         sample.num_tokens += drafts
         self.num_tokens += drafts
-        kept = self.pool.pages_for(sample.num_tokens - 1)
+        kept = self.pool.pages_for(sample.tokens_to_hold - 1)
         self.pool.release(sample.pages[kept:])
         del sample.pages[kept:]
 
@@ -160,7 +167,7 @@ class StepPlanner(Residents):
     def _grow_rows(self) -> None:
         """A page for every row whose newest token has none, the one that has run longest first."""
         page_size = self.pool.page_size
-        growing = [sample for sample in self.running if len(sample.pages) * page_size < sample.num_tokens]
+        growing = [sample for sample in self.running if len(sample.pages) * page_size < sample.tokens_to_hold]
         for sample in sorted(growing, key=lambda sample: sample.admitted_order):
             if sample.slot >= 0 and self._make_room(1, sample):
                 sample.pages += self.pool.take(1)
@@ -208,7 +215,7 @@ class StepPlanner(Residents):
             return None
         sample = self.line[self.policy.next_waiting(self.line)]
         prompt_pages = self._missing_prompt_pages(sample.group)
-        missing = self.pool.pages_for(sample.num_tokens) - len(sample.pages) + prompt_pages
+        missing = self.pool.pages_for(sample.tokens_to_hold) - len(sample.pages) + prompt_pages
         for_responses = (
             self.pool.num_pages - prompt_pages - sum(len(group.pages) for group in self.resident if group.pages)
         )
@@ -227,7 +234,7 @@ class StepPlanner(Residents):
             yield self.waiting[0]
 
     def _missing_prompt_pages(self, group: PromptGroup) -> int:
-        return 0 if group.pages is not None else self.pool.pages_for(len(group.prompt_ids))
+        return 0 if group.pages is not None else self.pool.pages_for(len(group.prompt_ids) - group.own_tokens)
 
     def _start(self, sample: Sample, slot: int) -> None:
         """`sample` decodes in `slot` from this step on."""
@@ -236,7 +243,7 @@ class StepPlanner(Residents):
         if sample in self._keepers:
             self._keepers.remove(sample)
         prompt_pages = self._missing_prompt_pages(group)
-        new_pages = pool.pages_for(sample.num_tokens) - len(sample.pages)
+        new_pages = pool.pages_for(sample.tokens_to_hold) - len(sample.pages)
         self._make_room(new_pages + prompt_pages, sample)
         if group.pages is None:
             self._make_resident(group, prompt_pages)
