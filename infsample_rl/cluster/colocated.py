@@ -54,11 +54,11 @@ class ColocatedWorker:
     @phase("sync")
     def publish(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:
         """Let the engine sample with the learner's weights as policy `version`. A collective; not while it samples."""
-        engine = self.rollout.model
+        engine = self.rollout.engine.parameters
         if self.shares_weights:
             report = check_shared(engine, self.learner.policy.lm, version)
         else:
-            report = load_local(dict(engine.named_parameters()), self.learner.published_parameters(), version)
+            report = load_local(engine, self.learner.published_parameters(), version)
         self.rollout.begin_version(version, probe)
         return report
 

@@ -18,6 +18,7 @@ from infsample_rl.cluster import shared_files
 from infsample_rl.cluster.calls import Patience
 from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
+from infsample_rl.cluster.rollout_interpreter import interpreter_options
 from infsample_rl.config import Config
 from infsample_rl.observe.files import nearest_existing
 from infsample_rl.plan.placement import (
@@ -77,7 +78,8 @@ class Session:
     def _options(self, role: str, place: int) -> dict[str, Any]:
         group, (reservation, bundle) = self._groups[role], self._bundles[role, place]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
-        environment = {"env_vars": allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)}
+        variables = allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)
+        environment = {"env_vars": variables, **interpreter_options(self._config, role)}
         return {
             "num_cpus": group.cpus,
             "num_gpus": group.gpus,

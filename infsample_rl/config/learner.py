@@ -36,7 +36,7 @@ class ObjectiveConfig:
     importance: str = setting(
         "auto",
         "truncated importance weights for the difference of engine and learner; auto: token_tis with "
-        "run.max_staleness=1, else none",
+        "run.max_staleness=1 or rollout.engine=vllm, else none",
         choices=("auto", "none", "token_tis", "sequence_tis"),
     )
     importance_cap: float = setting(

@@ -20,6 +20,7 @@ SCHEDULES = (
     "infinite",
     "lpt",
 )
+ENGINES = ("native", "vllm")
 PREDICTORS = ("none", "bert", "probe")
 PREDICTED_SCHEDULES = ("fptas", "sjf", "infinite", "lpt")  # orders that need predicted lengths
 PAPER_PREFIX_TOKENS = 16  # k of the paper
@@ -29,6 +30,7 @@ DEFAULT_SLOTS = 4  # of fixed-slot schedules, the paper's
 MOST_DRAFTS = 7  # tokens drafted for one row of a step
 MOST_QUERIES = 64  # rows and drafted tokens of a step with drafts
 MOST_ROWS = 256  # of token_budget, where rollout.max_rows does not say
+VLLM_CPU_BLOCK = 32  # tokens; its attention on the CPU takes multiples of it
 PLANNED_PROMPTS = 2  # whose KV the default budget adds to its full responses with rollout.prompts_at_once=auto
 
 _PREDICTED = f"rollout.schedule={'|'.join(PREDICTED_SCHEDULES)}"
@@ -41,6 +43,16 @@ PAIRS = (  # (when, needs, why): see pairs.py
     ("rollout.prefix_tokens>0", _PREDICTED, "no other waits for predictions; leave prefix_tokens out"),
     ("", "rollout.prefix_tokens<rollout.max_new_tokens", ""),
     ("rollout.predictor=bert", "rollout.prefix_tokens>0", "the paper takes 16"),
+    (
+        f"rollout.engine=vllm {_PREDICTED}",
+        "rollout.predictor=none|bert",
+        "the probe reads hidden states, which vLLM keeps to itself",
+    ),
+    ("rollout.engine=vllm", "rollout.kv_dtype=auto", "only the native engine has 8-bit KV"),
+    ("rollout.engine=vllm", "rollout.speculate=auto|0", "only the native engine drafts"),
+    ("rollout.engine=vllm", "rollout.preemption=auto|recompute", "vLLM computes KV that gave way again"),
+    ("rollout.engine=vllm", "rollout.schedule=" + "|".join(name for name in SCHEDULES if name != "dynamic_slot"), ""),
+    ("rollout.tensor_parallel>1", "rollout.engine=vllm", "the native engine has one device"),
     (
         f"rollout.predictor=probe {_PREDICTED}",
         "rollout.prefix_tokens>1",
@@ -61,6 +73,17 @@ class RolloutConfig:
         "free)",
         low=1,
     )
+    engine: str = setting(
+        "native",
+        "what computes the tokens: this package's own engine, or vLLM in an interpreter of its own",
+        choices=ENGINES,
+    )
+    vllm_python: str | None = setting(
+        None,
+        "interpreter that has vLLM, on every rollout machine; none: the one that `make vllm` makes",
+        read_if=lambda c: c.rollout.engine == "vllm",
+    )
+    tensor_parallel: int = setting(1, "GPUs of one rollout worker over which vLLM splits the model", low=1)
     schedule: str = setting("token_budget", "which sample decodes next (docs/engine.md)", choices=SCHEDULES)
     predictor: str = setting(
         "probe", "length predictor: probe learns while the run samples; bert is the paper's, frozen", choices=PREDICTORS
@@ -98,7 +121,12 @@ class RolloutConfig:
         "prompts resident in one worker at a time; auto: another one whenever rows and pages that the samples of the "
         "resident ones cannot fill are idle, within the KV budget",
     )
-    page_size: int = setting(16, "tokens of a KV page", low=1, high=1024)
+    page_size: int = setting(
+        16,
+        f"tokens of a KV page; with vLLM on the CPU the next multiple of {VLLM_CPU_BLOCK}",
+        low=1,
+        high=1024,
+    )
     kv_budget_tokens: int | None = setting(None, "all KV tokens of a worker, prompts included, instead of slots", low=1)
     kv_budget_bytes: str | None = setting(
         None,
@@ -184,14 +212,16 @@ class RolloutConfig:
 
     @property
     def probes(self) -> bool:
-        """Whether the probe is asked: by a schedule that reads predictions."""
-        return self.predictor == "probe" and (self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES)
+        """Whether the probe is asked: by a schedule that reads predictions, of an engine that shows hidden states."""
+        reads = self.schedule == "token_budget" or self.schedule in PREDICTED_SCHEDULES
+        return self.predictor == "probe" and reads and self.engine == "native"
 
     @property
     def speculates(self) -> bool:
         """Whether tokens may be drafted: not where when a sample ends decides whether it is kept, nor where a drafted
         token's KV would change that of others."""
-        return self.speculate != "0" and self.schedule != "dynamic_slot" and self.kv_dtype == "auto"
+        native = self.engine == "native" and self.kv_dtype == "auto"
+        return self.speculate != "0" and self.schedule != "dynamic_slot" and native
 
     @property
     def trains_bert(self) -> bool:

@@ -14,7 +14,7 @@ from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
 from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
-from infsample_rl.config.rollout import RolloutConfig
+from infsample_rl.config.rollout import VLLM_CPU_BLOCK, RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
 # (when, needs, why): see pairs.py
@@ -57,6 +57,11 @@ PAIRS = (
     ("run.deterministic=true", "cluster.reference_gpus=0", "only CPU runs are bitwise repeatable"),
     ("run.deterministic=true", "cluster.reward_gpus=0", "only CPU runs are bitwise repeatable"),
     ("run.deterministic=true", "model.dtype=float32", ""),
+    ("run.deterministic=true", "rollout.engine=native", "vLLM's sums depend on what decodes together"),
+    ("rollout.tensor_parallel>1", "cluster.rollout_gpus=0|1", "its processes cannot share a GPU"),
+    ("rollout.engine=vllm", "cluster.weight_sync=auto|object_store|broadcast", "vLLM's memory is its own"),
+    ("rollout.engine=vllm", "cluster.colocate=false", "vLLM has a process and an interpreter of its own"),
+    ("rollout.engine=vllm learner.lora_rank>0", "learner.lora_publish=merged", "vLLM is given whole weights"),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
 )
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
@@ -78,6 +83,9 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
+        if self.rollout.engine == "vllm" and self.cluster.rollout_gpus == 0:
+            pages = -(-self.rollout.page_size // VLLM_CPU_BLOCK)
+            self.rollout = replace(self.rollout, page_size=pages * VLLM_CPU_BLOCK)
         self._find_rewards()
         check_pairs(PAIRS, **vars(self))
         self._check_budget()
@@ -155,14 +163,14 @@ class Config:
         cluster = self.cluster
         gpus = cluster.rollout_gpus, cluster.learner_gpus, cluster.reference_gpus, cluster.reward_gpus
         is_float32 = self.model.dtype == "float32" and self.rollout.kv_dtype == "auto"
-        return is_float32 and not any(gpus)
+        return is_float32 and self.rollout.engine == "native" and not any(gpus)
 
     @property
     def importance(self) -> str:
         """objective.importance with auto resolved: none, token_tis or sequence_tis."""
         if self.objective.importance != "auto":
             return self.objective.importance
-        return "token_tis" if self.run.max_staleness > 0 else "none"
+        return "token_tis" if self.run.max_staleness > 0 or self.rollout.engine == "vllm" else "none"
 
     @property
     def mismatch_is_rounding(self) -> bool:

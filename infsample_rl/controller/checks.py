@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from infsample_rl.cluster.rollout_interpreter import check_rollout_interpreter
 from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
 from infsample_rl.config.loading import cache_folder
@@ -207,6 +208,7 @@ def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
     check_optimizer(config.learner.optimizer)
     check_trackers(config)
     check_reward_environment(config)
+    check_rollout_interpreter(config)
     if config.cluster.address is None:
         _check_this_machine(config)
     _check_folders(config)

@@ -7,6 +7,7 @@ import os
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from infsample_rl.cluster.rollout_interpreter import rollout_interpreter
 from infsample_rl.config import Config, RolloutConfig
 from infsample_rl.config.fields import unread_settings
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
@@ -114,6 +115,7 @@ def derived_table(
         ("steps", f"{total_steps} ({epochs:.2g} epochs) of {samples}{going_on}"),
         ("updates per step", _updates_text(config)),
         ("learner", _learner_text(config)),
+        *([("engine", _engine_text(config))] if rollout_interpreter(config) else []),
         ("schedule", _schedule_text(config, architecture)),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
@@ -143,6 +145,13 @@ def _schedule_text(config: Config, architecture: PretrainedConfig) -> str:
     return text + (", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each")
 
 
+def _engine_text(config: Config) -> str:
+    """Of an engine that has an interpreter of its own."""
+    processes = config.rollout.tensor_parallel
+    split = f", the model split over {processes} processes" if processes > 1 else ""
+    return f"{config.rollout.engine} in {rollout_interpreter(config)}{split}"
+
+
 def _compression_text(config: Config, architecture: PretrainedConfig) -> str:
     if config.rollout.kv_dtype == "auto":
         return ""
@@ -155,7 +164,8 @@ def _predictor_text(config: Config) -> str:
     if rollout.predictor == "none":
         return "none"
     if not rollout.probes and rollout.predictor == "probe":
-        return f"none: probe is not read by rollout.schedule={rollout.schedule}"
+        by = f"schedule={rollout.schedule}" if rollout.engine == "native" else f"engine={rollout.engine}"
+        return f"none: probe is not read by rollout.{by}"
     waits = f", after {rollout.num_prefix_tokens} tokens" if rollout.num_prefix_tokens else ""
     if rollout.trains_bert:
         return f"bert{waits}, frozen; lengths: all equal until {FIRST_GROUPS} groups have been sampled, which train it"

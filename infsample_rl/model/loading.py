@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -50,3 +51,16 @@ def load_model(
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(not_found("model.path", source, "causal language model", error)) from None
     return module.eval()
+
+
+def build_outline(
+    architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal language model on the meta device, by default with all its layers."""
+    architecture = copy.deepcopy(architecture)
+    if layers is not None:
+        architecture.num_hidden_layers = layers
+        if getattr(architecture, "layer_types", None):
+            architecture.layer_types = architecture.layer_types[:layers]
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -11,7 +11,7 @@ from infsample_rl.config import Config
 from infsample_rl.config.rollout import MOST_DRAFTS
 from infsample_rl.plan.devices import Device
 from infsample_rl.plan.model_outline import ModelOutline
-from infsample_rl.plan.rollout_memory import drafts_tokens, pool_page_bytes, pool_pages
+from infsample_rl.plan.rollout_memory import drafts_tokens, pool_page_bytes, pool_pages, weights_share
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
 from infsample_rl.rollout.simulator import simulate_prompts
 from infsample_rl.rollout.simulator_drafts import Text
@@ -76,7 +76,7 @@ def _time(
 ) -> DecodeTime:
     """Of these samples, with up to so many drafted tokens a row."""
     rollout, size = config.rollout, getattr(torch, config.model.dtype).itemsize
-    pages = pool_pages(config, model, device.usable_bytes - size * model.num_parameters)
+    pages = pool_pages(config, model, device.usable_bytes - weights_share(config, model))
     found = simulate_prompts(
         groups,
         rollout.schedule,
@@ -87,7 +87,7 @@ def _time(
         prompt_tokens=config.data.max_prompt_tokens,
         max_rows=rollout.most_rows if rollout.schedule == "token_budget" else None,
         max_new_tokens=rollout.max_new_tokens,
-        parks=rollout.schedule == "token_budget" and rollout.preemption != "recompute",
+        parks=rollout.schedule == "token_budget" and rollout.preemption != "recompute" and rollout.engine == "native",
         texts=texts if drafts else None,
         drafts=drafts,
     )
@@ -106,7 +106,8 @@ def _time(
         mean_rows=rows,
         drafts=drafts,
         tokens_per_row_step=found.tokens / found.busy_row_steps,
-        step_seconds=max(read / device.bandwidth, 2 * model.parameters_read * queries / device.flops),
+        step_seconds=max(read / device.bandwidth, 2 * model.parameters_read * queries / device.flops)
+        / rollout.tensor_parallel,
     )
 
 

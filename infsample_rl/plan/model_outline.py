@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from infsample_rl.config import Config
 from infsample_rl.model.architecture import KVShape, check_full_attention
-from infsample_rl.model.loading import load_model_config
+from infsample_rl.model.loading import build_outline, load_model_config
 from infsample_rl.model.lora import target_names
 from infsample_rl.model.tokenizer import load_tokenizer
-
-
-def build_outline(
-    architecture: PretrainedConfig, dtype: torch.dtype, *, layers: int | None = None, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """The causal language model on the meta device, by default with all its layers."""
-    architecture = copy.deepcopy(architecture)
-    if layers is not None:
-        architecture.num_hidden_layers = layers
-        if getattr(architecture, "layer_types", None):
-            architecture.layer_types = architecture.layer_types[:layers]
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True, kw_only=True)

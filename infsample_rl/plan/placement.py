@@ -79,15 +79,17 @@ def worker_groups(config: Config) -> list[WorkerGroup]:
     KL term only."""
     cluster = config.cluster
 
-    def group(role: str, count: int, gpus: float, ranks: int = 1) -> WorkerGroup:
-        return WorkerGroup(role=role, count=count, cpus=cluster.cpus_per_worker, gpus=gpus, ranks=ranks)
+    def group(role: str, count: int, gpus: float, ranks: int = 1, parts: int = 1) -> WorkerGroup:
+        cpus = parts * cluster.cpus_per_worker
+        return WorkerGroup(role=role, count=count, cpus=cpus, gpus=parts * gpus, ranks=ranks)
 
     groups = [
         group("reward", cluster.reward_workers, cluster.reward_gpus),
         group("learner", cluster.learner_ranks, cluster.learner_gpus),
     ]
     if not cluster.colocate:
-        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_gpus))
+        parts = config.rollout.tensor_parallel  # processes of one worker, which vLLM starts
+        groups.insert(0, group("rollout", cluster.rollout_workers, cluster.rollout_gpus, parts=parts))
     if config.objective.needs_reference and config.reference.placement == "workers":
         count = cluster.reference_workers * cluster.reference_ranks
         groups.append(group("reference", count, cluster.reference_gpus, cluster.reference_ranks))

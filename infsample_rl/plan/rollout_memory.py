@@ -26,6 +26,7 @@ from infsample_rl.rollout.engine.decoder import knows
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS
 from infsample_rl.rollout.engine.sampler import split_vocabulary
+from infsample_rl.rollout.engine.vllm_engine import LEAST_BATCH
 from infsample_rl.rollout.schedule.drafter import BYTES_PER_TOKEN, MOST_BYTES
 from infsample_rl.rollout.schedule.kv_budget import free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS
@@ -41,16 +42,23 @@ CUBLAS_WORKSPACE = 2 * 32 * 2**20
 def rollout_lines(config: Config, model: ModelOutline, device: Device) -> tuple[Lines, Lines]:
     """Bytes of a rollout worker where it computes, and, of one on a GPU, in host memory. ValueError for a KV budget
     that is too small."""
-    weights = {"weights": _item(config) * model.num_parameters}
+    weights = {"weights": weights_share(config, model)}
+    pool = _pool(config, model, device, weights["weights"])
+    if config.rollout.engine == "vllm":
+        return weights | _predictor(config) | pool | {"vLLM's step": _vllm_step(config, model, device)}, {}
     adapters, host = _adapters(config, model)
-    work = _work(config, model, device)
-    return weights | adapters | _predictor(config) | _pool(config, model, device, weights["weights"]) | work, host
+    return weights | adapters | _predictor(config) | pool | _work(config, model, device), host
+
+
+def weights_share(config: Config, model: ModelOutline) -> int:
+    """Bytes of the weights in one process of a rollout worker."""
+    return _item(config) * model.num_parameters // config.rollout.tensor_parallel
 
 
 def pool_page_bytes(config: Config, model: ModelOutline) -> int:
-    """Bytes of a page of the pool, scales included."""
+    """Bytes of a page of the pool in one process of a rollout worker, scales included."""
     stored = stored_dtype(config.rollout.kv_dtype, getattr(torch, config.model.dtype))
-    return model.kv.page_bytes(config.rollout.page_size, stored)
+    return model.kv.page_bytes(config.rollout.page_size, stored) // config.rollout.tensor_parallel
 
 
 def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
@@ -65,7 +73,7 @@ def pool_pages(config: Config, model: ModelOutline, free: int) -> int:
 
 def parked_bytes(config: Config, model: ModelOutline, device: Device) -> int:
     """Most that the KV of preempted samples takes outside the pool, where half of what is free there is no less."""
-    pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
+    pages = pool_pages(config, model, device.usable_bytes - weights_share(config, model))
     return MOST_POOLS * pages * pool_page_bytes(config, model)
 
 
@@ -86,6 +94,15 @@ def _pool(config: Config, model: ModelOutline, device: Device, weights: int) -> 
     return {"KV pool: responses": (pages - prompts + 1) * size, "KV pool: prompts": prompts * size}
 
 
+def _vllm_step(config: Config, model: ModelOutline, device: Device) -> int:
+    """The largest batch that vLLM is given: its activations, and logits with what they are drawn by."""
+    hidden, query, kv, inner = model.widths
+    rows, reach = most_rows(config, model, device), config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = max(LEAST_BATCH, reach + rows * config.rollout.page_size)
+    activations = _item(config) * tokens * (3 * hidden + 2 * (query + kv) + 3 * inner) // config.rollout.tensor_parallel
+    return activations + 4 * 4 * rows * model.architecture.vocab_size
+
+
 def _predictor(config: Config) -> Lines:
     """The paper's length predictor, which is read whole, in float32 as it is kept; where it is no folder here its size
     is not known."""
@@ -102,7 +119,7 @@ def _item(config: Config) -> int:
 def most_rows(config: Config, model: ModelOutline, device: Device) -> int:
     """Rows that decode at a time, at most: a row has a page from its second token on, and a sample of a step or of an
     evaluation."""
-    pages = pool_pages(config, model, device.usable_bytes - _item(config) * model.num_parameters)
+    pages = pool_pages(config, model, device.usable_bytes - weights_share(config, model))
     rows = rows_in(config.rollout, pages, [config.data.max_prompt_tokens] * config.rollout.planned_prompts)
     return bucket_of(config.most_samples, rows) if config.cluster.rollout_gpus > 0 else min(rows, config.most_samples)
 

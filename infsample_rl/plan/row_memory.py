@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
+from infsample_rl.model.loading import build_outline
 from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
 from infsample_rl.model.lora import add_adapters
 from infsample_rl.model.packed_attention import exchange_prompt
@@ -32,7 +33,7 @@ from infsample_rl.model.policy_head import sliced_as_on
 from infsample_rl.model.row_cuts import RowCuts
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.plan.memory_trace import MemoryTrace
-from infsample_rl.plan.model_outline import ModelOutline, build_outline
+from infsample_rl.plan.model_outline import ModelOutline
 
 FLEX_ATTENTION = "infsample_plan_flex"
 LINES = {  # moment in which memory was made -> line of the plan

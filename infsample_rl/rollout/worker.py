@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
-from infsample_rl.model.loading import load_model
-from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.link import WeightLink, join_link
 from infsample_rl.model.weight_sync.store import StoreAddress, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
-from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
+from infsample_rl.rollout.engine.engines import open_engine
 from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
@@ -45,34 +42,17 @@ class RolloutWorker:
         `reserved_bytes`: as SamplingEngine's.
         """
         torch.set_num_threads(config.cluster.threads_per_worker)
-        self.device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.config, self.worker_index = config, worker_index
-        tokenizer = load_tokenizer(config.model)
-        self.memory = process_memory(self.device.type)
-        self.model = load_model(config.model, self.device) if model is None else model
-        if model is None:
-            self.memory.reset()  # pages of the file that was read, which the system takes back when it wants to
-        # Before the engine is built: the model holds the base weights, which adapters are merged into.
-        merges = (
-            config.learner.lora_rank > 0 and config.learner.lora_publish == "adapters" and not config.cluster.colocate
-        )
+        self.memory = process_memory("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.link: WeightLink | MaybeNone = None  # after join_weight_link()
         self._halted = -1  # streams up to this number are to end
-        self.adapters = ReceivedAdapters(self.model, config.learner) if merges else None
-        self.engine = SamplingEngine(
-            self.model,
-            tokenizer,
-            config.rollout,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            lm_head_fp32=config.model.lm_head_fp32,
-            shared_probe=True,
-            reserved_bytes=reserved_bytes,
-            sharers=config.cluster.rollout_workers,
+        self.engine = open_engine(
+            config, load_tokenizer(config.model), self.memory, model, reserved_bytes=reserved_bytes
         )
         if config.is_deterministic and not self.engine.is_exact:
             warnings.warn(
-                f"samples may differ by rounding from run to run: model type {self.model.config.model_type} has no "
-                "compiled decoder here",
+                f"samples may differ by rounding from run to run: model.path={config.model.path} has no compiled "
+                "decoder here",
                 stacklevel=2,
             )
 
@@ -119,7 +99,7 @@ class RolloutWorker:
 
         `probe`: the run's length probe, where it has one.
         """
-        report = load_published(self._target(), manifest, buckets)
+        report = load_published(self.engine.parameters, manifest, buckets, load=self.engine.load)
         self.begin_version(report.version, probe)
         return report
 
@@ -134,22 +114,16 @@ class RolloutWorker:
     def receive_weights(self, version: int, probe: PublishedLengths | None = None) -> WeightSyncReport:
         """Take `version` from learner rank 0, which sends it at the same time, into the model, in place. Not while a
         stream runs."""
-        report = receive_weights(self.link, self._target(), version)
+        report = receive_weights(self.link, self.engine.parameters, version, self.engine.load)
         self.begin_version(version, probe)
         return report
 
-    def _target(self) -> Mapping[str, Tensor]:
-        """What takes the published parameters, by name."""
-        return dict(self.model.named_parameters()) if self.adapters is None else self.adapters.received
-
     def begin_version(self, version: int, probe: PublishedLengths | None = None) -> None:
         """Sample as policy `version` from now on: its weights have arrived."""
-        if self.adapters is not None:
-            self.adapters.merge()
         if probe is not None:
             watch: Any = self.engine.lengths.watch  # of the kind that the driver publishes for
             watch.load(probe)
-        self.engine.policy_version = version
+        self.engine.begin_version(version)
 
     @phase("learn")
     def learn(self) -> LengthReport:
@@ -183,7 +157,7 @@ class RolloutWorker:
             name: float(getattr(stats, name))
             for name in ("running_steps", "row_utilisation", "predict_seconds", *memory, *drafts)
         }
-        return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
+        return found | self.engine.counters() | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:
         first = micro_group[0]

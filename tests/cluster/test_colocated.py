@@ -87,7 +87,7 @@ def step(both, *, overlap):
 
 def test_engine_and_learner_are_two_modules_over_the_same_weights():
     both = worker(config())
-    engine, learner = both.rollout.model, both.learner.policy.lm
+    engine, learner = both.rollout.engine.runner.model, both.learner.policy.lm
     assert [p.data_ptr() for p in engine.parameters()] == [p.data_ptr() for p in learner.parameters()]
     assert (
         engine.config is not learner.config
@@ -116,14 +116,16 @@ def test_training_between_decode_steps_changes_neither_samples_nor_gradient(chec
         assert one["learner/grad_norm"] == pytest.approx(other["learner/grad_norm"], rel=1e-5)
         assert one["learner/logprob_diff_max"] < 1e-4
         apart.publish(turn + 1), together.publish(turn + 1)
-    for a, b in zip(apart.rollout.model.parameters(), together.rollout.model.parameters(), strict=True):
+    for a, b in zip(
+        apart.rollout.engine.runner.model.parameters(), together.rollout.engine.runner.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # of steps of 1e-3 each: AdamW divides by tiny gradients
 
 
 def test_in_sixteen_bits_the_engine_reads_what_the_learner_reads():
     both = worker(config(model=ModelConfig(path=POLICY, dtype="bfloat16")))
     _, metrics, _ = step(both, overlap=False)
-    assert both.shares_weights and {parameter.dtype for parameter in both.rollout.model.parameters()} == {
+    assert both.shares_weights and {parameter.dtype for parameter in both.rollout.engine.runner.model.parameters()} == {
         torch.bfloat16
     }
     assert {master.dtype for master in both.learner.backend.masters.values()} == {torch.float32}

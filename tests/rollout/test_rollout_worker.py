@@ -92,8 +92,8 @@ def test_evaluation_takes_its_own_temperature(config):
 def test_loaded_weights_change_the_samples_and_stamp_their_version(config, pack_buckets):
     worker = RolloutWorker(config, 0)
     before = collect(worker.stream(WORK, step=1))[0]
-    named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
-    address = worker.model.lm_head.weight.data_ptr()
+    named = [(name, parameter.detach().clone()) for name, parameter in worker.engine.runner.model.named_parameters()]
+    address = worker.engine.runner.model.lm_head.weight.data_ptr()
     doubled = [(name, tensor * 2 if name == "lm_head.weight" else tensor) for name, tensor in named]
     assert worker.load_weights(*pack_buckets(doubled, version=5)).version == 5
     after, headers, groups = collect(worker.stream(WORK, step=1))
@@ -101,7 +101,7 @@ def test_loaded_weights_change_the_samples_and_stamp_their_version(config, pack_
     assert {header.policy_version for header in headers} == {5} == {c.policy_version for group in groups for c in group}
     worker.load_weights(*pack_buckets(named, version=6))
     assert collect(worker.stream(WORK, step=1))[0] == before
-    assert worker.model.lm_head.weight.data_ptr() == address
+    assert worker.engine.runner.model.lm_head.weight.data_ptr() == address
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_what_a_worker_learnt_goes_to_the_run_and_comes_back_with_the_weights(co
     collect(worker.stream(WORK, step=1))
     assert not worker.engine.lengths.watch.is_used, "it waits for the run to say what is used"
     fit = ProbeFit(np.zeros(130), deviation=1.0)
-    named = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
+    named = [(name, parameter.detach().clone()) for name, parameter in worker.engine.runner.model.named_parameters()]
     worker.load_weights(*pack_buckets(named, version=1), PublishedProbe(fit=fit, is_used=True))
     before = worker.engine.lengths.watch.seconds_spent
     collect(worker.stream(WORK, step=1))

@@ -157,6 +157,29 @@ def unpack_buckets(
 ) -> None:
     """Copy every bucket, in order, into the parameters it belongs to, in place. Ask misfit() before; RuntimeError for
     too few bytes or too many."""
+    for piece, part in _parts(manifest, buckets, bucket_bytes):
+        name = manifest.entries[piece.entry][0]
+        parameters[name].detach().view(-1)[piece.start : piece.stop].copy_(part)
+
+
+def unpack_tensors(
+    manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray], bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter in the buckets by name, one at a time, in memory of its own. RuntimeError as unpack_buckets()."""
+    flat = torch.empty(0)
+    for piece, part in _parts(manifest, buckets, bucket_bytes):
+        name, dtype, shape, *_ = manifest.entries[piece.entry]
+        if piece.start == 0:
+            flat = torch.empty(int(np.prod(shape, dtype=np.int64)), dtype=getattr(torch, dtype), device=part.device)
+        flat[piece.start : piece.stop].copy_(part)
+        if piece.stop == flat.numel():
+            yield name, flat.view(shape)
+
+
+def _parts(
+    manifest: WeightManifest, buckets: Iterable[Tensor | np.ndarray], bucket_bytes: int
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Every piece with its elements, which lie in a bucket: to be copied before the next is asked for."""
     source = iter(buckets)
     for number, (pieces, size) in enumerate(
         zip(layout(manifest, bucket_bytes), bucket_sizes(manifest, bucket_bytes), strict=True)
@@ -167,10 +190,9 @@ def unpack_buckets(
                 f"weights version {manifest.version}: bucket {number} has {len(bucket)} bytes, not {size}"
             )
         for piece in pieces:
-            name, dtype_name, *_ = manifest.entries[piece.entry]
-            dtype = getattr(torch, dtype_name)
+            dtype = getattr(torch, manifest.entries[piece.entry][1])
             stop = piece.offset + (piece.stop - piece.start) * dtype.itemsize
-            parameters[name].detach().view(-1)[piece.start : piece.stop].copy_(bucket[piece.offset : stop].view(dtype))
+            yield piece, bucket[piece.offset : stop].view(dtype)
         del bucket  # a copy is not to live until the next one is made
     if next(source, None) is not None:  # asking also says that the last one was taken
         raise RuntimeError(f"weights version {manifest.version}: more buckets came than the manifest has")

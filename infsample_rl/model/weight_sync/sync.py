@@ -147,11 +147,11 @@ def load_published(
     return _report(manifest.version, manifest.num_bytes, started)
 
 
-def check_shared(engine: nn.Module, learner: nn.Module, version: int) -> WeightSyncReport:
+def check_shared(engine: Mapping[str, Tensor], learner: nn.Module, version: int) -> WeightSyncReport:
     """Prove that nothing needs copying: every parameter lies at the same address. RuntimeError names the first that
     does not."""
     addresses = {name: parameter.data_ptr() for name, parameter in learner.named_parameters()}
-    for name, parameter in engine.named_parameters():
+    for name, parameter in engine.items():
         if parameter.data_ptr() != addresses[name]:
             raise RuntimeError(f"weights version {version}: engine and learner no longer share {name}")
     return WeightSyncReport(version=version, num_bytes=0, seconds=0.0)

@@ -100,7 +100,7 @@ class MicroGroups:
         """`truncates`: completions carry log-probabilities of the truncated distribution too."""
         self.stays = StayLog()
         self._groups = list(groups)
-        self._size, self._policy_version, self._truncates = size, policy_version, truncates
+        self._size, self._policy_version, self.truncates = size, policy_version, truncates
 
     def take(self) -> list[list[Completion]]:
         """Full micro-groups, and the smaller last one of a group that is done."""
@@ -119,7 +119,7 @@ class MicroGroups:
             sample_index=sample.sample_index,
             token_ids=np.array(sample.tokens, np.int32),
             logprobs=np.array(sample.logprobs, np.float32),
-            sampling_logprobs=np.array(sample.sampling_logprobs, np.float32) if self._truncates else None,
+            sampling_logprobs=np.array(sample.sampling_logprobs, np.float32) if self.truncates else None,
             finish_reason=sample.finish_reason,
             policy_version=self._policy_version,
             stays=self.stays.take(sample),

@@ -48,6 +48,7 @@ class RolloutEngine(ABC):
 
     vocab_size: int
     context: int | None  # most tokens of a prompt and a response; None: no bound is known
+    shared_block = 0  # as GroupSettings.shared_block
     is_exact: bool  # whether a sample has the same bits under every schedule and in any company
 
     def __init__(self, config: RolloutConfig, lengths: LengthSource) -> None:
@@ -142,7 +143,14 @@ class RolloutEngine(ABC):
         if watch is not None:
             watch.prepare()
         groups = request.groups(
-            GroupSettings(config.schedule, most_rows, config.group_size, config.epsilon, config.num_prefix_tokens),
+            GroupSettings(
+                config.schedule,
+                most_rows,
+                config.group_size,
+                config.epsilon,
+                config.num_prefix_tokens,
+                self.shared_block,
+            ),
             partial(sample_key, seed, EVALUATION if evaluation else TRAINING, step),
             self.lengths.predict if config.schedule in PREDICTED_SCHEDULES else None,
             predicted_in_rows=self.lengths.waits_for_probe(config),
@@ -178,6 +186,14 @@ class RolloutEngine(ABC):
         """Samples of the stream that have not started and that `withdrawals` could give back; to be asked between
         running steps."""
         return 0 if self._loop is None else self._loop.planner.num_waiting
+
+    def begin_version(self, version: int) -> None:
+        """Sample as policy `version` from now on: its weights have arrived."""
+        self.policy_version = version
+
+    def counters(self) -> dict[str, float]:
+        """Figures of what computes the tokens, since its start, by metric name."""
+        return {}
 
     def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from infsample_rl.config.rollout import MOST_QUERIES, RolloutConfig
 from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.model.generation import stop_ids_of
+from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.weight_sync.buckets import unpack_buckets
 from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups, StopRule
@@ -43,8 +44,10 @@ class SamplingEngine(RolloutEngine):
         shared_probe: bool = False,
         reserved_bytes: int = 0,
         sharers: int = 1,
+        adapters: ReceivedAdapters | None = None,
     ) -> None:
-        """`stop_token_ids` None: those of the model's generation config, the tokenizer and the settings together.
+        """`adapters`: what is published, merged into the model at every version. `stop_token_ids` None: those of the
+        model's generation config, the tokenizer and the settings together.
 
         `max_prompt_tokens`: longest prompt to come; None: with the default KV budget,
         and with auto, the pool is allocated at the first call, and again at a longer prompt. `shared_probe`: the length
@@ -53,7 +56,7 @@ class SamplingEngine(RolloutEngine):
         to others in this process; `sharers`: engines of other processes on the CPU and this one. ValueError for what
         cannot work.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self._adapters = tokenizer, adapters
         self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
         if len(tokenizer) > self.runner.vocab_size:
             raise ValueError(
@@ -82,7 +85,12 @@ class SamplingEngine(RolloutEngine):
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
-        return dict(self.runner.model.named_parameters())
+        return dict(self.runner.model.named_parameters()) if self._adapters is None else self._adapters.received
+
+    def begin_version(self, version: int) -> None:
+        if self._adapters is not None:
+            self._adapters.merge()
+        super().begin_version(version)
 
     @property
     def load(self) -> Load:

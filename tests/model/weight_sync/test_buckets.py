@@ -123,12 +123,12 @@ def test_an_engine_that_shares_its_learners_parameters_needs_no_copy(tied):
     torch.optim.AdamW(learner.parameters(), lr=0.1).step()
     attention = engine.model.layers[0].self_attn
     joined([attention.q_proj.weight, attention.k_proj.weight])  # moved, but the same Parameter objects
-    report = check_shared(engine, learner, version=3)
+    report = check_shared(dict(engine.named_parameters()), learner, version=3)
     assert (report.version, report.num_bytes) == (3, 0)
     assert not torch.equal(engine(ids).logits, before) and torch.equal(engine(ids).logits, learner(ids).logits)
     learner.model.norm.weight = torch.nn.Parameter(torch.ones(32))
     with pytest.raises(RuntimeError, match="weights version 1: engine and learner no longer share model.norm.weight"):
-        check_shared(engine, learner, version=1)
+        check_shared(dict(engine.named_parameters()), learner, version=1)
 
 
 def test_full_parameters_are_copied_in_place_and_all_are_asked_for_even_after_a_refusal():

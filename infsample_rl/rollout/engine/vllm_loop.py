@@ -1,0 +1,131 @@
+"""The running steps of one call on vLLM: the planner says which samples decode, vLLM computes their tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
+from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.step_planner import StepPlanner
+from infsample_rl.types import Completion
+
+_NUMBERS = itertools.count()  # of requests: no id comes twice, whatever call it is of
+
+
+class VLLMLoop:
+    """Sends a request for every sample while it decodes, one at a time, and takes it back when the sample gives way.
+
+    What a request had computed may still be found in vLLM's prefix cache when the sample is sent again.
+    """
+
+    def __init__(
+        self,
+        vllm_engine: Any,
+        params_of: Callable[[int, int, int], Any],
+        planner: StepPlanner,
+        stops: StopRule,
+        micro_groups: MicroGroups,
+        page_bytes: int,
+    ) -> None:
+        """`vllm_engine`: a vllm.LLMEngine. `params_of`: the SamplingParams of (noise key, tokens that it has, tokens to
+        come)."""
+        self._engine, self._params_of, self._page_bytes = vllm_engine, params_of, page_bytes
+        self.planner, self._stops, self._micro_groups = planner, stops, micro_groups
+        self.stats = RolloutStats()
+        self._requests: dict[Sample, str] = {}
+        self._samples: dict[str, Sample] = {}  # by request
+        self._counted, self._finished = set[str](), set[str]()  # requests whose first, whose last token has come
+        self._prefilled: set[PromptGroup] = set()
+        self._recomputed = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every sample of every prompt has been handed out."""
+        return self.planner.is_done
+
+    def step(self) -> list[list[Completion]]:
+        """One running step; the micro-groups it completes. A row that vLLM gives no token yet, as while a long prompt
+        is computed in parts, gets it in a later one."""
+        plan = self.planner.next_step()
+        if plan.rows_changed:
+            self._micro_groups.stays.arrange(plan.rows, self.planner.running_steps - 1)
+            self._withdraw([sample for sample in self._requests if sample.slot < 0])
+            for sample in plan.rows:
+                if sample not in self._requests:
+                    self._send(sample)
+        served = self._read(self._engine.step())
+        ended = []
+        for sample in plan.rows:
+            if sample not in served:
+                self.planner.hold_back(sample)
+            elif reason := self._stops.reason(sample.tokens):
+                sample.finish_reason = reason
+                ended.append(sample)
+        self._withdraw(ended)
+        self._micro_groups.stays.end(ended, self.planner.running_steps)
+        self.planner.end_step(ended)
+        self.stats.read(self.planner, self._page_bytes)
+        self.stats.parked_tokens, self.stats.recomputed_tokens = 0, self._recomputed
+        return self._micro_groups.take()
+
+    def free(self) -> None:
+        """Let go of all samples and KV."""
+        self._withdraw(list(self._requests))
+        self.planner.drop_all()
+
+    def _send(self, sample: Sample) -> None:
+        request = f"sample-{next(_NUMBERS)}"
+        params = self._params_of(sample.key, len(sample.tokens), self._stops.max_new_tokens - len(sample.tokens))
+        self._engine.add_request(request, {"prompt_token_ids": [*sample.group.prompt_ids, *sample.tokens]}, params)
+        self._requests[sample], self._samples[request] = request, sample
+
+    def _withdraw(self, samples: list[Sample]) -> None:
+        """Take back the requests of these samples; one whose last token has come is gone already."""
+        requests = [self._requests.pop(sample) for sample in samples]
+        for request in requests:
+            del self._samples[request]
+        unfinished = [request for request in requests if request not in self._finished]
+        self._finished.difference_update(requests)
+        if unfinished:
+            self._engine.abort_request(unfinished)
+
+    def _read(self, outputs: list[Any]) -> set[Sample]:
+        """Append the token of every output; the samples that got one."""
+        served = set()
+        for output in outputs:
+            sample, new = self._samples[output.request_id], output.outputs[0]
+            if len(new.token_ids) != 1:
+                raise RuntimeError(f"vLLM gave {len(new.token_ids)} tokens of one sample in one step")
+            if output.request_id not in self._counted:
+                self._counted.add(output.request_id)
+                self._recomputed += self._computed_again(sample, output.num_cached_tokens or 0)
+            _append(sample, new, truncates=self._micro_groups.truncates)
+            served.add(sample)
+            if output.finished:
+                self._finished.add(output.request_id)
+        return served
+
+    def _computed_again(self, sample: Sample, cached: int) -> int:
+        """Tokens of a request's prompt whose KV had been computed before, and was not found any more."""
+        group = sample.group
+        if sample.tokens:
+            known = len(group.prompt_ids) + len(sample.tokens) - 1
+        else:
+            known = len(group.prompt_ids) - group.own_tokens if group in self._prefilled else 0
+        self._prefilled.add(group)
+        return max(0, known - cached)
+
+
+def _append(sample: Sample, new: Any, *, truncates: bool) -> None:
+    token = new.token_ids[0]
+    said = {each: entry.logprob for each, entry in new.logprobs[0].items()}
+    if not math.isfinite(said[token]):
+        name = f"sample {sample.sample_index} of prompt {sample.group.prompt_index}"
+        raise RuntimeError(f"{name}: the model's logits are not finite at token {len(sample.tokens)}")
+    sample.tokens.append(token)
+    sample.logprobs.append(said[token])
+    if truncates:
+        sample.sampling_logprobs.append(max(said.values()))
