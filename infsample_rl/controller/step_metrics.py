@@ -108,6 +108,7 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
     streams = [end.stats for ends in rounds for end in ends]
     steps = sum(stream["running_steps"] for stream in streams)
     accepted, rows = (sum(stream[name] for stream in streams) for name in ("accepted_tokens", "row_steps"))
+    cached, sent = (sum(stream[name] for stream in streams) for name in ("cached_tokens", "sent_tokens"))
     busy = sum(stream["row_utilisation"] * stream["running_steps"] for stream in streams)
     return {
         "rollout/running_steps": sum(_largest_worker(ends, "running_steps") for ends in rounds if ends),
@@ -125,6 +126,8 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
         "rollout/drafted_tokens": sum(stream["drafted_tokens"] for stream in streams),
         "rollout/accepted_tokens": accepted,
         "rollout/draft_seconds": sum(_largest_worker(ends, "draft_seconds") for ends in rounds if ends),
+        "rollout/engine_preemptions": sum(stream["engine_preemptions"] for stream in streams),
+        "rollout/prefix_cache_hits": cached / sent if sent else None,
         "predictor/seconds": sum(_largest_worker(ends, "predict_seconds") for ends in rounds if ends),
     }
 

@@ -153,11 +153,12 @@ class RolloutWorker:
         stats = self.engine.stats
         memory = ("peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "preemptions", "parked_tokens")
         drafts = ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
+        of_vllm = ("engine_preemptions", "sent_tokens", "cached_tokens")
         found = {
             name: float(getattr(stats, name))
-            for name in ("running_steps", "row_utilisation", "predict_seconds", *memory, *drafts)
+            for name in ("running_steps", "row_utilisation", "predict_seconds", *memory, *drafts, *of_vllm)
         }
-        return found | self.engine.counters() | {"peak_memory_bytes": float(self.memory.peak_bytes())}
+        return found | {"peak_memory_bytes": float(self.memory.peak_bytes())}
 
     def _header(self, micro_group: list[Completion], evaluation: bool) -> MicroGroupHeader:
         first = micro_group[0]

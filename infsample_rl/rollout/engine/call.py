@@ -170,6 +170,9 @@ class RolloutStats:
     drafted_tokens: int = 0  # run beside the rows' newest tokens
     accepted_tokens: int = 0  # of them, those that were sampled
     draft_seconds: float = field(default=0.0, compare=False)  # spent on drafting
+    engine_preemptions: int = 0  # rows that vLLM itself made give way; its engine refuses a call in which any was
+    sent_tokens: int = 0  # of prompts, and of responses begun, that vLLM was sent
+    cached_tokens: int = 0  # of them, those whose KV it found in its prefix cache
     predict_seconds: float = field(default=0.0, compare=False)  # spent on predicting lengths, and on learning to
 
     def read(self, planner: StepPlanner, page_bytes: int) -> None:

@@ -191,10 +191,6 @@ class RolloutEngine(ABC):
         """Sample as policy `version` from now on: its weights have arrived."""
         self.policy_version = version
 
-    def counters(self) -> dict[str, float]:
-        """Figures of what computes the tokens, since its start, by metric name."""
-        return {}
-
     def learn(self) -> LengthReport:
         """What the length probe has seen since the last time, for the run it belongs to. Only where there is one, not
         while a stream runs."""

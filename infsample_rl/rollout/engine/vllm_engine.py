@@ -84,7 +84,6 @@ class VLLMEngine(RolloutEngine):
         self._pages = self._num_pages(sharers)
         self._vllm = _new_vllm()
         self._llm = self._start(config)
-        self._preemptions = 0
 
     @property
     def num_pages(self) -> int:
@@ -98,14 +97,9 @@ class VLLMEngine(RolloutEngine):
     def load(self) -> Load:
         return self._load
 
-    def counters(self) -> dict[str, float]:
-        """vLLM's own, since it was started: rows that it preempted, tokens looked for in its prefix cache and found."""
-        names = {
-            "vllm:num_preemptions": "rollout/vllm_preemptions",
-            "vllm:prefix_cache_queries": "rollout/vllm_prefix_queries",
-            "vllm:prefix_cache_hits": "rollout/vllm_prefix_hits",
-        }
-        return {names[each.name]: float(each.value) for each in self._llm.get_metrics() if each.name in names}
+    def _preempted(self) -> int:
+        """Rows that vLLM has made give way since its start, as it counts them."""
+        return sum(int(each.value) for each in self._llm.get_metrics() if each.name == "vllm:num_preemptions")
 
     def _num_pages(self, sharers: int) -> int:
         """Blocks of the pool; each full response of the default budget has one more, for its prompt's last tokens."""
@@ -188,7 +182,9 @@ class VLLMEngine(RolloutEngine):
         ends_text = self._stop_strings.ends if config.stop_strings else None
         stops = StopRule(config.max_new_tokens, self._stop_token_ids, ends_text)
         micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
-        return VLLMLoop(self._llm.llm_engine, params_of, planner, stops, micro_groups, self._page_bytes)
+        return VLLMLoop(
+            self._llm.llm_engine, params_of, planner, stops, micro_groups, self._page_bytes, self._preempted
+        )
 
     def _load(
         self,

@@ -29,9 +29,11 @@ class VLLMLoop:
         stops: StopRule,
         micro_groups: MicroGroups,
         page_bytes: int,
+        preemptions: Callable[[], int],
     ) -> None:
         """`vllm_engine`: a vllm.LLMEngine. `params_of`: the SamplingParams of (noise key, tokens that it has, tokens to
-        come)."""
+        come). `preemptions`: how many vLLM has made so far."""
+        self._preemptions, self._preempted_before = preemptions, preemptions()
         self._engine, self._params_of, self._page_bytes = vllm_engine, params_of, page_bytes
         self.planner, self._stops, self._micro_groups = planner, stops, micro_groups
         self.stats = RolloutStats()
@@ -69,12 +71,23 @@ class VLLMLoop:
         self.planner.end_step(ended)
         self.stats.read(self.planner, self._page_bytes)
         self.stats.parked_tokens, self.stats.recomputed_tokens = 0, self._recomputed
+        if self.is_done:
+            self._check_preemptions()
         return self._micro_groups.take()
 
     def free(self) -> None:
         """Let go of all samples and KV."""
         self._withdraw(list(self._requests))
         self.planner.drop_all()
+
+    def _check_preemptions(self) -> None:
+        """RuntimeError where vLLM ran out of blocks: the planner counts at least as many as it takes."""
+        self.stats.engine_preemptions = self._preemptions() - self._preempted_before
+        if self.stats.engine_preemptions:
+            raise RuntimeError(
+                f"vLLM preempted {self.stats.engine_preemptions} rows, although the planner lets in no more than its "
+                f"{self.planner.pool.num_pages} blocks hold"
+            )
 
     def _send(self, sample: Sample) -> None:
         request = f"sample-{next(_NUMBERS)}"
@@ -101,7 +114,10 @@ class VLLMLoop:
                 raise RuntimeError(f"vLLM gave {len(new.token_ids)} tokens of one sample in one step")
             if output.request_id not in self._counted:
                 self._counted.add(output.request_id)
-                self._recomputed += self._computed_again(sample, output.num_cached_tokens or 0)
+                cached = output.num_cached_tokens or 0
+                self._recomputed += self._computed_again(sample, cached)
+                self.stats.sent_tokens += len(sample.group.prompt_ids) + len(sample.tokens)
+                self.stats.cached_tokens += cached
             _append(sample, new, truncates=self._micro_groups.truncates)
             served.add(sample)
             if output.finished:

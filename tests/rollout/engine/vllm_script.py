@@ -1,0 +1,73 @@
+"""Run by the interpreter that has vLLM: samples of its engine under several settings.
+
+vllm_script.py MODEL SETTINGS OUT: SETTINGS is a JSON list of [name, rollout settings, options of generate()], OUT a
+file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from infsample_rl.config import Config, DataConfig, ModelConfig, RolloutConfig
+from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
+from infsample_rl.model.tokenizer import load_tokenizer
+from infsample_rl.model.weight_sync.buckets import plan_weights, shapes_of, stream_buckets
+from infsample_rl.model.weight_sync.sync import load_published
+from infsample_rl.rollout.engine.vllm_engine import VLLMEngine
+
+
+def config_of(model: str, settings: dict) -> Config:
+    return Config(
+        model=ModelConfig(path=model, dtype="float32"),
+        rollout=RolloutConfig(engine="vllm", **settings),
+        data=DataConfig(source="any", max_prompt_tokens=128),
+        reward=RewardConfig(functions=[RewardFunctionConfig(name="kk")]),
+    )
+
+
+def publish(engine: VLLMEngine, folder: str) -> None:
+    """Weights of another folder, as the learner sends them."""
+    from infsample_rl.model.loading import load_model
+
+    named = list(load_model(ModelConfig(path=folder, dtype="float32")).named_parameters())
+    manifest = plan_weights(shapes_of(named), 1, 2**16)
+    buckets = (bucket.copy() for bucket in stream_buckets(named, manifest, 2**16))
+    load_published(engine.parameters, manifest, buckets, 2**16, engine.load)
+    engine.begin_version(1)
+
+
+def main(model: str, asked: list, out: str) -> None:
+    found = {}
+    for name, settings, options in asked:
+        options = dict(options)
+        prompts, weights = options.pop("prompts"), options.pop("weights", None)
+        config = config_of(model, settings)
+        engine = VLLMEngine(config, load_tokenizer(config.model), stop_token_ids=set(options.pop("stops", [])) or None)
+        if weights is not None:
+            publish(engine, weights)
+        groups = engine.generate(prompts, seed=0, step=1, **options)
+        found[name] = {
+            "tokens": [[sample.token_ids.tolist() for sample in group] for group in groups],
+            "reasons": [[sample.finish_reason for sample in group] for group in groups],
+            "logprobs": [[sample.logprobs.tolist() for sample in group] for group in groups],
+            "sampling_logprobs": [
+                [None if sample.sampling_logprobs is None else sample.sampling_logprobs.tolist() for sample in group]
+                for group in groups
+            ],
+            "versions": sorted({sample.policy_version for group in groups for sample in group}),
+            "steps": engine.stats.running_steps,
+            "preemptions": engine.stats.preemptions,
+            "recomputed": engine.stats.recomputed_tokens,
+            "cached": engine.stats.cached_tokens,
+            "pages": engine.num_pages,
+            "peak_bytes": engine.stats.peak_kv_bytes,
+            "pages_held": engine.pages_now()[1],
+        }
+        del engine
+    Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
