@@ -200,6 +200,11 @@ class RolloutConfig:
         return self.preemption if "/" in self.preemption else None
 
     @property
+    def parks(self) -> bool:
+        """Whether KV that gives way may be parked outside the pool."""
+        return self.schedule == "token_budget" and self.preemption != "recompute" and self.engine == "native"
+
+    @property
     def num_prefix_tokens(self) -> int:
         """k: tokens every sample decodes before a schedule that waits for predicted lengths starts; 0: there is no such
         phase."""

@@ -87,7 +87,7 @@ def _time(
         prompt_tokens=config.data.max_prompt_tokens,
         max_rows=rollout.most_rows if rollout.schedule == "token_budget" else None,
         max_new_tokens=rollout.max_new_tokens,
-        parks=rollout.schedule == "token_budget" and rollout.preemption != "recompute" and rollout.engine == "native",
+        parks=rollout.parks,
         texts=texts if drafts else None,
         drafts=drafts,
     )

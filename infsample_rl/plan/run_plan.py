@@ -65,7 +65,7 @@ class RolePlan:
         if pool := self.largest_pool:
             most = "any" if largest["group_size"] is None else f"at most {largest['group_size']:,}"
             limits.append(f"at most {pool['pages']:,} pages = {pool['slots']:,} slots, {pool['rows']:,} rows; G {most}")
-            if rollout.schedule == "token_budget" and rollout.preemption != "recompute":
+            if rollout.parks:
                 parked = gigabytes(parked_bytes(self.config, self.model, self.device))
                 limits.append(f"of each up to {parked} of preempted KV {_parked_in(self.config)}")
             idle = idle_memory(self.config, self.model, self.process, pool)

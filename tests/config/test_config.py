@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,30 @@ WRONG = [
     (
         ["rollout.kv_dtype=int8", "objective.importance=token_tis", "run.deterministic=true"],
         "rollout.kv_dtype must be auto with run.deterministic=true, got int8",
+    ),
+    (
+        ["rollout.engine=vllm", "rollout.vllm_python=/no"],
+        "rollout.vllm_python=/no is no interpreter; `make vllm` makes one that has vLLM",
+    ),
+    (["rollout.engine=vllm", f"rollout.vllm_python={sys.executable}"], "has no vLLM; `make vllm` makes one"),
+    (
+        ["rollout.engine=vllm", "rollout.vllm_python=/bin/false"],
+        "rollout.vllm_python=/bin/false does not run: no word; `make vllm`",
+    ),
+    (["rollout.engine=sglang"], "rollout.engine must be one of native, vllm, got 'sglang'"),
+    (["rollout.engine=vllm", "run.deterministic=true"], "rollout.engine must be native with run.deterministic=true"),
+    (
+        ["rollout.engine=vllm", "rollout.schedule=infinite"],
+        "rollout.predictor must be none or bert with rollout.engine=vllm, rollout.schedule=infinite, got probe",
+    ),
+    (["rollout.engine=vllm", "rollout.speculate=3"], "rollout.speculate must be auto or 0 with rollout.engine=vllm"),
+    (["rollout.engine=vllm", "cluster.colocate=true"], "cluster.colocate must be false with rollout.engine=vllm"),
+    (["rollout.engine=vllm", "rollout.preemption=park"], "rollout.preemption must be auto or recompute with rollout"),
+    (["rollout.engine=vllm", "rollout.schedule=dynamic_slot"], "rollout.schedule must be token_budget or"),
+    (["rollout.tensor_parallel=2"], "rollout.engine must be vllm with rollout.tensor_parallel=2, got native"),
+    (
+        ["rollout.engine=vllm", "rollout.tensor_parallel=2", "cluster.rollout_gpus=0.5"],
+        "cluster.rollout_gpus must be 0 or 1 with rollout.tensor_parallel=2, got 0.5",
     ),
     (["objective.mini_batches=99"], "objective.mini_batches must be <= data.prompts_per_step"),
     (

@@ -227,6 +227,23 @@ def test_where_the_kv_of_preempted_samples_goes_and_how_much_of_it(settings, pla
     assert place is None or f"of each up to {gigabytes(size)} of preempted KV {place}" in text
 
 
+def test_vllm_has_its_own_lines_and_each_process_of_a_split_model_its_share(capsys):
+    settings = ["rollout.engine=vllm", "rollout.kv_budget_tokens=4096"]
+    whole, split = (
+        next(
+            role
+            for role in plan_json(capsys, *settings, f"rollout.tensor_parallel={count}")[1]["roles"]
+            if role["role"] == "rollout"
+        )
+        for count in (1, 2)
+    )
+    assert {"weights", "vLLM's step", "KV pool: responses"} <= whole["lines"].keys()
+    for name in ("weights", "KV pool: responses", "KV pool: prompts"):
+        assert split["lines"][name] == pytest.approx(whole["lines"][name] / 2, abs=4096)
+    assert main(settings) == 0
+    assert "of preempted KV" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_steps_of_very_many_samples_are_those_of_some_multiplied_and_the_line_says_so(capsys):
     """0.2 % less than all 8,192 simulated, which takes a hundred times as long."""

@@ -88,6 +88,26 @@ def test_the_update_is_that_of_one_rank_with(no_kl, plain, name):
 @pytest.mark.parametrize(
     "changes",
     [
+        ("cluster.rollout_workers=2",),
+        ("cluster.weight_sync=broadcast",),
+        ("rollout.schedule=arrival",),
+        ("rollout.kv_budget_tokens=160", "learner.lora_rank=4"),
+    ],
+)
+def test_with_vllm_every_sample_of_every_step_is_the_same(no_kl, plain, changes):
+    """The second step samples with the weights that the first one made."""
+    run = no_kl("rollout.engine=vllm", *changes)
+    for row, wanted in zip(run.rows[:1] if "learner.lora_rank=4" in changes else run.rows, plain.rows, strict=False):
+        close(row, wanted)
+        assert row["rollout/engine_preemptions"] == 0 and row["rollout/prefix_cache_hits"] > 0
+    for row in run.rows:
+        assert row["learner/logprob_diff_max"] < 1e-4 and row["learner/importance_mean"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
         ("cluster.learner_ranks=2",),
         ("cluster.learner_ranks=2", "learner.backend=deepspeed"),
         ("learner.lora_publish=adapters",),
@@ -197,7 +217,22 @@ def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never
 
 def test_a_rollout_worker_that_is_killed_changes_no_bit(command, plain, tmp_path):
     run = tmp_path / "run"
-    target = Target(command(run, "objective=no_kl", "run.checkpoint_every=1"), run)
+    kill_a_decoding_worker(command(run, "objective=no_kl", "run.checkpoint_every=1"), run)
+    assert differences(plain.folder, run) == []
+
+
+@pytest.mark.slow
+def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain, tmp_path):
+    run = tmp_path / "run"
+    kill_a_decoding_worker(command(run, "objective=no_kl", "rollout.engine=vllm"), run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row, wanted in zip(rows, plain.rows, strict=True):
+        close(row, wanted)
+
+
+def kill_a_decoding_worker(command: list[str], run: Path) -> None:
+    """Start a run, kill its rollout worker while it decodes, and wait for the end."""
+    target = Target(command, run)
     try:
         killed = False
         while target.driver.poll() is None and not killed:
@@ -206,4 +241,4 @@ def test_a_rollout_worker_that_is_killed_changes_no_bit(command, plain, tmp_path
         assert killed and target.driver.wait(timeout=300) == 0
     finally:
         target.end()
-    assert "started again" in (run / "run.log").read_text() and differences(plain.folder, run) == []
+    assert "started again" in (run / "run.log").read_text()
