@@ -230,16 +230,11 @@ def test_where_the_kv_of_preempted_samples_goes_and_how_much_of_it(settings, pla
 def test_vllm_has_its_own_lines_and_each_process_of_a_split_model_its_share(capsys):
     settings = ["rollout.engine=vllm", "rollout.kv_budget_tokens=4096"]
     whole, split = (
-        next(
-            role
-            for role in plan_json(capsys, *settings, f"rollout.tensor_parallel={count}")[1]["roles"]
-            if role["role"] == "rollout"
-        )
-        for count in (1, 2)
+        lines(plan_json(capsys, *settings, f"rollout.tensor_parallel={count}")[1]["processes"][0]) for count in (1, 2)
     )
-    assert {"weights", "vLLM's step", "KV pool: responses"} <= whole["lines"].keys()
+    assert {"weights", "vLLM's step", "KV pool: responses"} <= whole.keys()
     for name in ("weights", "KV pool: responses", "KV pool: prompts"):
-        assert split["lines"][name] == pytest.approx(whole["lines"][name] / 2, abs=4096)
+        assert split[name] == pytest.approx(whole[name] / 2, abs=4096)
     assert main(settings) == 0
     assert "of preempted KV" not in capsys.readouterr().out
 

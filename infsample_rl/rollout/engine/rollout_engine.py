@@ -128,7 +128,7 @@ class RolloutEngine(ABC):
         exact argmax. `pause_every`: an empty list comes out after so many running steps, for a caller that has other
         work to do in between. `is_halted`: asked before every running step; the stream ends where it says yes.
         """
-        config = _plain(self.config) if evaluation else self.config
+        config = evaluation_config(self.config) if evaluation else self.config
         request = Request.of(prompt_ids, prompt_indices, sample_indices, config.group_size)
         request.check(self.vocab_size, self.context, config.max_new_tokens, config.schedule)
         temperature = config.temperature if temperature is None else temperature
@@ -228,6 +228,6 @@ class RolloutEngine(ABC):
                 self.withdrawals.is_open = False
 
 
-def _plain(config: RolloutConfig) -> RolloutConfig:
+def evaluation_config(config: RolloutConfig) -> RolloutConfig:
     """For few samples of many prompts: rows go to whatever prompt has work, and no order may favour short samples."""
     return replace(config, schedule="token_budget", predictor="none", prefix_tokens=0, prompts_at_once="auto")

@@ -26,7 +26,7 @@ from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups, StopRule
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
-from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
+from infsample_rl.rollout.engine.rollout_engine import RolloutEngine, evaluation_config
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
@@ -66,7 +66,7 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. RuntimeError in one line where this vLLM,
         or vLLM with this model, cannot run."""
-        self._model, self.tokenizer = config.model, tokenizer
+        self.tokenizer = tokenizer
         self._device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         architecture = load_model_config(config.model)
         rollout = config.rollout
@@ -78,8 +78,10 @@ class VLLMEngine(RolloutEngine):
             generation = load_generation_config(config.model, architecture)
             stop_token_ids = stop_ids_of(generation, tokenizer, rollout.stop_token_ids)
         self._stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout.stop_strings)
-        self._outline = build_outline(architecture, getattr(torch, config.model.dtype))
-        self._page_bytes = KVShape.of(architecture).page_bytes(rollout.page_size, getattr(torch, config.model.dtype))
+        dtype = getattr(torch, config.model.dtype)
+        self._outline = build_outline(architecture, dtype, trust_remote_code=config.model.trust_remote_code)
+        # in each process, as all bytes here
+        self._page_bytes = KVShape.of(architecture).page_bytes(rollout.page_size, dtype) // rollout.tensor_parallel
         self._longest = config.data.max_prompt_tokens
         self._pages = self._num_pages(sharers)
         self._vllm = _new_vllm()
@@ -107,13 +109,14 @@ class VLLMEngine(RolloutEngine):
         free = None
         if config.takes_free_memory:
             weights = sum(parameter.nbytes for parameter in self._outline.parameters())
-            free = max(0, free_bytes(self._device) - weights)
+            free = max(0, free_bytes(self._device) - weights // config.tensor_parallel)
             free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
         pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
         return pages if config.has_budget else pages + (config.num_slots or 0)
 
     def _start(self, config: Config) -> Any:
-        rollout, most_rows = self.config, rows_in(self.config, self._pages, [self._longest])
+        rollout = self.config
+        most_rows = max(rows_in(each, self._pages, [1]) for each in (rollout, evaluation_config(rollout)))
         longest = self._longest + rollout.max_new_tokens
         on_gpu = self._device.type == "cuda"
         try:
@@ -127,7 +130,7 @@ class VLLMEngine(RolloutEngine):
                 max_model_len=longest,
                 block_size=rollout.page_size,
                 num_gpu_blocks_override=self._pages + 1,  # vLLM keeps one for itself
-                kv_cache_memory_bytes=(self._pages + 1) * self._page_bytes // rollout.tensor_parallel,
+                kv_cache_memory_bytes=(self._pages + 1) * self._page_bytes,
                 max_num_seqs=most_rows,
                 max_num_batched_tokens=max(LEAST_BATCH, longest + most_rows * rollout.page_size),
                 enable_prefix_caching=True,
