@@ -12,6 +12,7 @@ from pathlib import Path
 from infsample_rl.config.command_line import option
 from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_DRAFTS, PREDICTED_SCHEDULES, SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import Recording, read_recordings
+from infsample_rl.rollout.schedule.first_come import FIRST_COME
 from infsample_rl.rollout.simulator import Simulation, simulate_prompts
 from infsample_rl.rollout.simulator_drafts import Text
 
@@ -36,7 +37,9 @@ class SimulateOptions:
         f"{DEFAULT_SLOTS}, and the KV memory is slots x cap + the resident prompts",
         low=1,
     )
-    schedules: list[str] = option(list(SCHEDULES), "schedules", choices=SCHEDULES)
+    schedules: list[str] = option(
+        list(SCHEDULES), f"schedules; {FIRST_COME} is vLLM's own rule", choices=(*SCHEDULES, FIRST_COME)
+    )
     preemptions: list[str] = option(
         ["park"], "what token_budget does with preempted samples' KV, each measured", choices=("park", "recompute")
     )

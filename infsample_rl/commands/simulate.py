@@ -34,6 +34,7 @@ from infsample_rl.commands.schedule_workload import (
 )
 from infsample_rl.config.command_line import check_writable, print_table, run_with_options
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
+from infsample_rl.rollout.schedule.first_come import FIRST_COME
 from infsample_rl.rollout.simulator import Simulation, slot_bound, token_bound
 
 COLUMNS = {  # of the table: what a record calls it, its heading, its format
@@ -51,7 +52,12 @@ COLUMNS = {  # of the table: what a record calls it, its heading, its format
     "completion_steps": ("mean end", ",.0f"),
     "mean_length": ("length", ",.0f"),
 }
-BOUNDS = {"token_budget": "token_bound", "full_group": "", "dynamic_slot": ""}  # others: that of the slots
+BOUNDS = {
+    "token_budget": "token_bound",
+    FIRST_COME: "token_bound",
+    "full_group": "",
+    "dynamic_slot": "",
+}  # others: that of the slots
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,6 +126,7 @@ def _record(
     workload: Workload, options: SimulateOptions, calls: list[range], schedule: str, found: list[Simulation]
 ) -> dict[str, Any]:
     """What the calls took together."""
+    by_budget = BOUNDS.get(schedule) == "token_bound"
     count = len(workload.groups)
     steps, rows = sum(each.running_steps for each in found), sum(each.busy_row_steps for each in found)
     queries, tokens = rows + sum(each.drafted_tokens for each in found), sum(each.tokens for each in found)
@@ -145,7 +152,7 @@ def _record(
         "kv_budget_tokens": max(each.kv_pool_tokens for each in found),
         "peak_kv_tokens": max(each.peak_kv_tokens for each in found),
         "row_utilisation": rows
-        / sum(each.running_steps * (each.most_rows if schedule == "token_budget" else each.slots) for each in found),
+        / sum(each.running_steps * (each.most_rows if by_budget else each.slots) for each in found),
         "preemptions_per_prompt": sum(each.preemptions for each in found) / count,
         "tokens_per_row_step": tokens / rows,
         "recomputed_share": lost / tokens,

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from infsample_rl.config.rollout import DEFAULT_SLOTS, MOST_ROWS, PLANNED_PROMPTS
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
 from infsample_rl.rollout.schedule.fast_forward import repeat_steps
+from infsample_rl.rollout.schedule.first_come import FIRST_COME, FirstComePolicy
 from infsample_rl.rollout.schedule.kv_budget import slots_in
-from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, KVPool, Parking
+from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, UNBOUNDED, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
@@ -112,6 +113,7 @@ def simulate_prompts(
     drafts: int = 0,
 ) -> Simulation:
     """Run `schedule` over prompts that share one pool: groups[p] are the lengths of prompt p's samples, in tokens.
+    Beside the engine's schedules there is vLLM's own rule, "first_come".
 
     slots: as rollout.slots. prompts_at_once: prompts resident together (default: as rollout.prompts_at_once=auto).
     predicted: for each prompt what fptas, sjf, infinite and lpt order by (default: the true lengths), once every sample
@@ -124,7 +126,7 @@ def simulate_prompts(
     which up to `drafts` are drafted for every row of a step. ValueError for an argument that is out of bounds, does not
     fit the others, or is not read by the schedule.
     """
-    by_budget = schedule == "token_budget"
+    first_come, by_budget = schedule == FIRST_COME, schedule in (FIRST_COME, "token_budget")
     check_read(
         schedule, {"max_rows": max_rows, "parks": parks, "repredicted": repredicted}, {"prefix_tokens": prefix_tokens}
     )
@@ -138,18 +140,23 @@ def simulate_prompts(
     # more rows than samples change nothing, nor do more than let dynamic_slot draw every length for every kept sample
     useful = sum(map(len, groups)) * (max(sizes) if schedule == "dynamic_slot" else 1)
     most_rows = max_rows or (max(sizes) * prompts_at_once if prompts_at_once else MOST_ROWS)
-    rules = [GroupSettings(schedule, num_slots, samples, prefix_tokens=prefix_tokens) for samples in sizes]
+    rule = "arrival" if first_come else schedule
+    rules = [GroupSettings(rule, num_slots, samples, prefix_tokens=prefix_tokens) for samples in sizes]
+    policy = FirstComePolicy if first_come else TokenBudgetPolicy
+    most_parked = UNBOUNDED if first_come else MOST_POOLS * pool.num_pages
     planner = StepPlanner(
         _groups(rules, prompts, orders_of(groups, schedule, predicted, repredicted)),
         pool,
         num_slots=min(most_rows, pool.num_pages) if by_budget else min(num_slots, useful),
         prompts_at_once=prompts_at_once or len(groups),
         max_new_tokens=cap,
-        policy=TokenBudgetPolicy(page_size, cap, parks=parks) if by_budget else None,
-        parking=Parking(MOST_POOLS * pool.num_pages) if parks else None,
+        policy=policy(page_size, cap, parks=parks) if by_budget else None,
+        parking=Parking(most_parked) if parks or first_come else None,
     )
     found = _Run(planner, groups, repredicted or (), record_rows, Drafting(texts, drafts) if drafts else None).to_end()
     found.slots = num_slots
+    if first_come:  # what gave way is computed again, in the step in which it comes back
+        found.recomputed_tokens, found.parked_tokens = found.parked_tokens, 0
     return found
 
 

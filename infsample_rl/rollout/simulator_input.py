@@ -8,6 +8,7 @@ from numbers import Integral
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES
 from infsample_rl.rollout.length_prediction.recordings import MOST_TOKENS
+from infsample_rl.rollout.schedule.first_come import FIRST_COME
 from infsample_rl.rollout.schedule.schedules import check_predictions
 
 Repredicted = Sequence[Mapping[int, float]]  # of each sample: tokens generated -> predicted total length
@@ -76,7 +77,7 @@ def orders_of(
             raise ValueError(f"repredicted must be made at 1 token or later, got {min(moments)}")
     for each in predicted or ():
         check_predictions(each, "predicted")
-    if predicted is None and schedule == "token_budget":
+    if predicted is None and schedule in ("token_budget", FIRST_COME):
         return [None] * len(groups)
     return [[float(length) for length in each] for each in predicted or groups]
 
@@ -85,6 +86,8 @@ def check_read(schedule: str, of_budget: Mapping[str, object], of_predictions: M
     """ValueError for an argument that the schedule does not read: those of token_budget, and of the schedules that wait
     for predictions."""
     unread = dict(of_budget) if schedule != "token_budget" else {}
+    if schedule == FIRST_COME:
+        unread.pop("max_rows")
     unread |= of_predictions if schedule not in PREDICTED_SCHEDULES else {}
     for name, value in unread.items():
         if value:

@@ -30,7 +30,7 @@ from infsample_rl.rollout.engine.rollout_engine import RolloutEngine, evaluation
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
-from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
+from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
@@ -180,7 +180,7 @@ class VLLMEngine(RolloutEngine):
             max_new_tokens=config.max_new_tokens,
             policy=TokenBudgetPolicy(config.page_size, config.max_new_tokens) if by_budget else None,
             # What gives way holds no page: vLLM computes it again, less what its prefix cache still has.
-            parking=Parking(2**62),
+            parking=Parking(UNBOUNDED),
         )
         ends_text = self._stop_strings.ends if config.stop_strings else None
         stops = StopRule(config.max_new_tokens, self._stop_token_ids, ends_text)

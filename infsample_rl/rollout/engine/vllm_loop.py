@@ -12,6 +12,7 @@ from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.types import Completion
 
+MOST_STEPS_IN_VAIN = 1000  # a batch holds the longest prompt, so that a few are enough
 _NUMBERS = itertools.count()  # of requests: no id comes twice, whatever call it is of
 
 
@@ -41,7 +42,7 @@ class VLLMLoop:
         self._samples: dict[str, Sample] = {}  # by request
         self._counted, self._finished = set[str](), set[str]()  # requests whose first, whose last token has come
         self._prefilled: set[PromptGroup] = set()
-        self._recomputed = 0
+        self._recomputed = self._steps_in_vain = 0
 
     @property
     def is_done(self) -> bool:
@@ -59,6 +60,9 @@ class VLLMLoop:
                 if sample not in self._requests:
                     self._send(sample)
         served = self._read(self._engine.step())
+        self._steps_in_vain = 0 if served else self._steps_in_vain + 1
+        if self._steps_in_vain == MOST_STEPS_IN_VAIN:
+            raise RuntimeError(f"vLLM gave none of {len(plan.rows)} rows a token in {MOST_STEPS_IN_VAIN} steps")
         ended = []
         for sample in plan.rows:
             if sample not in served:

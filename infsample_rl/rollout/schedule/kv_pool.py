@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
+UNBOUNDED = 2**62  # pages, for what is computed again instead of being parked
 MOST_POOLS = 4  # parked beside one pool; of all recorded lengths one prompt alone, of CodeGen with 100, wanted more
 
 

@@ -153,3 +153,11 @@ def test_a_preemption_of_vllm_and_two_tokens_at_once_are_errors():
     ]
     with pytest.raises(RuntimeError, match="vLLM gave 2 tokens of one sample in one step"):
         loop.step()
+
+
+def test_a_vllm_that_gives_no_token_is_not_waited_for():
+    engine = StandIn(4, slow=1.0)
+    loop = new_loop(random.Random(0), "arrival", engine, [[2] * 2], [[1, 2, 3]], 12, 9)
+    with pytest.raises(RuntimeError, match="vLLM gave none of . rows a token in 1000 steps"):
+        while True:
+            loop.step()

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.rollout import SCHEDULES, RolloutConfig
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
 from infsample_rl.rollout.simulator import Stay, simulate, simulate_prompts, slot_bound, token_bound
@@ -216,3 +218,30 @@ def test_the_engine_takes_as_many_steps_and_parks_as_much_as_the_simulator(
     assert (stats.running_steps, stats.preemptions, stats.recomputed_tokens, stats.parked_tokens) == found
     assert stats.peak_kv_bytes == result.peak_kv_tokens * 2 * 2 * 2 * 16 * 4
     assert (result.preemptions > 5) == by_budget and (result.parked_tokens > 0) == parks
+
+
+def test_vllms_rule_lets_in_whom_it_can_and_takes_back_the_last():
+    """Two prompts' worth of pages: the third sample starts when the first two have room no more."""
+    lengths, cap = [8, 8, 8], 8
+    found = simulate_prompts([lengths], "first_come", kv_budget_tokens=16, max_new_tokens=cap, record_rows=True)
+    assert found.recomputed_tokens > 0 == found.parked_tokens and found.preemptions > 0
+    assert found.completed == [0, 1, 2], "who came first ends first"
+    bound = token_bound(lengths, 16)
+    assert bound <= found.running_steps + sum(lengths) / 16 and found.peak_kv_tokens <= 16
+    roomy = simulate_prompts([lengths], "first_come", kv_budget_tokens=64, max_new_tokens=cap)
+    assert (roomy.running_steps, roomy.preemptions, roomy.recomputed_tokens) == (8, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_vllms_rule_ends_every_sample_within_its_memory(seed):
+    draw = random.Random(seed)
+    cap, page_size = draw.randint(4, 60), draw.choice([1, 4, 16])
+    groups = [[draw.randint(1, cap) for _ in range(draw.randint(1, 12))] for _ in range(draw.randint(1, 4))]
+    prompts = [draw.randint(0, 30) for _ in groups]
+    budget = page_size * (kv_pages(1, cap, [max(prompts)], page_size) + draw.randint(0, 20))
+    sizes = {"page_size": page_size, "prompt_tokens": prompts, "max_new_tokens": cap}
+    found = simulate_prompts(groups, "first_come", kv_budget_tokens=budget, **sizes)
+    assert sorted(zip(found.completed_prompts, found.completed, strict=True)) == [
+        (prompt, sample) for prompt, lengths in enumerate(groups) for sample in range(len(lengths))
+    ]
+    assert found.tokens == sum(map(sum, groups)) and found.peak_kv_tokens <= budget
