@@ -28,6 +28,11 @@ CHATML = (
 )
 
 
+def pytest_collection_modifyitems(items):
+    """Whole runs first: no process is to begin the longest file when the others have nothing left."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/runs/"))
+
+
 def pytest_terminal_summary(terminalreporter):
     """The minutes that each folder took."""
     seconds = Counter[str]()

@@ -54,7 +54,7 @@ def test_a_run_that_should_repeat_says_that_it_may_not_without_a_compiled_decode
     RolloutWorker(replace(config, run=replace(config.run, deterministic=False)), 0)
     assert not [each for each in recwarn if "may differ" in str(each.message)], "nobody was promised anything"
     with pytest.warns(
-        UserWarning, match="samples may differ by rounding from run to run: model type .* has no compiled"
+        UserWarning, match="samples may differ by rounding from run to run: model.path=.* has no compiled"
     ):
         RolloutWorker(config, 0)
 

@@ -174,7 +174,7 @@ def test_a_warm_up_leaves_rows_and_pages_as_they_were(model, tokenizer):
     engine = make_engine(model, tokenizer, static=True, kv_budget_tokens=160, max_new_tokens=16)
     runner = engine.runner
     batch = RowBatch(3, 1, 1, 1, runner.kv.scratch_page, runner.device)
-    graphs = engine.pool.graphs.take(batch, engine._new_sampler(None))
+    graphs = engine.pool.graphs.take(batch, engine._new_sampler(1.0))
     batch = graphs.batch
     _, samples = make_group((1, 2), tokens=4)
     batch.arrange(samples)
