@@ -145,6 +145,7 @@ class VLLMEngine(RolloutEngine):
             truncation = (rollout.top_p, rollout.top_k, rollout.min_p)
             drawing = (self.vocab_size, len(self.tokenizer), *truncation, rollout.bad_token_ids)
             llm.collective_rpc("draw_as_our_own", args=drawing)
+            self._try(llm)
         except Exception as error:  # of any kind, from any layer of vLLM
             said = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
@@ -154,6 +155,14 @@ class VLLMEngine(RolloutEngine):
         if found != self._pages + 1:
             raise RuntimeError(f"vLLM made a pool of {found} blocks where {self._pages + 1} were asked for")
         return llm
+
+    def _try(self, llm: Any) -> None:
+        """Decode two tokens: what vLLM's kernels do not have is an error now, not in the first step."""
+        params = self._vllm.SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False, logprobs=0)
+        llm.llm_engine.add_request("trial", {"prompt_token_ids": [0, 0]}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+        llm.reset_prefix_cache()
 
     def _allocate(self, prompt_indices: Sequence[int], sizes: Sequence[int]) -> None:
         for index, size in zip(prompt_indices, sizes, strict=True):
