@@ -194,9 +194,8 @@ class VLLMEngine(RolloutEngine):
         ends_text = self._stop_strings.ends if config.stop_strings else None
         stops = StopRule(config.max_new_tokens, self._stop_token_ids, ends_text)
         micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
-        return VLLMLoop(
-            self._llm.llm_engine, params_of, planner, stops, micro_groups, self._page_bytes, self._preempted
-        )
+        engine, page_bytes = self._llm.llm_engine, self._page_bytes
+        return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch)
 
     def _load(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
+from infsample_rl.rollout.engine.length_source import Watch
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.types import Completion
@@ -31,12 +32,13 @@ class VLLMLoop:
         micro_groups: MicroGroups,
         page_bytes: int,
         preemptions: Callable[[], int],
+        watch: Watch | None = None,
     ) -> None:
         """`vllm_engine`: a vllm.LLMEngine. `params_of`: the SamplingParams of (noise key, tokens that it has, tokens to
-        come). `preemptions`: how many vLLM has made so far."""
+        come). `preemptions`: how many vLLM has made so far. `watch`: learns the lengths of what ends."""
         self._preemptions, self._preempted_before = preemptions, preemptions()
         self._engine, self._params_of, self._page_bytes = vllm_engine, params_of, page_bytes
-        self.planner, self._stops, self._micro_groups = planner, stops, micro_groups
+        self.planner, self._stops, self._micro_groups, self._watch = planner, stops, micro_groups, watch
         self.stats = RolloutStats()
         self._requests: dict[Sample, str] = {}
         self._samples: dict[str, Sample] = {}  # by request
@@ -70,6 +72,8 @@ class VLLMLoop:
             elif reason := self._stops.reason(sample.tokens):
                 sample.finish_reason = reason
                 ended.append(sample)
+                if self._watch is not None:
+                    self._watch.ended(sample, len(sample.tokens), cut=reason == "length")
         self._withdraw(ended)
         self._micro_groups.stays.end(ended, self.planner.running_steps)
         self.planner.end_step(ended)

@@ -128,6 +128,15 @@ def test_the_planner_counts_at_least_the_blocks_that_vllm_takes(schedule, slow):
     assert (preempted > 20) == (schedule == "token_budget")
 
 
+def test_what_ends_teaches_lengths():
+    seen, engine = [], StandIn(4)
+    loop = new_loop(random.Random(0), "arrival", engine, [[2, 9]], [[1, 2, 3]], 12, 9)
+    loop._watch = SimpleNamespace(ended=lambda sample, length, cut: seen.append((sample.sample_index, length, cut)))
+    while not loop.is_done:
+        loop.step()
+    assert sorted(seen) == [(0, 2, False), (1, 9, False)]
+
+
 def test_a_stream_that_is_closed_early_leaves_no_request():
     draw, engine = random.Random(0), StandIn(4)
     loop = new_loop(draw, "token_budget", engine, [[9] * 6], [[1, 2, 3]], 12, 9)
