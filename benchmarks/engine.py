@@ -62,11 +62,14 @@ def run(options: EngineOptions) -> int:
 
 
 def in_one(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A record of all rounds for every measurement that has any; `ratio`: the first one's seconds over its own."""
+    """A record of all rounds for every measurement that has any, with the profile of the first round, which alone has
+    one; `ratio`: the first measurement's seconds over its own."""
     measured = [records for records in rounds if records]
     seconds = [[record["seconds"] for record in records] for records in measured]
     return [
-        median_round(records, "seconds") | {"seconds_rounds": own} | beside(seconds[0], own)
+        median_round(records, "seconds")
+        | {"profile": records[0]["profile"], "seconds_rounds": own}
+        | beside(seconds[0], own)
         for records, own in zip(measured, seconds, strict=True)
     ]
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from infsample_rl.config import Config
 
@@ -56,8 +55,8 @@ def check_rollout_interpreter(config: Config) -> None:
     here = "{}.{}".format(*sys.version_info[:2])
     if of_vllm == "None":
         raise ValueError(f"{name} has no vLLM; {makes}")
-    if (python, of_ray) != (here, ray.__version__):
+    if (python, of_ray) != (here, version("ray")):
         raise ValueError(
-            f"{name} has Python {python} and Ray {of_ray}, the driver has {here} and {ray.__version__}: they must be "
+            f"{name} has Python {python} and Ray {of_ray}, the driver has {here} and {version('ray')}: they must be "
             f"the same; {makes}"
         )

@@ -11,18 +11,23 @@ from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from infsample_rl.config.fields import check_temperature
 from infsample_rl.config.rollout import PREDICTED_SCHEDULES, RolloutConfig
+from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.model.weight_sync.sync import Load
-from infsample_rl.rollout.engine.call import Request, RolloutStats, Totals, Withdrawals
+from infsample_rl.rollout.engine.call import Request, RolloutStats, StopRule, Totals, Withdrawals
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, sample_key
+from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.schedule.kv_budget import rows_in
+from infsample_rl.rollout.schedule.kv_pool import KVPool, Parking
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
+from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import Completion, RowNow
 
 
@@ -51,8 +56,19 @@ class RolloutEngine(ABC):
     shared_block = 0  # as GroupSettings.shared_block
     is_exact: bool  # whether a sample has the same bits under every schedule and in any company
 
-    def __init__(self, config: RolloutConfig, lengths: LengthSource) -> None:
-        self.config, self.lengths = config, lengths
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        lengths: LengthSource,
+        stop_token_ids: set[int] | None,
+        generation: GenerationConfig | None,
+    ) -> None:
+        """`stop_token_ids` None: those of `generation`, the tokenizer and the settings together."""
+        self.config, self.tokenizer, self.lengths = config, tokenizer, lengths
+        if stop_token_ids is None:
+            stop_token_ids = stop_ids_of(generation, tokenizer, config.stop_token_ids)
+        self.stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, config.stop_strings)
         self.policy_version = 0  # stamped on completions
         self.totals, self.stats, self.withdrawals = Totals(), RolloutStats(), Withdrawals()
         self._loop: StepLoop | None = None  # of the last stream
@@ -198,6 +214,25 @@ class RolloutEngine(ABC):
         report = self.lengths.watch.report()
         self.stats.predict_seconds += self.lengths.seconds_spent - before
         return report
+
+    def _new_planner(
+        self, groups: list[PromptGroup], config: RolloutConfig, most_rows: int, parking: Parking | None, *, parks: bool
+    ) -> StepPlanner:
+        """`parking`: where KV that gives way goes; `parks`: it is copied back from there, not computed again."""
+        by_budget = config.schedule == "token_budget"
+        return StepPlanner(
+            groups,
+            KVPool(self.num_pages, config.page_size),
+            num_slots=most_rows,
+            prompts_at_once=config.most_prompts,
+            max_new_tokens=config.max_new_tokens,
+            policy=TokenBudgetPolicy(config.page_size, config.max_new_tokens, parks=parks) if by_budget else None,
+            parking=parking,
+        )
+
+    def _stop_rule(self, config: RolloutConfig) -> StopRule:
+        ends_text = self._stop_strings.ends if config.stop_strings else None
+        return StopRule(config.max_new_tokens, self.stop_token_ids, ends_text)
 
     def _run(
         self, loop: StepLoop, pause_every: int | None, is_halted: Callable[[], bool] | None

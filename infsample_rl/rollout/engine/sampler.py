@@ -78,7 +78,7 @@ class Sampler:
         self.top_p, self.top_k, self.min_p = top_p, top_k, min_p
         # equal: draws alike
         self.settings = (vocab_size, valid_vocab, temperature, top_p, top_k, min_p, tuple(bad_token_ids))
-        self.truncates = temperature > 0 and (top_p < 1 or 0 < top_k < valid_vocab or min_p > 0)
+        self.truncates = truncates_at(temperature, top_p, top_k, min_p, valid_vocab)
         self.num_blocks, self.block_size = split_vocabulary(vocab_size)
         self._padding = self.num_blocks * self.block_size - vocab_size
         entries = [_signed((index + 1) * _GOLD) for index in range(self.num_blocks + self.block_size)]
@@ -165,6 +165,11 @@ class Sampler:
             num_kept = ((values.cumsum(dim=-1) - values) < self.top_p * mass).sum(dim=-1, keepdim=True).clamp(min=1)
             return torch.maximum(cutoff, values.gather(1, num_kept - 1))
         return torch.maximum(cutoff, values[:, -1:])
+
+
+def truncates_at(temperature: float, top_p: float, top_k: int, min_p: float, valid_vocab: int) -> bool:
+    """Whether some ids are cut off, so that samples come from another distribution than the policy's."""
+    return temperature > 0 and (top_p < 1 or 0 < top_k < valid_vocab or min_p > 0)
 
 
 def nucleus_cutoff(probs: Tensor, top_p: float, scratch: Tensor | None = None) -> Tensor:

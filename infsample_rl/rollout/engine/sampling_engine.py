@@ -9,11 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from infsample_rl.config.rollout import MOST_QUERIES, RolloutConfig
 from infsample_rl.model.architecture import last_hidden_size
-from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.weight_sync.buckets import unpack_buckets
 from infsample_rl.model.weight_sync.sync import Load
-from infsample_rl.rollout.engine.call import MicroGroups, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop, DecodeStep
 from infsample_rl.rollout.engine.engine_pool import EnginePool
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
@@ -22,11 +21,7 @@ from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Sampler
 from infsample_rl.rollout.engine.speculation import speculation_of
-from infsample_rl.rollout.engine.stop_strings import StopStrings
-from infsample_rl.rollout.schedule.kv_pool import KVPool
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup
-from infsample_rl.rollout.schedule.step_planner import StepPlanner
-from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 
 
 class SamplingEngine(RolloutEngine):
@@ -56,19 +51,16 @@ class SamplingEngine(RolloutEngine):
         to others in this process; `sharers`: engines of other processes on the CPU and this one. ValueError for what
         cannot work.
         """
-        self.tokenizer, self._adapters = tokenizer, adapters
+        self._adapters = adapters
         self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
         if len(tokenizer) > self.runner.vocab_size:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens, more than the model's vocabulary of "
                 f"{self.runner.vocab_size}: give this model's tokenizer"
             )
-        if stop_token_ids is None:
-            stop_token_ids = stop_ids_of(model.generation_config, tokenizer, rollout_config.stop_token_ids)
-        self.stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout_config.stop_strings)
         hidden_size = last_hidden_size(model.config)
         lengths = LengthSource(rollout_config, tokenizer, self.runner.device, hidden_size, shared=shared_probe)
-        super().__init__(rollout_config, lengths)
+        super().__init__(rollout_config, tokenizer, lengths, stop_token_ids, model.generation_config)
         self.vocab_size, self.context, self.is_exact = self.runner.vocab_size, self.runner.context, self.runner.is_exact
         self.pool = EnginePool(
             rollout_config,
@@ -106,36 +98,21 @@ class SamplingEngine(RolloutEngine):
     ) -> DecodeLoop:
         runner, page_size = self.runner, config.page_size
         sampler = self._new_sampler(temperature)
+        parking = self.pool.open_parking() if config.schedule == "token_budget" else None
         prompts = min(config.most_prompts, most_rows, max(len(groups), 1))
         longest = max((len(group.prompt_ids) for group in groups), default=1)
         pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
         # rows, or rows and the tokens drafted after them
         most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)
         batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
-        ends_text = self._stop_strings.ends if config.stop_strings else None
         return DecodeLoop(
-            self._new_planner(groups, config, most_rows),
+            self._new_planner(groups, config, most_rows, parking, parks=parking is not None),
             DecodeStep(runner, batch, sampler, self.pool.graphs.take(batch, sampler)),
-            StopRule(config.max_new_tokens, self.stop_token_ids, ends_text),
+            self._stop_rule(config),
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),
             run_ahead=runner.device.type == "cuda",
             watch=watch,
             speculation=self._speculation if config.speculates else None,
-        )
-
-    def _new_planner(self, groups: list[PromptGroup], config: RolloutConfig, most_rows: int) -> StepPlanner:
-        policy = parking = None
-        if config.schedule == "token_budget":
-            parking = self.pool.open_parking()
-            policy = TokenBudgetPolicy(config.page_size, config.max_new_tokens, parks=parking is not None)
-        return StepPlanner(
-            groups,
-            KVPool(self.runner.kv.num_pages, config.page_size),
-            num_slots=most_rows,
-            prompts_at_once=config.most_prompts,
-            max_new_tokens=config.max_new_tokens,
-            policy=policy,
-            parking=parking,
         )
 
     def _new_sampler(self, temperature: float) -> Sampler:

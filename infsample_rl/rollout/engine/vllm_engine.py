@@ -19,21 +19,19 @@ from transformers import PreTrainedTokenizerBase
 
 from infsample_rl.config import Config, RolloutConfig
 from infsample_rl.model.architecture import KVShape, context_of, last_hidden_size
-from infsample_rl.model.generation import load_generation_config, stop_ids_of
+from infsample_rl.model.generation import load_generation_config
 from infsample_rl.model.loading import build_outline, load_model_config
 from infsample_rl.model.weight_sync.buckets import unpack_tensors
 from infsample_rl.model.weight_sync.sync import Load
-from infsample_rl.rollout.engine.call import MicroGroups, StopRule
+from infsample_rl.rollout.engine.call import MicroGroups
 from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.rollout_engine import RolloutEngine, evaluation_config
-from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.engine.sampler import truncates_at
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
-from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, KVPool, Parking
+from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, Parking
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup
-from infsample_rl.rollout.schedule.step_planner import StepPlanner
-from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import WeightManifest
 
 OLDEST, NEWEST = (0, 26), (0, 32)  # versions of vLLM that this file was written for
@@ -66,18 +64,14 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. RuntimeError in one line where this vLLM,
         or vLLM with this model, cannot run."""
-        self.tokenizer = tokenizer
         self._device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         architecture = load_model_config(config.model)
         rollout = config.rollout
         lengths = LengthSource(rollout, tokenizer, self._device, last_hidden_size(architecture), shared=shared_probe)
-        super().__init__(rollout, lengths)
+        generation = load_generation_config(config.model, architecture)
+        super().__init__(rollout, tokenizer, lengths, stop_token_ids, generation)
         self.shared_block = rollout.page_size
         self.vocab_size, self.context = architecture.vocab_size, context_of(architecture)
-        if stop_token_ids is None:
-            generation = load_generation_config(config.model, architecture)
-            stop_token_ids = stop_ids_of(generation, tokenizer, rollout.stop_token_ids)
-        self._stop_token_ids, self._stop_strings = stop_token_ids, StopStrings(tokenizer, rollout.stop_strings)
         dtype = getattr(torch, config.model.dtype)
         self._outline = build_outline(architecture, dtype, trust_remote_code=config.model.trust_remote_code)
         # in each process, as all bytes here
@@ -173,28 +167,17 @@ class VLLMEngine(RolloutEngine):
     def _new_loop(
         self, groups: list[PromptGroup], config: RolloutConfig, temperature: float, most_rows: int, watch: Watch | None
     ) -> VLLMLoop:
-        truncates = temperature > 0 and (config.top_p < 1 or 0 < config.top_k < len(self.tokenizer) or config.min_p > 0)
+        truncates = truncates_at(temperature, config.top_p, config.top_k, config.min_p, len(self.tokenizer))
         options = {"temperature": temperature, "logprobs": int(truncates), "detokenize": False, "ignore_eos": True}
         sampling, delta = self._vllm.SamplingParams, self._vllm.sampling_params.RequestOutputKind.DELTA
 
         def params_of(key: int, begun: int, left: int) -> Any:
             return sampling(max_tokens=left, output_kind=delta, extra_args={"noise": [key, begun]}, **options)
 
-        by_budget = config.schedule == "token_budget"
-        planner = StepPlanner(
-            groups,
-            KVPool(self._pages, config.page_size),
-            num_slots=most_rows,
-            prompts_at_once=config.most_prompts,
-            max_new_tokens=config.max_new_tokens,
-            policy=TokenBudgetPolicy(config.page_size, config.max_new_tokens) if by_budget else None,
-            # What gives way holds no page: vLLM computes it again, less what its prefix cache still has.
-            parking=Parking(UNBOUNDED),
-        )
-        ends_text = self._stop_strings.ends if config.stop_strings else None
-        stops = StopRule(config.max_new_tokens, self._stop_token_ids, ends_text)
+        # What gives way holds no page: vLLM computes it again, less what its prefix cache still has.
+        planner = self._new_planner(groups, config, most_rows, Parking(UNBOUNDED), parks=False)
         micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
-        engine, page_bytes = self._llm.llm_engine, self._page_bytes
+        engine, stops, page_bytes = self._llm.llm_engine, self._stop_rule(config), self._page_bytes
         return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch)
 
     def _load(

@@ -148,7 +148,7 @@ def test_a_step_is_one_launch_and_the_graph_holds_the_rest(make_running):
 def test_peak_memory_is_flat_in_the_group_size(gpu_model, tokenizer):
     model = gpu_model(max_position_embeddings=512)
     peaks = []
-    for group_size in (8, 64, 256):
+    for group_size in (8, 8, 64, 256):
         settings = {"slots": 4, "kv_budget_tokens": 1024, "max_rows": 8, "max_new_tokens": 64, "group_size": group_size}
         engine = make_engine(model, tokenizer, stop=set(), **settings)
         engine.generate([PROMPTS[0]], seed=1)
@@ -157,4 +157,5 @@ def test_peak_memory_is_flat_in_the_group_size(gpu_model, tokenizer):
         engine.generate([PROMPTS[0]], seed=1)
         peaks.append(torch.cuda.max_memory_allocated())
         del engine
-    assert max(peaks) <= 1.02 * min(peaks), peaks
+    # the first has not the libraries' workspaces of every stream yet
+    assert max(peaks[1:]) <= 1.02 * min(peaks[1:]), peaks

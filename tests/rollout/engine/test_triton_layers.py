@@ -262,7 +262,7 @@ GPU_SIZES = {
     "num_key_value_heads": 8,
 }
 GPU_CASES = [(variant, torch.bfloat16, 40) for variant in VARIANTS] + [
-    ("qwen3", torch.bfloat16, rows) for rows in (1, 16, 64)
+    ("qwen3", torch.bfloat16, rows) for rows in (1, 16, 63)
 ]
 
 
@@ -272,7 +272,7 @@ def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_b
     make_variant, variant, dtype, num_rows
 ):
     config, state = build(make_variant, variant, dtype, **GPU_SIZES)
-    own_tokens = [None if row % 7 == 3 else 1 + 9 * (row == 1) for row in range(num_rows)]
+    own_tokens = [1 + 9 * (row == 1) for row in range(num_rows)]
     *steps, again = both_steps(config, state, dtype, own_tokens=own_tokens, device="cuda", repeats=2)
     assert_as_exact_as_torch(steps)
     assert all((one == other).all() for one, other in zip(steps[2], again, strict=True))
@@ -282,7 +282,7 @@ def test_layers_on_cuda_are_as_exact_as_transformers_modules_and_repeat_bit_by_b
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_on_cuda_has_the_same_bits_in_any_company(make_variant, dtype):
     config, state = build(make_variant, "qwen3", dtype, **GPU_SIZES)
-    alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 64), device="cuda")
+    alone, *others = steps_of_rows(config, state, dtype, (1, 2, 16, 17, 33, 63), device="cuda")
     assert all((one == other).all() for found in others for one, other in zip(alone, found, strict=True))
 
 
