@@ -15,6 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from infsample_rl import lasting_imports
@@ -77,18 +80,27 @@ def run_each(jobs: list[list[str]], config_dir: str | None) -> int:
 
 def train(config) -> int:
     """Check the inputs, then run; every failure is one line and an exit code."""
-    with lasting_imports():
-        import torch
+    from infsample_rl.cluster.interruption import Terminated
+    from infsample_rl.controller.folders import check_folders
+    from infsample_rl.observe.trackers.trackers import import_ahead
 
-        from infsample_rl.cluster.interruption import Terminated
-        from infsample_rl.cluster.out_of_memory import explain
-        from infsample_rl.controller.checks import prepare
-        from infsample_rl.controller.driver import Driver
-
-    # the driver computes little, and threads that spin would wait for cores that its workers need
-    torch.set_num_threads(1)
+    notes: list[str] = []
     try:
-        Driver(config, prepare(config)).run()
+        with lasting_imports():
+            check_folders(config)
+            import_ahead(config)
+            if config.cluster.address is None:
+                _start_ray(config, notes.append)
+            import torch
+
+            from infsample_rl.controller.checks import prepare
+            from infsample_rl.controller.driver import Driver
+
+        # the driver computes little, and threads that spin would wait for cores that its workers need
+        torch.set_num_threads(1)
+        start = prepare(config)
+        start.warnings += [text.removeprefix("warning: ") for text in notes]
+        Driver(config, start).run()
     except KeyboardInterrupt:
         print(
             f"interrupted; go on with run.dir={config.run.dir} run.resume=auto and the same settings", file=sys.stderr
@@ -100,8 +112,24 @@ def train(config) -> int:
     except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, OSError, MemoryError) as error:
+        from infsample_rl.cluster.out_of_memory import explain
+
         return _fail(_how_to_go_on(explain(str(error) or type(error).__name__, config.run.dir), config), 1)
     return 0
+
+
+def _start_ray(config, note: Callable[[str], None]) -> None:
+    """Start Ray here while a thread imports the libraries that a driver waits for longest: Ray's processes come up on
+    another core meanwhile."""
+    from infsample_rl.cluster.local_ray import start_local
+
+    names = ["torch", "transformers.conversion_mapping", "transformers.modeling_utils"]
+    libraries = threading.Thread(target=lambda: [import_module(name) for name in names])
+    libraries.start()
+    try:
+        start_local(config, note)
+    finally:
+        libraries.join()
 
 
 def _how_to_go_on(text: str, config) -> str:

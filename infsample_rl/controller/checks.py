@@ -15,8 +15,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from infsample_rl.cluster.rollout_interpreter import check_rollout_interpreter
 from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
-from infsample_rl.config.loading import cache_folder
 from infsample_rl.controller import checkpoints
+from infsample_rl.controller.folders import check_folders
 from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,
@@ -211,7 +211,7 @@ def _check_surroundings(config: Config) -> list[tuple[str, Needs]]:
     check_rollout_interpreter(config)
     if config.cluster.address is None:
         _check_this_machine(config)
-    _check_folders(config)
+    check_folders(config)
     return needs
 
 
@@ -224,24 +224,6 @@ def _check_this_machine(config: Config) -> None:
         raise ValueError(problem)
     if config.rollout.park_folder is not None:
         check_disk_folder("rollout.preemption", config.rollout.park_folder)
-
-
-def _check_folders(config: Config) -> None:
-    """Local folders of models must be there; a hub name is tried later."""
-    for name, path in (
-        ("rollout.predictor_path", config.rollout.predictor_path),
-        ("reference.path", config.reference.path),
-    ):
-        if path is not None and Path(path).is_absolute() and not Path(path).is_dir():
-            raise ValueError(f"{name}={path} is not a folder")
-    folder = Path(config.model.path)
-    if not folder.is_absolute():
-        return  # a hub name
-    if not folder.is_dir():
-        makes_it = "; `make smollm2` makes it"
-        raise ValueError(f"model.path={folder} is not a folder{makes_it if cache_folder() in folder.parents else ''}")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise ValueError(f"model.path={folder} holds no weights (*.safetensors or *.bin)")
 
 
 def _check_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig) -> None:

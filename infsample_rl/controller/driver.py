@@ -30,7 +30,6 @@ from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.observe.screen import Screen, aligned
 from infsample_rl.observe.summary import summary
 from infsample_rl.observe.timeline import Timeline
-from infsample_rl.observe.trackers.trackers import import_ahead
 
 LAST_PHASES_S = 5.0  # how long a run that ends waits for its workers' last phases
 
@@ -51,7 +50,6 @@ class Driver:
         screen.keep(aligned(f"{config.run.name}: what was derived", start.table))
         screen.print(aligned(f"{config.run.name} (in full: run.log)", in_short(start.table)))
         cluster = make_cluster(config, total_steps=total_steps, note=screen.line, interruption=interruption)
-        import_ahead(config)
         _reach(cluster, interruption)
         open_run_folder(run_dir, start)
         self._lock = start.lock  # held for as long as this process lives

@@ -7,8 +7,8 @@ import signal
 import sys
 
 import pytest
+import ray
 
-from infsample_rl.cluster import connection
 from infsample_rl.cluster.connection import connect
 from infsample_rl.cluster.interruption import Interruption, Terminated
 from infsample_rl.cluster.workers import Restarts, WorkerLost, worker_name
@@ -96,7 +96,8 @@ def test_sigterm_that_rays_own_handler_took_ends_the_run_too(tmp_path, monkeypat
 
     (interruption := Interruption()).install()
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(connection, "_start_local", init)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(Terminated):
         connect(load_config([f"run.dir={tmp_path}"]), print, interruption)
     assert signal.getsignal(signal.SIGTERM) == handler

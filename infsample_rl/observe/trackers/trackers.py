@@ -41,7 +41,7 @@ def check_trackers(config: Config) -> str:
 
 
 def import_ahead(config: Config) -> None:
-    """Import W&B in a thread, where it is used: beside Ray's start, which is waited for, it takes no time."""
+    """Import W&B in a thread, where it is used: beside Ray's start, which is waited for, it takes next to no time."""
     from infsample_rl.observe.trackers.wandb_tracker import wandb_mode
 
     if wandb_mode(config.logging.wandb) != "disabled":

@@ -1,0 +1,123 @@
+"""Starting Ray on this machine, for a run that joins no cluster. Imports neither torch nor transformers: Ray's
+processes come up while a driver imports those."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+
+from infsample_rl.cluster.interruption import Terminated
+from infsample_rl.cluster.worker_secrets import without_secrets
+from infsample_rl.config import Config
+from infsample_rl.plan.placement import local_cpus
+
+START_ATTEMPTS = 3
+# Every actor here has an environment of its own, which a worker that Ray starts for nobody cannot serve.
+NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
+
+
+def start_local(config: Config, note: Callable[[str], None]) -> None:
+    """A new cluster on this machine, unless this process is in one; its ports listen on the loopback address alone.
+
+    Ray itself takes the token of this user's home folder. Terminated after SIGTERM, RuntimeError where Ray does not
+    start.
+    """
+    if ray.is_initialized():
+        return
+    keep_token_private(note)
+    os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
+    with without_secrets(), _on_loopback(), kept_sigterm_handler():
+        for attempts_left in reversed(range(START_ATTEMPTS)):
+            try:
+                cpus = local_cpus(config)
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **init_arguments(config))
+                break
+            except Exception as error:  # Ray raises a bare one
+                if not attempts_left or "timed out during startup" not in str(error):
+                    raise RuntimeError(f"Ray could not be started here: {error}") from error
+                note(
+                    "warning: Ray's processes were not up within its 30 s, which a busy machine may need: they are "
+                    "started again"
+                )
+                ray.shutdown()
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        note(
+            "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"
+        )
+
+
+def init_arguments(config: Config) -> dict[str, Any]:
+    """Arguments of ray.init(), for a cluster of this machine and for others."""
+    return {
+        "runtime_env": {"env_vars": worker_environment(config)},
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Environment variables of every worker. Dashboards show them: no secret may be among them (worker_secrets.py)."""
+    threads = str(config.cluster.threads_per_worker)
+    package = str(Path(__file__).resolve().parents[2])
+    python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": python_path,
+    }
+    if config.cluster.address is None:  # this machine: nothing has to come from another one
+        loopback = socket.if_indextoname(1)
+        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    return environment
+
+
+@contextlib.contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Let Ray take the loopback address for a node that is started inside the block. Its own switch for that is read
+    where Ray is imported, before it is known whether a run joins a cluster."""
+    kept = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = kept
+
+
+@contextlib.contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """Leave SIGTERM's handler the caller's: ray.init() puts its own in its place, which exits. Terminated where that
+    one took the signal."""
+    handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    try:
+        yield
+    except SystemExit as ended:
+        raise Terminated from ended
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def keep_token_private(note: Callable[[str], None]) -> None:
+    """Give the file of Ray's token mode 600, whoever made it; make it where Ray would, with the umask's mode."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or "RAY_AUTH_TOKEN" in os.environ:
+        return
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ and not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(generate_new_authentication_token())
+    if path.is_file() and path.stat().st_mode & 0o077:
+        try:
+            path.chmod(0o600)
+        except OSError as error:  # another user's, or a pod's read-only volume
+            note(f"warning: others can read {path}, the cluster's token, and its mode stays ({error.strerror})")
