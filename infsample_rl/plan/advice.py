@@ -13,6 +13,7 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import ProcessPlan, device_of, plan_role
 
 MOST_RANKS = 64
+PARTS = (2, 4, 8)  # GPUs over which the model of one worker is split
 
 
 def advise(config: Config, model: ModelOutline, plan: ProcessPlan, device: Device) -> list[str]:
@@ -40,6 +41,8 @@ def _candidates(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
         yield {"reference__placement": "learner", "reference__offload": True}
         if config.model.dtype == "float32":
             yield {"model__dtype": "bfloat16"}
+        for ranks in (ranks for ranks in PARTS if ranks > config.cluster.reference_ranks):
+            yield {"cluster__reference_ranks": ranks}
     else:
         if plan.role == "colocated":
             yield from _of_rollout(config, model, plan, device)
@@ -64,6 +67,9 @@ def _of_rollout(config: Config, model: ModelOutline, plan: ProcessPlan, device: 
         yield {"rollout__kv_dtype": "int8", "objective__importance": "token_tis"}
     if config.model.dtype == "float32":
         yield {"model__dtype": "bfloat16"}
+    if config.cluster.rollout_gpus == 1:
+        for parts in (parts for parts in PARTS if parts > config.rollout.tensor_parallel):
+            yield {"rollout__engine": "vllm", "rollout__tensor_parallel": parts}
 
 
 def _of_learner(config: Config, model: ModelOutline, device: Device) -> Iterator[dict[str, Any]]:

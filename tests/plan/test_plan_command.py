@@ -25,17 +25,13 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 @pytest.fixture(scope="session")
 def qwen3_8b(tmp_path_factory):
     """A folder with the config of Qwen3-8B and nothing else: no weights, no tokenizer."""
-    folder = tmp_path_factory.mktemp("qwen3_8b")
-    sizes = {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    config = Qwen3Config(
-        **sizes, head_dim=128, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False
-    )
+    return config_folder(tmp_path_factory, "qwen3_8b", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
+
+
+def config_folder(tmp_path_factory, name, **sizes):
+    folder = tmp_path_factory.mktemp(name)
+    shared = {"num_key_value_heads": 8, "num_attention_heads": sizes["hidden_size"] // 128, "head_dim": 128}
+    config = Qwen3Config(**sizes, **shared, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     return str(folder)
@@ -141,6 +137,18 @@ def test_what_does_not_fit_is_exit_1_and_the_advice_fits_when_planned_again(qwen
     learner = plan["processes"][1]
     assert status == 1 and not learner["fits"] and learner["advice"]
     status, plan = plan_json(capsys, *arguments, *learner["advice"])
+    assert status == 0 and plan["fits"]
+
+
+@pytest.mark.slow
+def test_a_model_above_one_gpu_is_to_be_split(tmp_path_factory, capsys):
+    model = config_folder(tmp_path_factory, "70b", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80)
+    arguments = ["+experiment=math_qwen3_8b", f"model.path={model}", "cluster.device_type=h100"]
+    status, plan = plan_json(capsys, *arguments)
+    advice = {process["role"]: process["advice"] for process in plan["processes"]}
+    assert status == 1 and advice["rollout"] == ["rollout.engine=vllm", "rollout.tensor_parallel=2"]
+    assert advice["reference"] == ["cluster.reference_ranks=4"]
+    status, plan = plan_json(capsys, *arguments, *(setting for settings in advice.values() for setting in settings))
     assert status == 0 and plan["fits"]
 
 
