@@ -44,6 +44,7 @@ BACKENDS = {
 }
 if importlib.util.find_spec("deepspeed") is not None:
     BACKENDS |= {f"deepspeed zero {stage}": {"backend": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)}
+SLOW_BACKENDS = ("fsdp shard_ranks 1", "deepspeed zero 1", "deepspeed zero 2")
 # Rows of the two ranks in each of ten updates.
 DEALS = [(3, 1), (1, 0), (2, 2), (0, 3), (1, 1), (3, 0), (1, 3), (0, 1), (4, 1), (2, 0)]
 
@@ -203,7 +204,9 @@ def run_ranks(folder: Path, scenarios, world_size: int):
 def pytest_generate_tests(metafunc):
     """A test that takes `backend` runs for each of BACKENDS, and for rows in passes on two ranks that run free."""
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", [*BACKENDS, "passes"])
+        names = [*BACKENDS, "passes"]
+        slow = {name: pytest.mark.slow if name in SLOW_BACKENDS else () for name in names}
+        metafunc.parametrize("backend", [pytest.param(name, marks=slow[name]) for name in names])
 
 
 @pytest.fixture(scope="session")

@@ -62,15 +62,8 @@ def two_ranks(tools, plain, paths, tmp_path_factory):
         )
         for name, counts in DEALS.items()
     }
-    for backend, settings in tools.BACKENDS.items():
-        for name, path in paths.items():
-            granularity = "full" if settings.get("zero_stage") == 3 else "selective"
-            recompute = (
-                {"activation_checkpointing": 1, "recompute_granularity": granularity} if name == "untied" else {}
-            )
-            scenarios[f"{backend}, {name}"] = ten_updates(
-                tools, path, settings | recompute, plain[name][0], folder / backend / name
-            )
+    quick = [backend for backend in tools.BACKENDS if backend not in tools.SLOW_BACKENDS]
+    scenarios |= of_backends(tools, quick, plain, paths, folder)
     for name, path in paths.items():
         settings = {
             "grad_sync": "last_row",
@@ -97,6 +90,34 @@ def two_ranks(tools, plain, paths, tmp_path_factory):
         calls = [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))]
         scenarios[dtype] = tools.Scenario(config, calls)
     return tools.run_ranks(folder, scenarios, 2), folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks_of_the_others(tools, plain, paths, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks_of_the_others")
+    slow = [backend for backend in tools.BACKENDS if backend in tools.SLOW_BACKENDS]
+    return tools.run_ranks(folder, of_backends(tools, slow, plain, paths, folder), 2), folder
+
+
+@pytest.fixture
+def ranks_and_folder(request, tools, backend):
+    """What two ranks of this backend gave, and where they saved."""
+    return request.getfixturevalue("two_ranks_of_the_others" if backend in tools.SLOW_BACKENDS else "two_ranks")
+
+
+def of_backends(tools, backends, plain, paths, folder):
+    """Ten updates of each policy by each backend; of one the layers are computed again."""
+    scenarios = {}
+    for backend in backends:
+        settings = tools.BACKENDS[backend]
+        granularity = "full" if settings.get("zero_stage") == 3 else "selective"
+        again = {"activation_checkpointing": 1, "recompute_granularity": granularity}
+        for name, path in paths.items():
+            recompute = again if name == "untied" else {}
+            scenarios[f"{backend}, {name}"] = ten_updates(
+                tools, path, settings | recompute, plain[name][0], folder / backend / name
+            )
+    return scenarios
 
 
 def deal_groups(samples, counts):
@@ -174,8 +195,8 @@ def test_ten_updates_on_one_rank_equal_plain_adamw(tools, plain, paths, name):
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_ten_updates_on_two_ranks_equal_plain_adamw(two_ranks, plain, backend, name):
-    results = two_ranks[0][0][f"{backend}, {name}"]
+def test_ten_updates_on_two_ranks_equal_plain_adamw(ranks_and_folder, plain, backend, name):
+    results = ranks_and_folder[0][0][f"{backend}, {name}"]
     same_run(*plain[name], results, results[-2])
 
 
@@ -195,9 +216,10 @@ def test_both_ranks_report_the_same_metrics_and_only_rank_0_exports(two_ranks, t
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
-def test_the_saved_folder_loads_with_transformers_and_has_the_trained_weights(tools, two_ranks, backend, name):
-    lm = tools.load_plain(str(two_ranks[1] / backend / name))
-    trained = two_ranks[0][0][f"{backend}, {name}"][-2]
+def test_the_saved_folder_loads_with_transformers_and_has_the_trained_weights(tools, ranks_and_folder, backend, name):
+    results, folder = ranks_and_folder
+    lm = tools.load_plain(str(folder / backend / name))
+    trained = results[0][f"{backend}, {name}"][-2]
     assert {key for key, _ in lm.named_parameters()} == trained.keys()
     for key, parameter in lm.named_parameters():
         assert torch.equal(parameter, trained[key]), key
