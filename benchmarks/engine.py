@@ -22,12 +22,12 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.process import end_with_terminate, measure
-from benchmarks.rival_settings import Measurement, measure_vllm, rival_measurements
+from benchmarks.rival_settings import Measurement, measure_on_vllm, measure_vllm, on_vllm, rival_measurements
 from benchmarks.rounds import beside, measure_rounds, median_round
 from benchmarks.workload import EngineOptions
 from infsample_rl.config.command_line import run_with_options
 
-NOT_OF_THE_WORKLOAD = ("json", "out", "schedules", "preemptions", "speculate", "rivals", "rows", "profile")
+NOT_OF_THE_WORKLOAD = ("json", "out", "engines", "schedules", "preemptions", "speculate", "rivals", "rows", "profile")
 SHORT_TOKENS = 24  # of the workload on which a rival's variants are compared
 
 
@@ -41,7 +41,9 @@ def run(options: EngineOptions) -> int:
     """As main(). RuntimeError when the model cannot be had."""
     with tempfile.TemporaryDirectory() as scratch:
         measuring = EngineBenchmark(options, scratch)
-        asked = [*ours_measurements(options), *rival_measurements(options, measuring.facts)]
+        asked = ours_measurements(options)
+        asked += on_vllm(options, measuring.facts) if "vllm" in options.engines else []
+        asked += rival_measurements(options, measuring.facts)
         points = [(f"bench.engine: {each.name}", partial(measuring.record, each)) for each in asked]
         rounds, failed = measure_rounds(points, options.repeats)
     found = in_one(rounds)
@@ -116,6 +118,8 @@ class EngineBenchmark:
         if measurement.what == "ours":
             self._step_seconds = self._step_seconds or raw.get("step_seconds")
             raw["step_seconds"] = self._step_seconds
+            if "vllm" in self.options.engines:  # what vLLM by itself is forced to
+                self.workload["lengths"] = raw["lengths"]
         return record_of(measurement.name, self.options, self.facts, raw) | {
             "settings": _shown(settings),
             "variants": variants,
@@ -124,6 +128,8 @@ class EngineBenchmark:
     def _measure(self, what: str, workload: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         if what == "vllm":
             return measure_vllm(workload, settings, self.facts)
+        if what == "ours_on_vllm":
+            return measure_on_vllm(workload, settings, self.facts)
         spec = {"what": what, "workload": workload, "settings": settings}
         return measure("engine_point.main", spec, threads=self.options.threads, timeout_s=self.options.timeout_s)
 
@@ -134,6 +140,8 @@ class EngineBenchmark:
             return 0, []
         tokens = min(SHORT_TOKENS, self.options.max_new_tokens)
         short = self.workload | {"max_new_tokens": tokens}
+        if "lengths" in short:
+            short["lengths"] = [min(length, tokens) for length in short["lengths"]]
         if "rows" in measurement.variants[0]:
             short["group_size"] = measurement.variants[0]["rows"]  # one micro-batch tells as much as all
         seconds = self._tune(measurement, short)
@@ -148,14 +156,14 @@ class EngineBenchmark:
     def _tune(self, measurement: Measurement, short: dict[str, Any]) -> list[float | None]:
         """Seconds of every variant, None where it cannot run: in one process, but for vLLM, whose threads are set at
         its start."""
-        if measurement.what != "vllm":
+        if "vllm" not in measurement.what:
             return self._measure("tune", short, {"what": measurement.what, "variants": measurement.variants})["seconds"]
         seconds: list[float | None] = []
         for settings in measurement.variants:
             try:
-                seconds.append(self._measure("vllm", short, settings)["seconds"])
+                seconds.append(self._measure(measurement.what, short, settings)["seconds"])
             except RuntimeError as error:
-                print(f"bench.engine: vllm {_shown(settings)}: {error}", file=sys.stderr, flush=True)
+                print(f"bench.engine: {measurement.name} {_shown(settings)}: {error}", file=sys.stderr, flush=True)
                 seconds.append(None)
         return seconds
 
@@ -218,6 +226,7 @@ def record_of(name: str, options: EngineOptions, facts: dict[str, Any], raw: dic
         "device": facts["device"],
         "versions": facts["versions"] | {name: raw[name] for name in ("vllm",) if name in raw},
         "workload": {name: value for name, value in asdict(options).items() if name not in NOT_OF_THE_WORKLOAD},
+        "preemptions": raw.get("preemptions"),
         "recomputed_tokens": raw.get("recomputed_tokens"),
         "parked_tokens": raw.get("parked_tokens"),
         "tokens_per_row_step": tokens / raw["row_steps"] if raw.get("row_steps") else None,

@@ -19,9 +19,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks import models, rivals
-from benchmarks.models import Loaded
+from benchmarks.models import Loaded, rollout_config
 from benchmarks.workload import Workload
-from infsample_rl.config import RolloutConfig
 from infsample_rl.model.generation import stop_ids_of
 from infsample_rl.model.peak_memory import PeakMemory
 from infsample_rl.rollout.engine.sampling_engine import SamplingEngine
@@ -34,8 +33,8 @@ WARM_UP_STEPS = 5  # before steps are profiled
 # module's and the profiler's, cudaEventSynchronize waits for what the step before drew, while this one runs.
 SYNCS = ("cudaStreamSynchronize", "aten::_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-STATISTICS = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "recomputed_tokens", "parked_tokens")
-STATISTICS += ("row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
+STATISTICS = ("running_steps", "peak_kv_bytes", "kv_pool_bytes", "preemptions", "recomputed_tokens")
+STATISTICS += ("parked_tokens", "row_steps", "drafted_tokens", "accepted_tokens", "draft_seconds")
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
@@ -104,14 +103,6 @@ def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> fl
         buffer.sum().item()  # waits for a GPU
         seconds.append(time.perf_counter() - started)
     return buffer.numel() * 4 / statistics.median(seconds[1:])
-
-
-def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
-    """The engine's settings for a workload; `settings` win."""
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    shared = ("group_size", "slots", "max_new_tokens", "temperature")
-    given = {name: workload[name] for name in shared if name in workload}
-    return RolloutConfig(**(plain | given | settings))
 
 
 def measure_ours(given: Loaded, settings: dict[str, Any]) -> dict[str, Any]:

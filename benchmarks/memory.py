@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import figures, models, rivals
-from benchmarks.engine_point import rollout_config
-from benchmarks.models import Loaded
+from benchmarks.models import Loaded, rollout_config
 from benchmarks.process import end_with_terminate, measure, measure_points
 from benchmarks.workload import ModelOptions, Workload
 from infsample_rl.config.command_line import option, run_with_options

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from benchmarks.workload import ModelOptions
-from infsample_rl.config import ModelConfig
+from infsample_rl.config import ModelConfig, RolloutConfig
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.tokenizer import load_tokenizer
@@ -91,6 +91,14 @@ def number_tokenizer(size: int) -> PreTrainedTokenizerFast:
     words = {"<unk>": 0, "<pad>": 1, "<eos>": 2} | {str(index): index for index in range(3, size)}
     model = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>")
+
+
+def rollout_config(workload: dict[str, Any], **settings: Any) -> RolloutConfig:
+    """The engine's settings for a workload; `settings` win."""
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    shared = ("group_size", "slots", "max_new_tokens", "temperature")
+    given = {name: workload[name] for name in shared if name in workload}
+    return RolloutConfig(**(plain | given | settings))
 
 
 def make_prompts(workload: ModelOptions, tokenizer: PreTrainedTokenizerBase, count: int) -> list[list[int]]:

@@ -28,12 +28,18 @@ Point = tuple[str, Callable[[list[Record]], Record]]  # what is said of it, and 
 
 
 def measure(
-    name: str, spec: dict[str, Any], *, threads: int, timeout_s: float, environment: dict[str, str] | None = None
+    name: str,
+    spec: dict[str, Any],
+    *,
+    threads: int,
+    timeout_s: float,
+    environment: dict[str, str] | None = None,
+    python: str = sys.executable,
 ) -> Any:
-    """What the function benchmarks.NAME, as memory.measure_here, makes of `spec` in a process of its own, from any
-    working directory. Errors as run_script()."""
+    """What the function benchmarks.NAME, as memory.measure_here, makes of `spec` in a process of its own, of the
+    interpreter `python`, from any working directory. Errors as run_script()."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = ["env", f"PYTHONPATH={path}", sys.executable, "-m", "benchmarks.process", name]
+    command = ["env", f"PYTHONPATH={path}", python, "-m", "benchmarks.process", name]
     return run_script(command, spec, threads=threads, timeout_s=timeout_s, environment=environment or {})
 
 

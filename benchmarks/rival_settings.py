@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.process import run_script
+from benchmarks.process import measure, run_script
 from benchmarks.workload import EngineOptions
 
 VLLM_SCRIPT = Path(__file__).with_name("vllm_rival.py")
@@ -26,7 +26,7 @@ class Measurement:
 
     @property
     def what(self) -> str:
-        """ours, generate, generate_batch or vllm."""
+        """ours, ours_on_vllm, generate, generate_batch or vllm."""
         return self.name.split("/")[0]
 
 
@@ -99,6 +99,33 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
     ]
 
 
+def on_vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
+    """Our schedules on vLLM, within the budget of `vllm/equal_kv`."""
+    bindings = ("auto", "nobind") if facts["device"] == "cpu" else (None,)
+    budget = {"kv_budget_tokens": options.kv_budget_tokens() // VLLM_BLOCK * VLLM_BLOCK, "page_size": VLLM_BLOCK}
+    found = []
+    for schedule in options.schedules:
+        rollout = {"schedule": schedule, "predictor": "none"}
+        rollout |= budget if schedule == "token_budget" else {"page_size": VLLM_BLOCK}
+        variants = [{"rollout": rollout, "omp_bind": binding} for binding in bindings]
+        found.append(Measurement(f"ours_on_vllm/{schedule}", variants))
+    return found
+
+
+def measure_on_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """One measurement of our schedules on vLLM (vllm_point.py)."""
+    spec = {"workload": workload, "settings": settings, "prompts": facts["prompts"], "stop_ids": facts["stop_ids"]}
+    limits = {"threads": workload["threads"], "timeout_s": workload["timeout_s"]}
+    environment = _environment(settings)
+    return measure("vllm_point.main", spec, python=workload["vllm_python"], environment=environment, **limits)
+
+
+def _environment(settings: dict[str, Any]) -> dict[str, str]:
+    found = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    found["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return found if settings["omp_bind"] is None else found | {"VLLM_CPU_OMP_THREADS_BIND": settings["omp_bind"]}
+
+
 def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """One measurement of vLLM, in the form of those of `engine_point.py`. Its pool holds one whole sample at least."""
     sample = workload["prompt_tokens"] + workload["max_new_tokens"]
@@ -111,6 +138,7 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
         "model": workload["model"] if workload["shape"] is None else workload["config_folder"],
         "random_weights": workload["shape"] is not None,
         "prompts": facts["prompts"],
+        "lengths": workload.get("lengths"),
         "stop_ids": facts["stop_ids"],
         "block_size": VLLM_BLOCK,
         "num_blocks": blocks,
@@ -119,10 +147,7 @@ def measure_vllm(workload: dict[str, Any], settings: dict[str, Any], facts: dict
     }
     # Without its folder on the path: vLLM's imports would find our report.py and models.py there (Python 3.11 or
     # newer).
-    environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    if settings["omp_bind"] is not None:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = settings["omp_bind"]
+    environment = {"PYTHONSAFEPATH": "1"} | _environment(settings)
     command = [workload["vllm_python"], str(VLLM_SCRIPT)]
     found = run_script(
         command, spec, threads=workload["threads"], timeout_s=workload["timeout_s"], environment=environment

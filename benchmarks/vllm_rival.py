@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,20 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds, lengths, engine steps and memory of a run after a full one that warms up."""
     imported = _status_bytes(os.getpid(), "VmRSS")
     device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    engine = _new_engine(spec)
-    _run(engine, spec, "warm")
-    seconds, lengths, steps = _run(engine, spec, "timed")
+    llm = _new_vllm(spec)
+    _run(llm.llm_engine, spec, "warm")
+    preempted = _preempted(llm)
+    seconds, lengths, steps = _run(llm.llm_engine, spec, "timed")
     if torch.cuda.is_available():
         peak = device_free - torch.cuda.mem_get_info()[0]
     else:  # each process of the engine, less the imports, which are about the same in all
         peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
     found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak}
+    found["preemptions"] = _preempted(llm) - preempted
     return found | {"vllm": vllm.__version__, "torch": torch.__version__}
 
 
-def _new_engine(spec: dict[str, Any]) -> Any:
+def _new_vllm(spec: dict[str, Any]) -> Any:
     options = {"load_format": "dummy", "skip_tokenizer_init": True} if spec["random_weights"] else {}
     return vllm.LLM(
         model=spec["model"],
@@ -46,27 +49,16 @@ def _new_engine(spec: dict[str, Any]) -> Any:
         max_num_seqs=spec["max_num_seqs"],
         max_num_batched_tokens=max(2048, spec["prompt_tokens"] * len(spec["prompts"])),
         enforce_eager=spec["enforce_eager"],
-        disable_log_stats=True,
+        disable_log_stats=False,
+        use_tqdm_on_load=False,
         **options,
-    ).llm_engine
+    )
 
 
 def _run(engine: Any, spec: dict[str, Any], name: str) -> tuple[float, list[int], int]:
     """Seconds, completion lengths and engine steps. No seed per request: it ends the CPU engine on larger batches."""
-    params = vllm.SamplingParams(
-        n=spec["group_size"],
-        temperature=1.0,
-        top_k=-1,
-        top_p=1.0,
-        min_p=0.0,
-        max_tokens=spec["max_new_tokens"],
-        ignore_eos=spec["ignore_eos"],
-        stop_token_ids=None if spec["ignore_eos"] else spec["stop_ids"],
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
     started, lengths, steps = time.perf_counter(), [], 0
-    for index, prompt in enumerate(spec["prompts"]):
+    for index, (prompt, params) in enumerate(_requests(spec)):
         engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
         steps += 1
@@ -74,6 +66,27 @@ def _run(engine: Any, spec: dict[str, Any], name: str) -> tuple[float, list[int]
             if output.finished:
                 lengths += [len(completion.token_ids) for completion in output.outputs]
     return time.perf_counter() - started, lengths, steps
+
+
+def _requests(spec: dict[str, Any]) -> Iterator[tuple[list[int], Any]]:
+    """Prompts with their sampling: one of each for its whole group, or, where `lengths` are to be those of another
+    engine, one for every sample."""
+    plain = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "detokenize": False}
+    plain["output_kind"] = RequestOutputKind.FINAL_ONLY
+    size, ends = spec["group_size"], not spec["ignore_eos"]
+    stop_ids = spec["stop_ids"] if ends else None
+    for index, prompt in enumerate(spec["prompts"]):
+        if spec["lengths"]:
+            for length in spec["lengths"][index * size : (index + 1) * size]:
+                yield prompt, vllm.SamplingParams(max_tokens=length, ignore_eos=True, **plain)
+        else:
+            asked = {"max_tokens": spec["max_new_tokens"], "ignore_eos": not ends, "stop_token_ids": stop_ids}
+            yield prompt, vllm.SamplingParams(n=size, **asked, **plain)
+
+
+def _preempted(llm: Any) -> int:
+    """Rows that vLLM has made give way since its start."""
+    return sum(int(each.value) for each in llm.get_metrics() if each.name == "vllm:num_preemptions")
 
 
 def _group() -> list[int]:

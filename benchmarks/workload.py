@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from infsample_rl.config import DTYPES
 from infsample_rl.config.command_line import option
-from infsample_rl.config.rollout import PREEMPTIONS, SCHEDULES
+from infsample_rl.config.rollout import ENGINES, PREEMPTIONS, SCHEDULES
 
 TINY_POLICY = str(Path(__file__).resolve().parents[1] / "infsample_rl" / "assets" / "kk_tiny" / "policy")
 SHAPES = ("qwen3_1.7b", "qwen3_8b")
@@ -55,6 +55,11 @@ class EngineOptions(Workload):
     group_size: int = option(32, "G, completions of every prompt", low=1)
     ignore_eos: bool = option(True, "all samples run to max_new_tokens; false: natural ends")
     repeats: int = option(3, "rounds; the median counts", low=1)
+    engines: list[str] = option(
+        ["native"],
+        "what our schedules run on; vLLM by itself is forced to the same lengths",
+        choices=ENGINES,
+    )
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)
     preemptions: list[str] = option(
         ["auto"], "what token_budget does with preempted samples' KV, each measured", choices=PREEMPTIONS
@@ -82,6 +87,10 @@ class EngineOptions(Workload):
             raise ValueError(f"prompts={self.prompts}: rivals take one prompt; give rivals=[] and no vllm_python")
         if self.temperature != 1 and (self.rivals or self.vllm_python):
             raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
+        if "vllm" in self.engines and (self.vllm_python is None or self.shape is not None):
+            raise ValueError("engines=[vllm] needs rivals.vllm_python=PYTHON and a model, no shape")
+        if "vllm" in self.engines and "native" not in self.engines:
+            raise ValueError(f"engines={self.engines}: lengths are those of native; give it too")
         if len(set(self.rows)) == 1:
             raise ValueError(
                 f"rows={self.rows}: give at least two different counts to fit c0 and c1, or rows=[] for no fit"

@@ -8,10 +8,20 @@ import pytest
 import torch
 
 from benchmarks import models, process
-from benchmarks.engine import EngineOptions, fit_step_time, kv_bytes_read, roofline_seconds
+from benchmarks.engine import (
+    EngineBenchmark,
+    EngineOptions,
+    fit_step_time,
+    kv_bytes_read,
+    ours_measurements,
+    roofline_seconds,
+)
 from benchmarks.memory import MemoryOptions, points, record_of
-from benchmarks.rival_settings import micro_batch_rows, rival_measurements
+from benchmarks.rival_settings import micro_batch_rows, on_vllm, rival_measurements
 from benchmarks.workload import Workload
+from infsample_rl.cluster.rollout_interpreter import MADE_HERE
+
+BLOCK_BYTES = 32 * 2048  # of 32 tokens of the default model
 
 
 def test_kv_bytes_read_and_their_time_by_hand():
@@ -58,6 +68,33 @@ def test_every_rival_runs_at_its_best_and_at_equal_kv():
     assert {variant["rows"] for variant in found["generate/equal_kv"]} == {2}
     assert {variant["kv_tokens"] for variant in found["generate_batch/equal_kv"]} == {612}
     assert {variant["num_blocks"] for variant in found["vllm/equal_kv"]} == {19}  # 19 x 32 = 608 <= 612
+
+
+def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself():
+    settings = {"vllm_python": "python", "group_size": 32, "slots": 4, "max_new_tokens": 128, "prompt_tokens": 100}
+    options = EngineOptions(engines=["native", "vllm"], schedules=["token_budget", "lpt"], **settings)
+    found = {each.name: each for each in on_vllm(options, {"kv_bytes_per_token": 8, "device": "cpu"})}
+    assert list(found) == ["ours_on_vllm/token_budget", "ours_on_vllm/lpt"]
+    budget = {variant["rollout"]["kv_budget_tokens"] for variant in found["ours_on_vllm/token_budget"].variants}
+    assert budget == {19 * 32} and {each.what for each in found.values()} == {"ours_on_vllm"}
+
+
+@pytest.mark.slow
+def test_on_vllm_every_length_is_the_native_engines_and_vllm_by_itself_is_forced_to_them(tmp_path):
+    assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
+    options = EngineOptions(
+        **{"engines": ["native", "vllm"], "schedules": ["token_budget"], "rivals": [], "vllm_python": str(MADE_HERE)},
+        **{"rows": [], "ignore_eos": False, "max_new_tokens": 96, "group_size": 16, "threads": 1},
+    )
+    measuring = EngineBenchmark(options, str(tmp_path))
+    (native,), (on_it,) = ours_measurements(options), on_vllm(options, measuring.facts)
+    native = measuring.record(native, 0)
+    found = measuring._measure(on_it.what, measuring.workload, on_it.variants[1])
+    assert found["lengths"] == measuring.workload["lengths"] and sum(found["lengths"]) == native["tokens"]
+    eager = {"enforce_eager": True, "omp_bind": "nobind", "num_blocks": found["kv_pool_bytes"] // BLOCK_BYTES}
+    alone = measuring._measure("vllm", measuring.workload, eager)
+    assert sorted(alone["lengths"]) == sorted(found["lengths"]) and alone["preemptions"] >= 0
+    assert alone["kv_pool_bytes"] == found["kv_pool_bytes"]
 
 
 @pytest.mark.parametrize(
