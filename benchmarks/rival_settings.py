@@ -100,11 +100,12 @@ def _vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
 
 
 def on_vllm(options: EngineOptions, facts: dict[str, Any]) -> list[Measurement]:
-    """Our schedules on vLLM, within the budget of `vllm/equal_kv`."""
+    """Our schedules on vLLM, but for dynamic_slot, which it does not have. token_budget has the blocks of
+    `vllm/equal_kv`; the others have one more for every slot, for the prompt's last tokens, as kv_pool_bytes says."""
     bindings = ("auto", "nobind") if facts["device"] == "cpu" else (None,)
     budget = {"kv_budget_tokens": options.kv_budget_tokens() // VLLM_BLOCK * VLLM_BLOCK, "page_size": VLLM_BLOCK}
     found = []
-    for schedule in options.schedules:
+    for schedule in (name for name in options.schedules if name != "dynamic_slot"):
         rollout = {"schedule": schedule, "predictor": "none"}
         rollout |= budget if schedule == "token_budget" else {"page_size": VLLM_BLOCK}
         variants = [{"rollout": rollout, "omp_bind": binding} for binding in bindings]

@@ -57,7 +57,7 @@ class EngineOptions(Workload):
     repeats: int = option(3, "rounds; the median counts", low=1)
     engines: list[str] = option(
         ["native"],
-        "what our schedules run on; vLLM by itself is forced to the same lengths",
+        "what our schedules run on; dynamic_slot is native alone; vLLM by itself is forced to the same lengths",
         choices=ENGINES,
     )
     schedules: list[str] = option(list(SCHEDULES), "schedules of our engine", choices=SCHEDULES)

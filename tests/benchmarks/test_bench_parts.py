@@ -72,7 +72,7 @@ def test_every_rival_runs_at_its_best_and_at_equal_kv():
 
 def test_our_schedules_on_vllm_have_the_blocks_that_it_has_by_itself():
     settings = {"vllm_python": "python", "group_size": 32, "slots": 4, "max_new_tokens": 128, "prompt_tokens": 100}
-    options = EngineOptions(engines=["native", "vllm"], schedules=["token_budget", "lpt"], **settings)
+    options = EngineOptions(engines=["native", "vllm"], schedules=["token_budget", "dynamic_slot", "lpt"], **settings)
     found = {each.name: each for each in on_vllm(options, {"kv_bytes_per_token": 8, "device": "cpu"})}
     assert list(found) == ["ours_on_vllm/token_budget", "ours_on_vllm/lpt"]
     budget = {variant["rollout"]["kv_budget_tokens"] for variant in found["ours_on_vllm/token_budget"].variants}
@@ -93,7 +93,7 @@ def test_on_vllm_every_length_is_the_native_engines_and_vllm_by_itself_is_forced
     assert found["lengths"] == measuring.workload["lengths"] and sum(found["lengths"]) == native["tokens"]
     eager = {"enforce_eager": True, "omp_bind": "nobind", "num_blocks": found["kv_pool_bytes"] // BLOCK_BYTES}
     alone = measuring._measure("vllm", measuring.workload, eager)
-    assert sorted(alone["lengths"]) == sorted(found["lengths"]) and alone["preemptions"] >= 0
+    assert sorted(alone["lengths"]) == sorted(found["lengths"])
     assert alone["kv_pool_bytes"] == found["kv_pool_bytes"]
 
 
