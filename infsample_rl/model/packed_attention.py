@@ -25,6 +25,8 @@ from infsample_rl.model.architecture import check_full_attention
 from infsample_rl.model.row_cuts import Fold, RowCuts
 
 PACKED_ATTENTION = "infsample_packed"
+# The kernel for decoding, which torch takes below 128 queries, has no choice for several query heads a key-value head.
+ALWAYS_TRAINS = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def takes_flex_attention(head_size: int, dtype: torch.dtype) -> bool:
@@ -34,7 +36,8 @@ def takes_flex_attention(head_size: int, dtype: torch.dtype) -> bool:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=True)  # rows differ in length
+    # Rows differ in length. Without `fullgraph` a graph break would fall back to full scores in silence.
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def packed_attention(
@@ -61,7 +64,7 @@ def packed_attention(
         if prompt is not None:
             key, value = torch.cat([prompt[0], key], 2), torch.cat([prompt[1], value], 2)
         output = _compiled_flex_attention()(
-            query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True
+            query, key, value, block_mask=cuts.block_mask, scale=scaling, enable_gqa=True, kernel_options=ALWAYS_TRAINS
         )
         return output.transpose(1, 2), None
     return folded_attention(query, key, value, scaling, cuts, prompt), None

@@ -5,14 +5,14 @@ Shape letters: T tokens of the row, P prompt tokens, N responses of a fold, L th
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
+from infsample_rl.model.block_mask import build_block_mask
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.types import MaybeNone
 
@@ -92,8 +92,7 @@ def build_cuts(segments: list[Segment], device: torch.device | str, shared: Shar
     order[positions.flip(0)] = torch.arange(len(positions) - 1, -1, -1)
     block_mask = None
     if torch.device(device).type == "cuda":
-        mask = packed_mask_function(segments, num_tokens, device, visible_tokens - num_tokens)
-        block_mask = create_block_mask(mask, None, None, num_tokens, visible_tokens, device=device)
+        block_mask = build_block_mask(segments, num_tokens, device, visible_tokens - num_tokens)
     return RowCuts(
         num_tokens=num_tokens,
         segments=segments,
@@ -125,27 +124,3 @@ def _build_fold(prompt: tuple[int, int], spans: list[tuple[int, int]], device: t
     length = int((ends - starts).max())
     index = torch.minimum(starts[:, None] + torch.arange(length), ends[:, None] - 1)
     return Fold(prompt=prompt, index=index.to(device))
-
-
-def packed_mask_function(
-    segments: list[Segment], num_tokens: int, device: torch.device | str, shared_tokens: int = 0
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's mask_mod of a row: causal, inside the segment, and of responses only the query's own.
-
-    With `shared_tokens` the keys of a shared prompt, which every query sees, come before those of the row.
-    """
-    segment_of = torch.empty(num_tokens, dtype=torch.int32)
-    response_of = torch.full((num_tokens,), -1, dtype=torch.int32)  # -1: a prompt token
-    for number, segment in enumerate(segments):
-        for response, (start, end) in enumerate(segment.responses):
-            response_of[start:end] = response
-        start, end = (0, num_tokens) if shared_tokens else (segment.prompt[0], segment.end)
-        segment_of[start:end] = number
-    segment_of, response_of = segment_of.to(device), response_of.to(device)
-
-    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_shared, key = key < shared_tokens, (key - shared_tokens).clamp(min=0)
-        own = (response_of[key] == -1) | (response_of[key] == response_of[query])
-        return is_shared | ((key <= query) & (segment_of[key] == segment_of[query]) & own)
-
-    return visible

@@ -1,10 +1,12 @@
 """Packed rows: the tokens, the attention and the log-probabilities are those of every sample alone."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     LlamaConfig,
     MambaConfig,
@@ -18,6 +20,7 @@ from transformers import (
 from infsample_rl.model import packed_attention as attention
 from infsample_rl.model import row_cuts
 from infsample_rl.model.architecture import check_full_attention
+from infsample_rl.model.block_mask import build_block_mask, mask_function, visible_spans
 from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every, token_logprobs
 from infsample_rl.model.packing import pack_prompt, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
@@ -161,7 +164,8 @@ def test_attention_of_random_rows_equals_a_dense_mask_with_gradients(is_shared):
         else:
             lengths = [random_lengths(generator) for _ in range(generator.integers(1, 4))]
             cuts = pack_row(random_groups(4, generator.integers(1, 9, len(lengths)), lengths), "cpu").cuts
-        visible = row_cuts.packed_mask_function(cuts.segments, cuts.num_tokens, "cpu", shared.num_tokens)
+        spans = visible_spans(cuts.segments, cuts.num_tokens, shared.num_tokens)
+        visible = mask_function(torch.from_numpy(spans))
         keys = torch.arange(shared.num_tokens + cuts.num_tokens)
         dense = visible(torch.tensor(0), torch.tensor(0), torch.arange(cuts.num_tokens)[:, None], keys[None])
         shapes = ((1, 4, cuts.num_tokens, 8), (1, 2, len(keys), 8), (1, 2, len(keys), 8))
@@ -231,6 +235,45 @@ def test_a_head_with_a_bias_is_refused():
     sizes = {name: value for name, value in TINY_SIZES.items() if name != "num_key_value_heads"}
     with pytest.raises(ValueError, match="PhiForCausalLM has a head with a bias, which is not supported"):
         PackedPolicy(PhiForCausalLM(PhiConfig(**sizes)), valid_vocab=60, chunk_tokens=8)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["rows of prompts", "behind a shared prompt"])
+def test_block_masks_are_those_that_flex_attention_makes_of_every_pair(is_shared):
+    generator = np.random.default_rng(5)
+    for _ in range(10):
+        num_shared = int(generator.integers(1, 400)) if is_shared else 0
+        segments, end = [], 0
+        for _ in range(1 if is_shared else generator.integers(1, 4)):
+            prompt = (0, num_shared) if is_shared else (end, end + int(generator.integers(1, 400)))
+            ends = np.cumsum([0, *generator.integers(1, 500, generator.integers(1, 6))]) + (
+                0 if is_shared else prompt[1]
+            )
+            segments.append(row_cuts.Segment(prompt=prompt, responses=list(itertools.pairwise(ends.tolist()))))
+            end = segments[-1].end
+        found = build_block_mask(segments, end, "cpu", num_shared)
+        mask = mask_function(torch.from_numpy(visible_spans(segments, end, num_shared)))
+        wanted = create_block_mask(mask, None, None, end, num_shared + end, device="cpu")
+        names = [
+            f"{full}{side}_{part}"
+            for full in ("", "full_")
+            for side in "q kv".split()
+            for part in ("num_blocks", "indices")
+        ]
+        for name in names:
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert (found.seq_lengths, found.BLOCK_SIZE) == (wanted.seq_lengths, wanted.BLOCK_SIZE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [3, 20, 100, 127, 200])
+def test_short_rows_of_grouped_heads_run_flex_attention_on_cuda(num_tokens):
+    results = []
+    for device in ("cuda", "cpu"):
+        cuts = pack_prompt(np.arange(num_tokens), device).cuts
+        generator = torch.Generator().manual_seed(1)
+        tensors = [torch.randn(1, heads, num_tokens, 16, generator=generator).to(device) for heads in (4, 2, 2)]
+        results.append(attention.packed_attention(torch.nn.Identity(), *tensors, None, 0.25, cuts=cuts)[0].cpu())
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)  # TF32 inside the kernels
 
 
 @pytest.mark.gpu

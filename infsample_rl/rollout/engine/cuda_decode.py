@@ -82,11 +82,11 @@ class GraphCache:
             self._weights_at = addresses(runner.model)
         # so that few sizes differ
         num_prompts, prompt_pages = (1 << (size - 1).bit_length() for size in batch.prompt_tables.shape)
-        key = (*batch.tables.shape, num_prompts, prompt_pages, sampler.settings)
+        rows, pages = whole_heads(batch.tables.shape[0]), batch.tables.shape[1]
+        key = (rows, pages, prompt_pages, sampler.settings)
         graphs = self._kept.pop(key, None)
-        if graphs is None:
-            rows, pages = batch.tables.shape
-            own = RowBatch(whole_heads(rows), pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
+        if graphs is None or len(graphs.batch.prompt_lengths) < num_prompts:
+            own = RowBatch(rows, pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
             graphs = DecodeGraphs(runner, own, sampler, compiled=self.compiles)
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]

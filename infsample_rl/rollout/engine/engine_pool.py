@@ -27,7 +27,7 @@ class EnginePool:
         """As SamplingEngine's. ValueError for a budget that is too small, and where KV cannot be parked as asked."""
         check_parking(config, runner.device)
         self._config, self._runner = config, runner
-        self._max_prompt_tokens, self._reserved_bytes, self._sharers = max_prompt_tokens, reserved_bytes, sharers
+        self.max_prompt_tokens, self._reserved_bytes, self._sharers = max_prompt_tokens, reserved_bytes, sharers
         self.graphs = GraphCache(runner)
         # where preempted samples' KV waits, once a schedule that preempts has run; else computed again
         self.parking: ParkedKV | None = None

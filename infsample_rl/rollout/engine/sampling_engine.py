@@ -100,7 +100,8 @@ class SamplingEngine(RolloutEngine):
         sampler = self._new_sampler(temperature)
         parking = self.pool.open_parking() if config.schedule == "token_budget" else None
         prompts = min(config.most_prompts, most_rows, max(len(groups), 1))
-        longest = max((len(group.prompt_ids) for group in groups), default=1)
+        # Those of every call where they are known: graphs stay, and attention is divided alike.
+        longest = max([self.pool.max_prompt_tokens or 1, *(len(group.prompt_ids) for group in groups)])
         pages = -(-config.max_new_tokens // page_size), -(-longest // page_size)
         # rows, or rows and the tokens drafted after them
         most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)

@@ -199,3 +199,14 @@ def test_rows_behind_the_last_stay_on_the_scratch_page():
     assert batch.prompt_row_starts.tolist() == [0, 2]
     batch.arrange(samples[:1])
     assert batch.lengths.tolist() == [3, 1, 1, 1] and batch.tables[1:].unique().tolist() == [9]
+
+
+def test_calls_of_other_prompts_run_the_same_graphs(model, tokenizer):
+    engine = make_engine(model, tokenizer, static=True, max_new_tokens=4, max_prompt_tokens=60, prompts_at_once="auto")
+    seen = set()
+    for prompts in (PROMPTS, PROMPTS[:1], [[5] * 40, [7] * 9], PROMPTS[1:]):
+        wanted = make_engine(model, tokenizer, max_new_tokens=4, prompts_at_once="auto").generate(prompts, seed=1)
+        assert ends_of(engine.generate(prompts, seed=1)) == ends_of(wanted)
+        (graphs,) = engine.pool.graphs._kept.values()
+        seen.add(id(graphs))
+    assert len(seen) == 1
