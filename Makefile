@@ -27,10 +27,10 @@ run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.tools vllm test
-	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
 test-matrix: $(READY)

@@ -7,6 +7,7 @@ this measurement).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -94,13 +95,20 @@ def facts(workload: Workload, model: Any, settings: dict[str, Any]) -> dict[str,
 
 
 def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> float:
-    """Bytes per second of a read-only sum over a buffer of `num_bytes`, median of `repeats`, with torch's current
-    threads."""
-    buffer = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=device)
+    """Bytes per second of a read-only sum over a buffer of `num_bytes` random numbers, median of `repeats`, with
+    torch's current threads; on a GPU without the launches, which wait in its queue."""
+    buffer = torch.rand(max(1, num_bytes // 4), dtype=torch.float32, device=device)
     seconds = []
-    for _ in range(repeats + 1):  # the first warms up
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 2)]
+        for event in events:
+            buffer.sum()
+            event.record()
+        torch.cuda.synchronize(device)
+        seconds = [first.elapsed_time(second) / 1000 for first, second in itertools.pairwise(events)]
+    for _ in range(repeats + 1) if device.type == "cpu" else ():
         started = time.perf_counter()
-        buffer.sum().item()  # waits for a GPU
+        buffer.sum()
         seconds.append(time.perf_counter() - started)
     return buffer.numel() * 4 / statistics.median(seconds[1:])
 
@@ -185,13 +193,13 @@ def profile_steps(given: Loaded, steps: int) -> dict[str, Any]:
     )
     engine = SamplingEngine(given.model, given.tokenizer, config, stop_token_ids=set())
     engine.stream(given.prompts, 0)
-    _timed(engine, WARM_UP_STEPS)
-    found = {"rows": rows, "steps": steps, "milliseconds": round(1000 * _timed(engine, steps) / steps, 3)}
+    timed_steps(engine, WARM_UP_STEPS)
+    found = {"rows": rows, "steps": steps, "milliseconds": round(1000 * timed_steps(engine, steps) / steps, 3)}
     is_cuda = given.model.device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if is_cuda else [])
     allocated = _device_allocations(is_cuda)
     with torch.profiler.profile(activities=activities) as profile:
-        _timed(engine, steps)
+        timed_steps(engine, steps)
     allocated = _device_allocations(is_cuda) - allocated
     events = profile.profiler.kineto_results.events()
     counts = Counter(event.name() for event in events)
@@ -205,7 +213,8 @@ def profile_steps(given: Loaded, steps: int) -> dict[str, Any]:
     return found | {name: round(total / steps, 3) for name, total in totals.items()}
 
 
-def _timed(engine: SamplingEngine, steps: int) -> float:
+def timed_steps(engine: SamplingEngine, steps: int) -> float:
+    """Seconds of so many steps of the stream that runs, until the device has done them."""
     started = time.perf_counter()
     for _ in range(steps):
         engine._loop.step()

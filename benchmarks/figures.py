@@ -62,7 +62,9 @@ def cell(name: str, value: Any) -> str | None:
 
 def memory_facts(options: ModelOptions, device: str) -> str:
     """What a table of peaks is of, in a line."""
-    counted = "VmHWM of the process less its imports" if device == "cpu" else "torch's max_memory_allocated"
+    counted = (
+        "VmHWM of the process less its imports" if device == "cpu" else "what the device lent at most, context included"
+    )
     return f"{options.shape or options.model}, {options.dtype}; peak: {counted}; MB of 1e6 bytes"
 
 

@@ -6,7 +6,7 @@ python -m benchmarks.learner_memory [model=FOLDER] [groups=[8,16,...]] [max_toke
 Each point has a process of its own: model, AdamW and its moments are there already when the measured update begins.
 Ours packs the group into passes of max_tokens_per_micro_batch behind one prompt; the rival runs all G responses,
 padded, at once, with the logits of every position, and has the same masters, optimizer and recomputation. On CPU the
-peak is that of the process, less what its imports take; on CUDA max_memory_allocated.
+peak is that of the process, less what its imports take; on CUDA what the device lent at most.
 """
 
 from __future__ import annotations

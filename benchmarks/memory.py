@@ -6,7 +6,7 @@ python -m benchmarks.memory [shape=qwen3_1.7b dtype=bfloat16 max_new_tokens=1024
 
 Each point has a process of its own. The pool has its full size and a few samples their full length; the others end
 early, since memory does not depend on them. On CPU the peak is that of the process, less what its imports take; on CUDA
-torch's max_memory_allocated.
+what the device lent at most, its context included.
 """
 
 from __future__ import annotations

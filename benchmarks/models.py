@@ -64,8 +64,12 @@ def load(workload: ModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def shape_config(shape: str) -> Qwen3Config:
-    """The architecture of Qwen3-1.7B or Qwen3-8B."""
-    hidden, inner, layers, heads = {"qwen3_1.7b": (2048, 6144, 28, 16), "qwen3_8b": (4096, 12288, 36, 32)}[shape]
+    """The architecture of Qwen3-1.7B, of two of its layers, or of Qwen3-8B."""
+    hidden, inner, layers, heads = {
+        "qwen3_1.7b": (2048, 6144, 28, 16),
+        "qwen3_1.7b_two_layers": (2048, 6144, 2, 16),
+        "qwen3_8b": (4096, 12288, 36, 32),
+    }[shape]
     config = Qwen3Config(
         hidden_size=hidden,
         intermediate_size=inner,
@@ -76,7 +80,7 @@ def shape_config(shape: str) -> Qwen3Config:
         vocab_size=151936,
         max_position_embeddings=40960,
         rope_theta=1e6,
-        tie_word_embeddings=shape == "qwen3_1.7b",
+        tie_word_embeddings=shape != "qwen3_8b",
         eos_token_id=2,
         pad_token_id=1,
     )

@@ -187,7 +187,7 @@ def print_training(records: list[dict[str, Any]]) -> None:
         print(f"{record['name']}, G = {record['group_size']}: {settings}")
     for record in records[:1]:
         on_cpu = record["device"] == "cpu"
-        counted = "highest resident set less what the imports take" if on_cpu else "torch's max_memory_allocated"
+        counted = "highest resident set less what the imports take" if on_cpu else "what the device lent at most"
         print(
             f"{record['device']}, {record['threads']} threads, {record['workload']['dtype']}; peak: {counted}; MB of "
             "1e6 bytes"

@@ -107,7 +107,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     on_cuda = spec["device"] != "cpu" and torch.cuda.is_available()
     return {
         "steps": clock.steps,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_cuda else status_bytes("VmHWM") - imported,
+        "peak_memory_bytes": device_bytes() if on_cuda else status_bytes("VmHWM") - imported,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "versions": {
             "trl": trl.__version__,
@@ -194,6 +194,12 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def device_bytes() -> int:
+    """The most that the device has lent, as infsample_rl's PeakMemory counts it."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free + torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
 
 
 def status_bytes(field: str) -> int:

@@ -22,13 +22,13 @@ from vllm.sampling_params import RequestOutputKind
 def main(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds, lengths, engine steps and memory of a run after a full one that warms up."""
     imported = _status_bytes(os.getpid(), "VmRSS")
-    device_free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
     llm = _new_vllm(spec)
     _run(llm.llm_engine, spec, "warm")
     preempted = _preempted(llm)
     seconds, lengths, steps = _run(llm.llm_engine, spec, "timed")
     if torch.cuda.is_available():
-        peak = device_free - torch.cuda.mem_get_info()[0]
+        free, total = torch.cuda.mem_get_info()
+        peak = total - free  # its allocator gives nothing back
     else:  # each process of the engine, less the imports, which are about the same in all
         peak = sum(max(0, _status_bytes(process, "VmHWM") - imported) for process in _group())
     found = {"seconds": seconds, "lengths": lengths, "running_steps": steps, "peak_memory_bytes": peak}

@@ -13,7 +13,7 @@ from infsample_rl.config.command_line import option
 from infsample_rl.config.rollout import ENGINES, PREEMPTIONS, SCHEDULES
 
 TINY_POLICY = str(Path(__file__).resolve().parents[1] / "infsample_rl" / "assets" / "kk_tiny" / "policy")
-SHAPES = ("qwen3_1.7b", "qwen3_8b")
+SHAPES = ("qwen3_1.7b", "qwen3_1.7b_two_layers", "qwen3_8b")
 
 
 @dataclass(kw_only=True)

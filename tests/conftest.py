@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
@@ -28,9 +30,48 @@ CHATML = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Whole runs first: no process is to begin the longest file when the others have nothing left."""
+    """Whole runs first: no process is to begin the longest file when the others have nothing left. Without a GPU one
+    case of a test marked gpu tells as much as all."""
+    seen = set()
+    for item in items if not torch.cuda.is_available() else ():
+        name = item.nodeid.split("[")[0]
+        if item.get_closest_marker("gpu") is not None:
+            if name in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(name)
     items.sort(key=lambda item: not item.nodeid.startswith("tests/runs/"))
+
+
+NO_GPU = re.compile(
+    "not compiled with CUDA|No CUDA GPUs|no NVIDIA driver|sees no CUDA device|Cannot access accelerator|no kernel image"
+    "|Can only use CUDA|No CUDA runtime|0 active drivers"
+)
+
+
+@contextlib.contextmanager
+def _as_far_as_this_machine_goes(item):
+    """Of a test marked gpu: where there is no GPU it ends as skipped at the first thing that needs one. What fails
+    before would fail there too."""
+    try:
+        yield
+    except Exception as error:
+        if torch.cuda.is_available() or item.get_closest_marker("gpu") is None or not NO_GPU.search(str(error)):
+            raise
+        pytest.skip("needs a GPU from here on")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    with _as_far_as_this_machine_goes(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    with _as_far_as_this_machine_goes(item):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter):

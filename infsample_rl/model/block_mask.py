@@ -23,9 +23,14 @@ def build_block_mask(
     query's own. With `shared_tokens` every query sees so many keys of a shared prompt before those of the row."""
     spans = visible_spans(segments, num_tokens, shared_tokens)
     partial, full = _blocks(spans, shared_tokens + num_tokens)
-    lists = [torch.from_numpy(array)[None, None].to(device) for dense in (partial, full) for array in _ordered(dense)]
+    counts, indices, full_counts, full_indices = (
+        torch.from_numpy(array)[None, None].to(device) for dense in (partial, full) for array in _ordered(dense)
+    )
     return BlockMask.from_kv_blocks(
-        *lists,
+        counts,
+        indices,
+        full_counts,
+        full_indices,
         BLOCK_SIZE=BLOCK,
         mask_mod=mask_function(torch.from_numpy(spans).to(device)),
         seq_lengths=(num_tokens, shared_tokens + num_tokens),

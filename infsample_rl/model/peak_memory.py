@@ -22,7 +22,8 @@ class PeakMemory:
 
     CPU: the highest resident set (VmHWM) less what was resident at construction; `with_mapped=False` leaves out mapped
     files and shared memory (code, Ray's object store), but not weights, which lie in the mapped file as long as nothing
-    changes them, and count whole. CUDA: max_memory_allocated, without context and kernels.
+    changes them, and count whole. CUDA: what the device has lent to whoever uses it, context, kernels, graphs and
+    unused pieces included; `with_mapped=False`: max_memory_allocated, what tensors of this process took.
     """
 
     def __init__(self, device: torch.device, *, with_mapped: bool = True) -> None:
@@ -46,6 +47,10 @@ class PeakMemory:
 
     def peak_bytes(self) -> int:
         """The most bytes held at a time since `reset`."""
+        if self.device.type == "cuda" and self._with_mapped:
+            free, total = torch.cuda.mem_get_info(self.device)
+            given_back = torch.cuda.max_memory_reserved(self.device) - torch.cuda.memory_reserved(self.device)
+            return total - free + given_back
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return max(0, self._resident_bytes("VmHWM") - self._before)

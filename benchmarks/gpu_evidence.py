@@ -1,0 +1,223 @@
+"""Everything that is claimed of a GPU, measured by one command in parts of nine minutes at most.
+
+python -m benchmarks.gpu_evidence part=a [out=docs/results/gpu] [minutes=9] [vllm_python=PYTHON] [tiny=true]
+
+Every piece is a command of its own; its JSON lines go, with date, seconds and status, into OUT/PART.jsonl, one line a
+piece. A piece that is there with status 0 is not run again, so a part that was cut goes on where it was. `tiny`: the
+same pieces with small models, on any machine. benchmarks.gpu_tables writes the page.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.process import ROOT, end_with_terminate
+from infsample_rl.config.command_line import option, run_with_options
+
+PAGE_FOLDER = "docs/results/gpu"
+MODEL = "{scratch}/qwen3_1.7b"  # of random weights; made by the first piece that wants it
+BIG = ["shape=qwen3_1.7b", "dtype=bfloat16"]
+HUGE = ["shape=qwen3_8b", "dtype=bfloat16"]
+RUN = ["+experiment=kk_tiny", "run.steps=3", "run.eval_prompts=8", "logging.wandb=disabled", "cluster.learner_ranks=1"]
+RUN += ["cluster.rollout_workers=1", "learner.warmup_steps=1"]
+ON_GPU = ["cluster.colocate=true", "cluster.rollout_gpus=1", "cluster.learner_gpus=1"]
+SHARED_GPU = ["cluster.rollout_gpus=0.5", "cluster.learner_gpus=0.5", "cluster.weight_sync=cuda_ipc"]
+SHARED_GPU += ["rollout.kv_budget_bytes=8GB"]
+LARGE_RUN = [f"model.path={MODEL}", "model.dtype=bfloat16", "rollout.max_new_tokens=512", "run.eval_prompts=0"]
+LARGE_RUN += ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
+LARGE_RUN += ["objective.mismatch_stop=1", "data.prompts_per_step=2", "run.checkpoint_every=100"]
+PIECES = "gpu_pieces"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One command `python -m benchmarks.MODULE ARGUMENTS`, the seconds it may take, and what it runs where `tiny`."""
+
+    name: str
+    module: str
+    arguments: list[str]
+    seconds: int
+    tiny: list[str] | None = None  # None: it does not run there
+
+
+PARTS = {
+    "a": [
+        Piece("facts", PIECES, ["facts"], 60, ["facts"]),
+        Piece("tests", PIECES, ["tests"], 300, ["tests", "tests/model/test_policy_head.py"]),
+        Piece("races", PIECES, ["races"], 150),
+    ],
+    "b": [
+        Piece("1.7b", "decode", [*BIG], 120, ["rows=[1,2]", "prompt_tokens=20", "own_tokens=[4]", "steps=2"]),
+        Piece("8b", "decode", [*HUGE, "rows=[1,4,8,32]", "own_tokens=[64,1024]"], 120),
+        Piece("short prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=128", "own_tokens=[64]"], 60),
+        Piece("long prompt", "decode", [*BIG, "rows=[4,32]", "prompt_tokens=4096", "own_tokens=[64]"], 60),
+        Piece("int8", "decode", [*BIG, "rows=[4,32]", "own_tokens=[1024]", "kv_dtype=int8"], 60),
+        Piece("top-p", "decode", [*BIG, "rows=[4,32]", "own_tokens=[64]", "top_p=0.9"], 60),
+        Piece(
+            "drafts",
+            "engine",
+            ["dtype=bfloat16", "max_new_tokens=256", "ignore_eos=false", "speculate=[0,auto]", "rivals=[]", "rows=[]"]
+            + ["schedules=[token_budget]", "repeats=3"],
+            240,
+            ["max_new_tokens=16", "group_size=4", "speculate=[0,auto]", "rivals=[]", "rows=[]", "repeats=1"]
+            + ["schedules=[token_budget]"],
+        ),
+    ],
+    "c": [
+        Piece(
+            "engine",
+            "engine",
+            [*BIG, "prompt_tokens=512", "max_new_tokens=256", "schedules=[token_budget,infinite]", "rivals=[generate]"]
+            + ["rows=[]", "repeats=1"],
+            300,
+            [
+                "max_new_tokens=8",
+                "group_size=4",
+                "schedules=[token_budget]",
+                "rivals=[generate]",
+                "rows=[]",
+                "repeats=1",
+            ],
+        ),
+        Piece(
+            "memory",
+            "memory",
+            [*BIG, "prompt_tokens=256", "max_new_tokens=1024", "groups=[32,1024]", "slots=[1,4]"],
+            240,
+            ["max_new_tokens=8", "groups=[4]", "slots=[2]", "max_generate_group=1", "prompt_tokens=16"],
+        ),
+    ],
+    "d": [
+        Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
+        Piece(
+            "kept",
+            "train",
+            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=256", "repeats=1"]
+            + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048"],
+            400,
+            ["rivals=[]", "group_size=4", "max_new_tokens=8", "prompt_tokens=16", "repeats=1"],
+        ),
+        Piece(
+            "recomputed",
+            "train",
+            [f"model={MODEL}", "dtype=bfloat16", "prompt_tokens=256", "max_new_tokens=256", "repeats=1", "rivals=[]"]
+            + ["max_tokens_per_micro_batch=8192", "logprob_chunk_tokens=2048", "activation_checkpointing=1"],
+            120,
+        ),
+    ],
+    "e": [
+        Piece("colocated", PIECES, ["run", "{scratch}/colocated", *RUN, *ON_GPU], 150, ["run", "{scratch}/run", *RUN]),
+        Piece("cuda_ipc", PIECES, ["run", "{scratch}/cuda_ipc", *RUN, *SHARED_GPU], 150),
+        Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
+        Piece("colocated, 1.7b", PIECES, ["run", "{scratch}/large", *RUN, *ON_GPU, *LARGE_RUN], 200),
+        Piece("cuda_ipc, 1.7b", PIECES, ["run", "{scratch}/large_ipc", *RUN, *SHARED_GPU, *LARGE_RUN], 200),
+    ],
+    "f": [
+        Piece(
+            "vllm",
+            "engine",
+            [*BIG, "prompt_tokens=512", "max_new_tokens=512", "schedules=[token_budget]", "rivals=[]", "rows=[]"]
+            + ["repeats=1", "rivals.vllm_python={vllm_python}"],
+            400,
+        ),
+    ],
+}
+ALWAYS = ("model",)  # what lies in a scratch folder is made again
+
+
+@dataclass(kw_only=True)
+class EvidenceOptions:
+    """Arguments of this command."""
+
+    part: str = option("a", "which part", choices=tuple(PARTS))
+    out: str = option(PAGE_FOLDER, "folder of the JSON lines")
+    scratch: str = option("", "folder of models, runs and compiled kernels; default: one in the temporary folder")
+    minutes: float = option(9.0, "no piece is begun that may last longer than what is left of them", above=0)
+    only: list[str] = option([], "names of pieces; []: all of the part")
+    vllm_python: str = option(sys.executable, "interpreter that has vLLM, for part f")
+    tiny: bool = option(False, "small models, on any machine; what needs a GPU or vLLM is left out")
+
+    def __post_init__(self) -> None:
+        names = [piece.name for piece in PARTS[self.part]]
+        for name in self.only:
+            if name not in names:
+                raise ValueError(f"only={name}: part {self.part} has {', '.join(names)}")
+
+
+def main() -> int:
+    """Run a part; 1 when a piece failed, 3 when some are left for want of time."""
+    end_with_terminate()
+    return run_with_options(run, EvidenceOptions, usage=__doc__)
+
+
+def run(options: EvidenceOptions) -> int:
+    """As main()."""
+    started, failed = time.monotonic(), False
+    path = Path(options.out, f"{options.part}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    done = {record["piece"] for record in read(path) if record["status"] == 0} - set(ALWAYS)
+    for piece in PARTS[options.part]:
+        left = 60 * options.minutes - (time.monotonic() - started)
+        arguments = piece.tiny if options.tiny else piece.arguments
+        if arguments is None or piece.name in done or (options.only and piece.name not in options.only):
+            continue
+        if piece.seconds > left:
+            print(f"gpu_evidence: {piece.name} may take {piece.seconds} s, {left:.0f} are left: run again", flush=True)
+            return 3
+        record = measure(piece, arguments, options)
+        with path.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+        failed = failed or record["status"] != 0
+        print(f"{options.part}, {piece.name}: status {record['status']}, {record['seconds']} s", flush=True)
+    return 1 if failed else 0
+
+
+def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dict[str, Any]:
+    """The line of one piece."""
+    scratch = options.scratch or os.path.join(tempfile.gettempdir(), "infsample_rl_gpu")
+    given = [each.format(scratch=scratch, vllm_python=options.vllm_python) for each in arguments]
+    given += [] if piece.module in (PIECES, "random_folder") else ["json=true"]
+    caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+    begun, started = datetime.datetime.now(datetime.UTC), time.monotonic()
+    command = [sys.executable, "-m", f"benchmarks.{piece.module}", *given]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | caches, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        said, errors = process.communicate(timeout=piece.seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, errors = process.communicate()
+        errors += f"\nlonger than {piece.seconds} s"
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return {
+        "piece": piece.name,
+        "command": " ".join([f"benchmarks.{piece.module}", *arguments]),
+        "date": begun.date().isoformat(),
+        "seconds": round(time.monotonic() - started, 1),
+        "status": process.returncode,
+        "records": [json.loads(line) for line in said.splitlines() if line.startswith("{")],
+        "said": errors.strip()[-1500:] if process.returncode else "",
+    }
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a part, oldest first; none where it was not run."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
