@@ -106,12 +106,11 @@ class DrawnBuffers:
         self._ready = [torch.cuda.Event() if is_cuda else None for _ in range(2)]
         self._turn = 0
 
-    def write(self, rows: slice, drawn: DrawnTensors) -> None:
-        """Keep what was drawn for some rows, on the device."""
-        self.on_device[0, rows].copy_(drawn.tokens)
-        self.on_device[1, rows].view(torch.float64).copy_(drawn.probs)
-        if drawn.sampling_probs is not None:
-            self.on_device[2, rows].view(torch.float64).copy_(drawn.sampling_probs)
+    def of(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where tokens, probabilities and, with truncation, those of the truncated distribution lie, of some rows."""
+        tokens, *probs = self.on_device[:, rows]
+        probs = [column.view(torch.float64) for column in probs]
+        return tokens, probs[0], probs[1] if len(probs) > 1 else None
 
     def send(self, num_rows: int) -> DrawnTensors:
         """The first rows' on their way to the host, without waiting."""
@@ -181,8 +180,22 @@ class DecodeGraphs:
             rows = slice(start, start + HEAD_ROWS)
             logits = self.runner.logits(self.hidden[rows])
             of_rows = (batch.prompt_of_row[rows], batch.keys[rows], batch.positions[rows])
-            self._drawn.write(rows, self._draw(self.sampler, self._prompt_logits, logits, *of_rows))
-        batch.move_on(self._drawn.on_device[0, :num_rows])
+            self._advance(rows, self._draw(self.sampler, self._prompt_logits, logits, *of_rows))
+
+    def _advance(self, rows: slice, drawn: DrawnTensors) -> None:
+        """Keep what was drawn for some rows, idle ones among them, and bring them on by a token."""
+        batch = self.batch
+        found, kept = (drawn.tokens, drawn.probs, drawn.sampling_probs), self._drawn.of(rows)
+        if self._workspace is None:
+            for to, tensor in zip(kept, found, strict=True):
+                if to is not None:
+                    to.copy_(tensor)
+            batch.move_on(drawn.tokens, rows.start)
+        else:
+            from infsample_rl.rollout.kernels.row_triton import advance  # Triton may be absent
+
+            tokens, positions, lengths, has_sample = (each[rows] for each in batch.of_a_token)
+            advance(found, kept, (tokens, positions, lengths, has_sample))
 
     def _capture(self, num_rows: int) -> torch.cuda.CUDAGraph | None:
         """Warm up and capture a step of `num_rows` idle rows; the batch is as before afterwards. None: nothing to

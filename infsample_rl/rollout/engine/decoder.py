@@ -62,6 +62,12 @@ class FusedDecoder:
         if self.triton_layers is None and takes_weights(self._ins[0], self._outs[0]):
             self.triton_layers = TritonLayers(self.model, self._ins, self._outs, self._scalings)
 
+    def in_triton(self, step: Step) -> Tensor | None:
+        """Last hidden states [R, E], normed, of the newest tokens of a step that the Triton kernels take; else None."""
+        if self.triton_layers is None or not self.triton_layers.takes(step):
+            return None
+        return self.triton_layers(step)
+
     def compile(self) -> None:
         """Compile at the next call: once for one row, once for any other number."""
         self.is_compiled = True
@@ -72,8 +78,6 @@ class FusedDecoder:
 
     def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         """tokens [R], positions [R] in the whole sequence -> last hidden states [R, E], normed."""
-        if self.triton_layers is not None and self.triton_layers.takes(step):
-            return self.triton_layers(tokens, positions, step)
         kernels = self.kernels
         hidden = self._any_rows(F.embedding(tokens, self.model.embed_tokens.weight))
         # cos and sin [R, 1, D]

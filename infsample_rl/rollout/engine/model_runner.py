@@ -137,9 +137,10 @@ class ModelRunner:
         num_rows = batch.num_rows if num_rows is None else num_rows
         if isinstance(self.decoder, CompiledDecoder):
             return self.decoder(batch, num_rows, self.kv)
+        step = self._decode_step(batch, num_rows, workspace)
+        if isinstance(self.decoder, FusedDecoder) and (hidden := self.decoder.in_triton(step)) is not None:
+            return hidden
         positions = batch.positions[:num_rows].clamp(min=0)
-        write_index = self.kv.token_index(batch.tables[:num_rows].long(), positions[:, None])[:, 0]
-        step = self._decode_step(batch, num_rows, positions, write_index, workspace)
         tokens, places = batch.tokens[:num_rows], batch.starts[:num_rows] + positions
         if self.decoder is not None:
             return self.decoder(tokens, places, step)
@@ -153,13 +154,13 @@ class ModelRunner:
             return self.kernels.linear(hidden, weight)
         return head_logits(hidden, weight, fp32=self.lm_head_fp32)
 
-    def _decode_step(
-        self, batch: RowBatch, num_rows: int, positions: Tensor, write_index: Tensor, workspace: Workspace | None
-    ) -> attention.Step:
+    def _decode_step(self, batch: RowBatch, num_rows: int, workspace: Workspace | None) -> attention.Step:
         if workspace is not None:
             from infsample_rl.rollout.engine.triton_layers import TritonStep  # Triton may be absent
 
-            return TritonStep(self.kv, batch, num_rows, positions, write_index, workspace)
+            return TritonStep(self.kv, batch, num_rows, workspace)
+        positions = batch.positions[:num_rows].clamp(min=0)
+        write_index = self.kv.token_index(batch.tables[:num_rows].long(), positions[:, None])[:, 0]
         if self._kernels_read_pages:
             return attention.CPUKernelStep(self.kv, write_index, batch, num_rows, self.kernels)
         page_size, is_one = self.kv.page_size, len(batch.groups) == 1

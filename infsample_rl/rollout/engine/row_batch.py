@@ -143,13 +143,18 @@ class RowBatch:
             min(count, len(sample.pages)) for count, sample in zip(self._num_pages, samples, strict=True)
         ]
 
-    def move_on(self, tokens: Tensor) -> None:
-        """The first R rows, idle ones behind the last among them, have got their next token [R]: what the device keeps
-        of it, in place, fixed shapes. `count_step` belongs to it."""
-        rows = slice(len(tokens))
-        self.tokens[rows].copy_(tokens)
-        self.positions[rows].add_(self.has_sample[rows])
-        self.lengths[rows].copy_((self.positions[rows] + 1).clamp_(min=1))
+    @property
+    def of_a_token(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `move_on` reads and changes: tokens, positions, lengths, has_sample."""
+        return self.tokens, self.positions, self.lengths, self.has_sample
+
+    def move_on(self, new_tokens: Tensor, first: int = 0) -> None:
+        """R rows from `first` on, idle ones behind the last among them, have got their next token [R]: what the device
+        keeps of it, in place, fixed shapes. `count_step` belongs to it."""
+        tokens, positions, lengths, has_sample = (each[first : first + len(new_tokens)] for each in self.of_a_token)
+        tokens.copy_(new_tokens)
+        positions.add_(has_sample)
+        lengths.copy_((positions + 1).clamp_(min=1))
 
     def count_step(self) -> None:
         """Every row has got its next token: what the host keeps of it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -35,7 +36,7 @@ REGISTERS = 65536  # of a multiprocessor
 STAGED_BYTES = 100 * 1024  # of shared memory for blocks of weights on their way
 
 
-@dataclass(slots=True)
+@dataclass
 class TritonStep:
     """One token of R rows through the Triton kernels: fixed shapes, lengths read on the device, fit for a CUDA
     graph."""
@@ -43,9 +44,17 @@ class TritonStep:
     kv: PagedKV
     batch: RowBatch
     num_rows: int
-    positions: Tensor  # [R], of the newest tokens in their responses, >= 0
-    write_index: Tensor  # [R], for pages that PagedKV must write itself
     workspace: Workspace
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[R], of the newest tokens in their responses, >= 0."""
+        return self.batch.positions[: self.num_rows].clamp(min=0)
+
+    @cached_property
+    def write_index(self) -> Tensor:
+        """[R], for pages that PagedKV must write itself."""
+        return self.kv.token_index(self.batch.tables[: self.num_rows].long(), self.positions[:, None])[:, 0]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """As attention.Step's, T = R."""
@@ -176,16 +185,26 @@ class TritonLayers:
         # the interpreter has no other dot
         self.product = tl.float32 if triton.knobs.runtime.interpret else STORED_DTYPES[one.weights[0].dtype]
         self.square_sizes = {"SQUARE_PARTS": self.tiles, "SQUARE_PAD": triton.next_power_of_2(self.tiles)}
+        self._angles: list[tuple[Tensor, Tensor]] = []  # the last is the longest; captured steps may read the others
 
     def takes(self, step: object) -> TypeGuard[TritonStep]:
         """Whether the layers can run a step."""
         return isinstance(step, TritonStep) and step.num_rows <= MAX_ROWS
 
-    def __call__(self, tokens: Tensor, positions: Tensor, step: TritonStep) -> Tensor:
-        """tokens [R], positions [R] in the whole sequence -> last hidden states [R, E], normed."""
+    def angles(self, batch: RowBatch, page_size: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [places, D] of every place that a batch's tables can hold, by the model's own module."""
+        places = (batch.prompt_tables.shape[1] + batch.tables.shape[1]) * page_size
+        if not self._angles or len(self._angles[-1][0]) < places:
+            table = self.model.embed_tokens.weight
+            parts = self.model.rotary_emb(table[:1, None], torch.arange(places, device=table.device)[None])
+            self._angles.append((parts[0][0].contiguous(), parts[1][0].contiguous()))
+        return self._angles[-1]
+
+    def __call__(self, step: TritonStep) -> Tensor:
+        """Last hidden states [R, E], normed, of the newest tokens of a step's rows."""
         table = self.model.embed_tokens.weight
-        num_rows, size = len(tokens), table.shape[1]
-        cos, sin = (part[:, 0].contiguous() for part in self.model.rotary_emb(table[:1, None], positions[:, None]))
+        num_rows, size, tokens = step.num_rows, table.shape[1], step.batch.tokens
+        cos, sin = self.angles(step.batch, step.kv.page_size)
         hidden = torch.empty(num_rows, size, dtype=table.dtype, device=table.device)
         squares = torch.empty(num_rows, self.tiles, dtype=torch.float32, device=table.device)
         _embed_kernel[(num_rows, self.tiles)](tokens, table, hidden, squares, E=size, TILE=HIDDEN_TILE)
@@ -212,7 +231,7 @@ class TritonLayers:
         step: TritonStep,
         layer: int,
     ) -> Tensor:
-        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [R, D]; keys and values are written to the
+        """hidden [R, E] -> query [R, heads, D], rotated by cos and sin [places, D]; keys and values are written to the
         layer's pages."""
         num_rows, kv, plan = len(hidden), step.kv, self.plans["heads"]
         shape = (num_rows, weights.num_kv_heads, weights.head_dim)
@@ -221,11 +240,12 @@ class TritonLayers:
         keys, values = (
             kv.layers[2 * layer : 2 * layer + 2] if is_direct else (hidden.new_empty(shape) for _ in range(2))
         )
-        tables = step.batch.tables
+        batch = step.batch
         _heads_kernel[(plan.num_tiles * plan.splits,)](
             hidden, squares, weights.norm, weights.weights[0], weights.biases[0], weights.query_norm,
             weights.key_norm, cos, sin, query, keys, values,
-            tables, step.positions, tables.stride(0), self.partials, self.counters, num_rows, weights.epsilon,
+            batch.tables, batch.positions, batch.starts, batch.tables.stride(0),
+            self.partials, self.counters, num_rows, weights.epsilon,
             HEADS=weights.num_heads, KV_HEADS=weights.num_kv_heads, PAGE=kv.page_size if is_direct else 0,
             **self.square_sizes,
             **plan.sizes(num_rows, early=self.early, product=self.product),

@@ -165,15 +165,15 @@ def _gated_kernel(
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _heads_kernel(
     hidden, squares, norm, weight, bias, query_norm, key_norm, cos, sin, query, key_pages, value_pages, tables,
-    positions, table_stride,
+    positions, starts, table_stride,
     partials, counters, num_rows, epsilon,
     K: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, SQUARE_PARTS: tl.constexpr,
     SQUARE_PAD: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PRELOADS: tl.constexpr,
     EARLY: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """One head (TILE = D) a block: its norm and rotation; queries go to query [R, HEADS, D], keys and values to the
-    rows' pages.
+    """One head (TILE = D) a block: its norm and its rotation by cos and sin [places, D] of the newest tokens, at
+    starts + positions; queries go to query [R, HEADS, D], keys and values to the rows' pages.
 
     PAGE 0: keys and values go to key_pages and value_pages as [R, KV_HEADS, D], for pages that are written otherwise.
     """
@@ -186,6 +186,7 @@ def _heads_kernel(
         HALF: tl.constexpr = TILE // 2
         row, column = tl.arange(0, M), tl.arange(0, HALF)
         live = row < num_rows
+        position = tl.maximum(tl.load(positions + row, mask=live, other=0), 0)  # -1: the row has no token yet
         low = _sum(partials, head, row, live, column, M, TILE, SPLITS)
         high = _sum(partials, head, row, live, HALF + column, M, TILE, SPLITS)
         if bias is not None:
@@ -199,7 +200,7 @@ def _heads_kernel(
                     norm_of = key_norm
                 low = low * scale * tl.load(norm_of + column).to(tl.float32)[None, :]
                 high = high * scale * tl.load(norm_of + HALF + column).to(tl.float32)[None, :]
-            at = row[:, None] * TILE + column[None, :]
+            at = (tl.load(starts + row, mask=live, other=0) + position)[:, None] * TILE + column[None, :]
             cos_low = tl.load(cos + at, mask=live[:, None], other=0.0).to(tl.float32)
             cos_high = tl.load(cos + at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
             sin_low = tl.load(sin + at, mask=live[:, None], other=0.0).to(tl.float32)
@@ -212,7 +213,6 @@ def _heads_kernel(
         else:
             place = row.to(tl.int64)
             if PAGE > 0:
-                position = tl.load(positions + row, mask=live, other=0)
                 page = tl.load(tables + row * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
                 place = page * PAGE + position % PAGE
             pages, kv_head = key_pages, head - HEADS

@@ -220,7 +220,7 @@ def signature_of(kernel, fixed, dtype):
     """Triton's signature of a kernel whose pointers are of `dtype` but for the ones named here, and which of them are
     aligned."""
     kinds = dict.fromkeys(("squares", "partials"), "*fp32") | dict.fromkeys(("counters", "tables"), "*i32")
-    kinds |= {"positions": "*i64", "num_rows": "i32", "table_stride": "i32", "epsilon": "fp32"}
+    kinds |= {"positions": "*i64", "starts": "*i64", "num_rows": "i32", "table_stride": "i32", "epsilon": "fp32"}
     signature = {name: "constexpr" if name in fixed else kinds.get(name, dtype) for name in kernel.arg_names}
     return signature, {
         (index,): [["tt.divisibility", 16]] for index, kind in enumerate(signature.values()) if kind.startswith("*")
