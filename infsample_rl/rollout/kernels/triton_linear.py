@@ -178,15 +178,18 @@ def _heads_kernel(
     PAGE 0: keys and values go to key_pages and value_pages as [R, KV_HEADS, D], for pages that are written otherwise.
     """
     head = tl.program_id(0) // SPLITS
+    row = tl.arange(0, M)
+    live = row < num_rows
+    # -1: the row has no token yet. No kernel of a step writes them, so they are read before those ahead are done.
+    position = tl.maximum(tl.load(positions + row, mask=live, other=0), 0)
+    place = tl.load(starts + row, mask=live, other=0) + position
     is_last = _multiply(
         hidden, squares, norm, weight, head * TILE + tl.arange(0, TILE), partials, counters, num_rows, epsilon,
         K, SQUARE_PARTS, SQUARE_PAD, M, TILE, BLOCK_K, SPLITS, PRELOADS, EARLY, PRODUCT,
     )  # fmt: skip
     if is_last:
         HALF: tl.constexpr = TILE // 2
-        row, column = tl.arange(0, M), tl.arange(0, HALF)
-        live = row < num_rows
-        position = tl.maximum(tl.load(positions + row, mask=live, other=0), 0)  # -1: the row has no token yet
+        column = tl.arange(0, HALF)
         low = _sum(partials, head, row, live, column, M, TILE, SPLITS)
         high = _sum(partials, head, row, live, HALF + column, M, TILE, SPLITS)
         if bias is not None:
@@ -200,7 +203,7 @@ def _heads_kernel(
                     norm_of = key_norm
                 low = low * scale * tl.load(norm_of + column).to(tl.float32)[None, :]
                 high = high * scale * tl.load(norm_of + HALF + column).to(tl.float32)[None, :]
-            at = (tl.load(starts + row, mask=live, other=0) + position)[:, None] * TILE + column[None, :]
+            at = place[:, None] * TILE + column[None, :]
             cos_low = tl.load(cos + at, mask=live[:, None], other=0.0).to(tl.float32)
             cos_high = tl.load(cos + at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
             sin_low = tl.load(sin + at, mask=live[:, None], other=0.0).to(tl.float32)
@@ -211,14 +214,14 @@ def _heads_kernel(
         if head < HEADS:
             to = query + (row * HEADS + head)[:, None] * TILE + column[None, :]
         else:
-            place = row.to(tl.int64)
+            slot = row.to(tl.int64)
             if PAGE > 0:
                 page = tl.load(tables + row * table_stride + position // PAGE, mask=live, other=0).to(tl.int64)
-                place = page * PAGE + position % PAGE
+                slot = page * PAGE + position % PAGE
             pages, kv_head = key_pages, head - HEADS
             if kv_head >= KV_HEADS:
                 pages, kv_head = value_pages, kv_head - KV_HEADS
-            to = pages + (place * KV_HEADS + kv_head)[:, None] * TILE + column[None, :]
+            to = pages + (slot * KV_HEADS + kv_head)[:, None] * TILE + column[None, :]
         tl.store(to, low.to(query.dtype.element_ty), mask=live[:, None])
         tl.store(to + HALF, high.to(query.dtype.element_ty), mask=live[:, None])
 
