@@ -7,6 +7,7 @@ TRITON ?= triton==3.6.0
 EXPERIMENT ?= kk_tiny
 # Of `make test`, side by side; what kills processes or measures runs by itself, after them.
 TEST_PROCESSES ?= 2
+PART ?= a
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 # Imported once when they have been installed, so that not every process of the first run compiles them.
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 VLLM ?= -r requirements-vllm.lock
 VLLM_VENV := .venv-vllm
 
-.PHONY: run test test-all test-matrix lint gpu vllm tables docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm tables docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -44,6 +45,11 @@ lint: $(READY)
 # No network and no .venv: the interpreter that has torch with CUDA; ray, hydra and deepspeed may be absent.
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/model tests/rollout tests/learner tests/benchmarks $(ARGS)
+
+# What docs/results/gpu.md says, part a to f, nine minutes each at most: as gpu. Part f: ARGS="vllm_python=PYTHON".
+gpu-evidence:
+	$(PYTHON) -m benchmarks.gpu_evidence part=$(PART) $(ARGS)
+	$(PYTHON) -m benchmarks.gpu_tables
 
 # The interpreter that rollout.engine=vllm starts its rollout workers in.
 vllm: $(VLLM_VENV)/.ready

@@ -119,8 +119,8 @@ PARTS = {
         Piece("colocated", PIECES, ["run", "{scratch}/colocated", *RUN, *ON_GPU], 150, ["run", "{scratch}/run", *RUN]),
         Piece("cuda_ipc", PIECES, ["run", "{scratch}/cuda_ipc", *RUN, *SHARED_GPU], 150),
         Piece("model", "random_folder", ["shape=qwen3_1.7b", f"out={MODEL}"], 60),
-        Piece("colocated, 1.7b", PIECES, ["run", "{scratch}/large", *RUN, *ON_GPU, *LARGE_RUN], 200),
-        Piece("cuda_ipc, 1.7b", PIECES, ["run", "{scratch}/large_ipc", *RUN, *SHARED_GPU, *LARGE_RUN], 200),
+        Piece("colocated 1.7b", PIECES, ["run", "{scratch}/large", *RUN, *ON_GPU, *LARGE_RUN], 200),
+        Piece("cuda_ipc 1.7b", PIECES, ["run", "{scratch}/large_ipc", *RUN, *SHARED_GPU, *LARGE_RUN], 200),
     ],
     "f": [
         Piece(
@@ -209,9 +209,24 @@ def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dic
         "date": begun.date().isoformat(),
         "seconds": round(time.monotonic() - started, 1),
         "status": process.returncode,
-        "records": [json.loads(line) for line in said.splitlines() if line.startswith("{")],
+        "records": [_shown(json.loads(line)) for line in said.splitlines() if line.startswith("{")],
         "said": errors.strip()[-1500:] if process.returncode else "",
+        "code": _commit(),
+        "note": "",
     }
+
+
+def _shown(record: dict[str, Any]) -> dict[str, Any]:
+    """Without the workload, which the command says, and which has paths of the machine."""
+    return {name: value for name, value in record.items() if name != "workload"}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def read(path: Path) -> list[dict[str, Any]]:

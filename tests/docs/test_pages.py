@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-GENERATED = (DOCS / "reference", DOCS / "results" / "paper_tables.md")
+GENERATED = (DOCS / "reference", DOCS / "results" / "gpu.md", DOCS / "results" / "paper_tables.md")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(DOCS.rglob("*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`([\w./]+\.(?:py|sh|cpp|h))`")

@@ -1,0 +1,130 @@
+"""The page docs/results/gpu.md, from the JSON lines of benchmarks.gpu_evidence.
+
+python -m benchmarks.gpu_tables [lines=docs/results/gpu] [out=docs/results/gpu.md]
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_evidence import PAGE_FOLDER, PARTS, read
+from infsample_rl.config.command_line import option, run_with_options
+
+Record = dict[str, Any]
+HEAD = """# The GPU, measured
+
+Written by `python -m benchmarks.gpu_tables` from the JSON lines of `make gpu-evidence PART=a` to `f` in
+`docs/results/gpu/`. A part takes nine minutes of one GPU at most, and goes on where it was cut. `code` is the commit
+that ran.
+"""
+TITLES = {
+    "a": "The device and the tests",
+    "b": "A decode step beside the roofline",
+    "c": "The engine beside `generate`, and memory",
+    "d": "A training step beside TRL",
+    "e": "Runs of the whole system",
+    "f": "vLLM beside ours",
+}
+DECODE = {"name": "shape", "kv_dtype": "KV", "top_p": "top-p", "prompt_tokens": "prompt", "own_tokens": "own"}
+DECODE |= {
+    "rows": "rows",
+    "milliseconds": "ms",
+    "floor_milliseconds": "floor ms",
+    "roofline_fraction": "of the roofline",
+}
+ENGINE = {"name": "name", "seconds": "seconds", "tokens_per_s": "tokens/s", "running_steps": "steps"}
+ENGINE |= {"preemptions": "preemptions", "peak_kv_bytes": "KV GB", "peak_memory_bytes": "peak GB"}
+MEMORY = {"name": "name", "group_size": "G", "slots": "g", "kv_pool_bytes": "pool GB", "peak_memory_bytes": "peak GB"}
+TRAIN = {"name": "name", "group_size": "G", "seconds_per_step": "s a step", "learner_tokens": "learner's tokens"}
+TRAIN |= {"peak_memory_bytes": "peak GB"}
+RUN = {"step": "step", "timing/step": "s", "timing/rollout": "rollout s", "timing/weight_sync": "weight sync s"}
+RUN |= {"reward/mean": "reward", "learner/logprob_diff_max": "largest difference of log-probabilities"}
+RUN |= {"memory/rollout_peak_bytes": "rollout peak GB", "memory/learner_peak_bytes": "learner peak GB"}
+
+
+@dataclass(kw_only=True)
+class TableOptions:
+    """Arguments of this command."""
+
+    lines: str = option(PAGE_FOLDER, "folder of the JSON lines")
+    out: str = option("docs/results/gpu.md", "the page")
+
+
+def main() -> int:
+    """Write the page."""
+    return run_with_options(write, TableOptions, usage=__doc__)
+
+
+def write(options: TableOptions) -> int:
+    """As main()."""
+    Path(options.out).write_text(page(Path(options.lines)))
+    print(options.out)
+    return 0
+
+
+def page(folder: Path) -> str:
+    """The whole page."""
+    return HEAD + "".join(f"\n## {TITLES[part]}\n{_part(folder, part)}" for part in PARTS)
+
+
+def _part(folder: Path, part: str) -> str:
+    newest = {record["piece"]: record for record in read(folder / f"{part}.jsonl") if record["status"] == 0}
+    text = ""
+    for name, record in newest.items():
+        if record["records"]:
+            text += f"**{name}**, {record['date']}, code {record['code']}: `{record['command']}`\n{_said(record)}\n"
+            text += f"{record['note']}\n\n" if record["note"] else "\n"
+    wanted = [piece.name for piece in PARTS[part] if piece.module != "random_folder"]
+    missing = [name for name in wanted if name not in newest]
+    if missing:
+        text += f"Not yet measured: {', '.join(missing)}.\n"
+    return text
+
+
+def _said(record: Record) -> str:
+    first = record["records"][0]
+    if "counts" in first:
+        return ", ".join(f"{number} {word}" for word, number in first["counts"].items()) + "."
+    if "summary" in first:
+        return f"{first['summary']}."
+    if "matrix_flops" in first:
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+        memory, read_rate, flops = first["memory_bytes"] / 1e9, first["bandwidth"] / 1e12, first["matrix_flops"] / 1e12
+        device = f"{first['device']}, {memory:.1f} GB, driver {first['driver']}, {versions}"
+        return f"{device}; a sum reads {read_rate:.2f} TB/s, a bf16 product of 8192 does {flops:.0f} TFLOP/s."
+    records = [{**each, **each.get("phases", {})} for each in record["records"]]
+    return table(records, next(columns for key, columns in COLUMNS.items() if key in records[-1]))
+
+
+def table(records: list[Record], columns: dict[str, str]) -> str:
+    """A Markdown table of the columns that some record has, and of the records that have more than one of them."""
+    records = [each for each in records if sum(each.get(name) is not None for name in columns) > 1]
+    columns = {name: title for name, title in columns.items() if any(each.get(name) is not None for each in records)}
+    rows = [list(columns.values()), ["---"] * len(columns)]
+    rows += [[_format(name, each.get(name)) for name in columns] for each in records]
+    return "\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _format(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:.3g}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+COLUMNS = {  # by a key that only such records have
+    "floor_milliseconds": DECODE,
+    "seconds_per_step": TRAIN,
+    "rest_bytes": MEMORY,
+    "running_steps": ENGINE,
+    "timing/step": RUN,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

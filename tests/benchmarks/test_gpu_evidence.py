@@ -1,0 +1,67 @@
+"""The GPU's evidence: parts that go on where they were cut, the page of what was found, a rehearsal without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_evidence, gpu_tables
+from benchmarks.gpu_evidence import EvidenceOptions, Piece
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_is_what_its_json_says():
+    assert (ROOT / "docs/results/gpu.md").read_text() == gpu_tables.page(ROOT / gpu_evidence.PAGE_FOLDER)
+
+
+def test_the_page_says_what_is_not_measured(tmp_path):
+    page = gpu_tables.page(tmp_path)
+    assert page.count("Not yet measured: ") == len(gpu_evidence.PARTS) and "recomputed" in page
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """Part a: a command that says nothing, one that fails, and one that takes longer than it may."""
+    found = [Piece("good", "intervals", [], 60, []), Piece("wrong", "not_there", [], 60, [])]
+    monkeypatch.setitem(gpu_evidence.PARTS, "a", [*found, Piece("slow", "decode", [], 1, ["rows=[1]"])])
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "a.jsonl").read_text().splitlines()]
+
+
+def test_a_part_goes_on_where_it_was_cut_and_runs_again_what_failed(pieces, tmp_path, capsys):
+    options = EvidenceOptions(tiny=True, out=str(tmp_path), scratch=str(tmp_path / "scratch"))
+    assert gpu_evidence.run(options) == 1
+    assert [(each["piece"], each["status"]) for each in lines(tmp_path)] == [("good", 0), ("wrong", 1), ("slow", -9)]
+    assert "No module named" in lines(tmp_path)[1]["said"] and "longer than 1 s" in lines(tmp_path)[2]["said"]
+    options.only = ["good", "wrong"]
+    assert gpu_evidence.run(options) == 1
+    assert [each["piece"] for each in lines(tmp_path)][3:] == ["wrong"]
+    options.minutes = 0.5
+    assert gpu_evidence.run(options) == 3
+    assert "wrong may take 60 s, 30 are left: run again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [("part=g", "must be one of a, b"), ("only=[nothing]", "part a has facts, tests, races"), ("minutes=0", "> 0")],
+)
+def test_bad_arguments_end_with_one_line_and_status_2(refused, argument, said):
+    assert said in refused(gpu_evidence.main, argument)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", gpu_evidence.PARTS)
+def test_every_part_runs_on_small_models_without_a_gpu(part, tmp_path):
+    options = EvidenceOptions(part=part, tiny=True, out=str(tmp_path), scratch=str(tmp_path / "scratch"))
+    assert gpu_evidence.run(options) == 0
+    found = gpu_evidence.read(tmp_path / f"{part}.jsonl")
+    assert {each["piece"] for each in found} == {
+        each.name for each in gpu_evidence.PARTS[part] if each.tiny is not None
+    }
+    assert all(each["records"] for each in found)
+    assert gpu_tables.page(tmp_path).count("**") == 2 * len(found)
