@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -87,6 +88,8 @@ class EngineOptions(Workload):
             raise ValueError(f"prompts={self.prompts}: rivals take one prompt; give rivals=[] and no vllm_python")
         if self.temperature != 1 and (self.rivals or self.vllm_python):
             raise ValueError(f"temperature={self.temperature:g}: rivals sample at 1; give rivals=[] and no vllm_python")
+        if self.vllm_python is not None and shutil.which(self.vllm_python) is None:
+            raise ValueError(f"rivals.vllm_python={self.vllm_python}: there is no such interpreter")
         if "vllm" in self.engines and (self.vllm_python is None or self.shape is not None):
             raise ValueError("engines=[vllm] needs rivals.vllm_python=PYTHON and a model, no shape")
         if "vllm" in self.engines and "native" not in self.engines:

@@ -26,6 +26,7 @@ from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
 
+WIDTH_STEP = 64  # columns of the head's products
 # Kept by selective recomputation: what most of a layer's arithmetic gives. Compiled FlexAttention is not seen and so
 # computed again.
 _ATEN = torch.ops.aten
@@ -170,7 +171,13 @@ class PackedPolicy(nn.Module):
         weight = lm.get_output_embeddings().weight
         self.valid_vocab = min(valid_vocab, weight.shape[0])
         device = "cpu" if weight.is_meta else weight.device  # of an outline, as its other buffers
-        self.register_buffer("masked", masked_index(bad_token_ids, self.valid_vocab, device), persistent=False)
+        masked = masked_index(bad_token_ids, self.valid_vocab, device)
+        # Rows of the head that are multiplied: 151,669 columns, whose rows begin anywhere, are slow on a GPU.
+        self._head_rows = min(-(-self.valid_vocab // WIDTH_STEP) * WIDTH_STEP, weight.shape[0])
+        if self._head_rows > self.valid_vocab:
+            padding = torch.arange(self.valid_vocab, self._head_rows, device=device)
+            masked = padding if masked is None else torch.cat([masked, padding])
+        self.register_buffer("masked", masked, persistent=False)
 
     def decoder_layers(self) -> list[nn.Module]:
         """The transformer blocks, the units of sharding and of activation checkpointing."""
@@ -197,7 +204,7 @@ class PackedPolicy(nn.Module):
             hidden[row.predictor_index],
             self.lm.get_output_embeddings().weight,
             row.labels,
-            valid_vocab=self.valid_vocab,
+            valid_vocab=self._head_rows,
             temperature=temperature,
             chunk_tokens=self.chunk_tokens,
             masked=self.masked,

@@ -125,6 +125,11 @@ def test_an_update_of_either_side_has_every_token_and_weights_gradients_and_mome
         (engine, "group_sise=4", "did you mean group_size=...? keys: model, shape,"),
         (engine, "schedules=[sjff]", "did you mean sjf?"),
         (engine, "rows=[4]", "at least two different counts"),
+        (
+            engine,
+            "rivals.vllm_python=nowhere/python",
+            "rivals.vllm_python=nowhere/python: there is no such interpreter",
+        ),
         (memory, "slots=[0]", "must be >= 1"),
     ],
 )

@@ -165,13 +165,15 @@ def test_the_auto_budget_leaves_the_learner_its_planned_peak(monkeypatch):
     for free_pages in (100, 11):
         monkeypatch.setattr(
             "infsample_rl.rollout.engine.engine_pool.free_bytes",
-            lambda device, free=free_pages: growth + free * PAGE_BYTES,
+            lambda device, gpu_part, free=free_pages: growth + free * PAGE_BYTES,
         )
         found = ColocatedWorker(made, 0, 1, 10)
         found.setup(None)
         assert found.rollout.engine.runner.page_bytes(made.rollout.page_size) == PAGE_BYTES
         pages[free_pages] = found.rollout.engine.runner.kv.num_pages
     assert pages == {100: made.rollout.most_prompts * (4 * 2 + 1), 11: 5}
-    monkeypatch.setattr("infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device: growth + 2 * PAGE_BYTES)
+    monkeypatch.setattr(
+        "infsample_rl.rollout.engine.engine_pool.free_bytes", lambda device, gpu_part: growth + 2 * PAGE_BYTES
+    )
     with pytest.raises(ValueError, match="auto .* bytes free for it.* too few for a prompt"):
         ColocatedWorker(made, 0, 1, 10).setup(None)

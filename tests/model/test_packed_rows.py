@@ -195,6 +195,24 @@ def test_many_short_responses_fold_into_few_calls_and_copies_stay_below_the_row(
         assert fold.mask.numel() < 120 * 180  # never T x T
 
 
+def test_a_head_is_multiplied_in_whole_steps_and_ids_beyond_the_tokenizer_get_no_probability_and_no_gradient():
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**(TINY_SIZES | {"vocab_size": 200}), head_dim=16)).double()
+    row = pack_row(random_groups(7, [5], [[6, 3]]), "cpu")
+    found = []
+    for valid in (100, 128):
+        policy = PackedPolicy(
+            model, valid_vocab=valid, chunk_tokens=4, bad_token_ids=[] if valid == 100 else range(100, 128)
+        )
+        logprobs, _ = policy(row, 0.7)
+        head = policy.lm.get_output_embeddings().weight
+        (gradient,) = torch.autograd.grad(logprobs.sum(), head)
+        assert (policy._head_rows, gradient[100:].abs().max().item()) == (128, 0.0)
+        found.append((logprobs.detach(), gradient))
+    for narrow, wide in zip(*found, strict=True):
+        assert torch.equal(narrow, wide)
+
+
 def test_ids_beyond_the_tokenizer_get_no_probability():
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [50.0, 50.0]])
     settings = {"temperature": 1.0, "chunk_tokens": 4, "valid_vocab": 2}

@@ -13,6 +13,8 @@ import itertools
 import json
 import multiprocessing.reduction
 import pickle
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -221,7 +223,33 @@ def _process_group(mail: Mailbox, device: torch.device) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore("weights", mail.store), mail.member, mail.members, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * limit  # NCCL's own limit ends the process without a word: let ours come first
-    return dist.ProcessGroupNCCL(dist.PrefixStore("weights", mail.store.plain), mail.member, mail.members, options)
+
+    def form() -> Any:
+        store = dist.PrefixStore("weights", mail.store.plain)
+        group: Any = dist.ProcessGroupNCCL(store, mail.member, mail.members, options)
+        group.broadcast([torch.zeros(1, device=device)], dist.BroadcastOptions())  # which makes the communicator
+        return group
+
+    return formed(mail, form)
+
+
+def formed(mail: Mailbox, form: Callable[[], Any]) -> Any:
+    """What `form` gives. RuntimeError at the time limit: NCCL's call ends at no limit of its own when a member is lost
+    while the communicator forms, so it runs in a thread, which is left behind then."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(form())
+        except RuntimeError as error:
+            found.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    mail.until(lambda: not found.empty(), lambda: "the group of learner and rollout workers did not form")
+    group = found.get()
+    if isinstance(group, RuntimeError):
+        raise group
+    return group
 
 
 def _shared_buffers(mail: Mailbox, device: torch.device, bucket_bytes: int) -> list[Tensor]:

@@ -23,11 +23,13 @@ class EnginePool:
         max_prompt_tokens: int | None,
         reserved_bytes: int,
         sharers: int,
+        gpu_part: float,
     ) -> None:
         """As SamplingEngine's. ValueError for a budget that is too small, and where KV cannot be parked as asked."""
         check_parking(config, runner.device)
         self._config, self._runner = config, runner
         self.max_prompt_tokens, self._reserved_bytes, self._sharers = max_prompt_tokens, reserved_bytes, sharers
+        self._gpu_part = gpu_part
         self.graphs = GraphCache(runner)
         # where preempted samples' KV waits, once a schedule that preempts has run; else computed again
         self.parking: ParkedKV | None = None
@@ -45,7 +47,7 @@ class EnginePool:
         page_bytes, free = runner.page_bytes(config.page_size), None
         held = 0 if runner.kv is None else runner.kv.num_pages
         if config.takes_free_memory:
-            free = max(0, free_bytes(runner.device) + held * page_bytes - self._reserved_bytes)
+            free = max(0, free_bytes(runner.device, self._gpu_part) + held * page_bytes - self._reserved_bytes)
             free = free_for_pool(free, on_gpu=runner.device.type == "cuda", sharers=self._sharers)
         pages = num_pool_pages(config, page_bytes=page_bytes, prompts=prompts or [1], free_bytes=free)
         if pages > held:

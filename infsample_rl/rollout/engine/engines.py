@@ -41,6 +41,7 @@ def open_engine(
         shared_probe=True,
         reserved_bytes=reserved_bytes,
         sharers=config.cluster.rollout_workers,
+        gpu_part=config.cluster.rollout_gpus or 1.0,
         # Before the engine is built: the model holds the base weights, which adapters are merged into.
         adapters=ReceivedAdapters(model, learner) if merges else None,
     )

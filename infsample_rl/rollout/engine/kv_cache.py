@@ -203,11 +203,12 @@ def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if kv_dtype == "auto" else torch.int8
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free now: of the GPU, or what the operating system could give this process, containers' limits
-    included."""
+def free_bytes(device: torch.device, gpu_part: float = 1.0) -> int:
+    """Memory that is free now: of the GPU, of which this process may have a part and others the rest, or what the
+    operating system could give this process, containers' limits included."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return free if gpu_part == 1 else min(free, int(gpu_part * total) - torch.cuda.memory_reserved(device))
     with open("/proc/meminfo") as lines:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     limit, used = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"

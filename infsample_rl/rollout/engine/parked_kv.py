@@ -24,35 +24,55 @@ from infsample_rl.model.disk import check_disk_folder
 from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.schedule.kv_pool import MOST_POOLS, Parking
 
+CHUNK_BYTES = 2**26  # of pinned memory at a time: torch rounds every piece up to a power of two
 SHARE_OF_FREE = 0.5  # of what is free in host memory or on the disk when a pool is allocated
 
 
 class ParkedInMemory(Parking):
-    """KV of preempted samples and their prompts in host memory."""
+    """KV of preempted samples and their prompts in host memory, pinned beside a GPU, which grows to what they need at a
+    time. Copies are launched a page at a time, which is what they take on the GPU, and not waited for: what is copied
+    next, either way, comes behind them."""
 
     def __init__(self, kv: PagedKV) -> None:
         super().__init__(_most_pages(kv, free_bytes(torch.device("cpu"))))
-        self._kv = kv
-        self._held: dict[Hashable, list[Tensor]] = {}  # of every part of the pool
+        self._parts, self._is_cuda = kv.parts, kv.device.type == "cuda"
+        self._pages_of_chunk = max(1, CHUNK_BYTES // kv.page_bytes)
+        self._places: dict[Hashable, list[list[Tensor]]] = {}  # of its pages; of every page one of each part's size
+        self._free: list[list[Tensor]] = []
 
     def put(self, owner: Hashable, pages: list[int]) -> None:
         """Copy the KV in `pages`, which are the owner's, out of the pool."""
-        index = torch.tensor(pages, device=self._kv.device)
-        self._held[owner] = [part[:, index].to("cpu", copy=True) for part in self._kv.parts]
+        places = self._places[owner] = [self._take_place() for _ in pages]
+        for place, page in zip(places, pages, strict=True):
+            for part, kept in zip(self._parts, place, strict=True):
+                kept.copy_(part[:, page].contiguous(), non_blocking=True)
 
     def fetch(self, owner: Hashable, pages: list[int]) -> None:
         """Copy the owner's KV back, into `pages`, of which there may be more than it had."""
-        held = self._held.pop(owner)
-        index = torch.tensor(pages[: held[0].shape[1]], device=self._kv.device)
-        for part, kept in zip(self._kv.parts, held, strict=True):
-            part[:, index] = kept.to(self._kv.device)
+        places = self._places.pop(owner)
+        for place, page in zip(places, pages, strict=False):
+            for part, kept in zip(self._parts, place, strict=True):
+                part[:, page].copy_(kept.to(part.device, non_blocking=True))
+        self._free += places
 
     def forget(self, owner: Hashable) -> None:
-        self._held.pop(owner, None)
+        self._free += self._places.pop(owner, [])
 
     def clear(self) -> None:
         """Let go of all KV."""
-        self._held.clear()
+        for places in self._places.values():
+            self._free += places
+        self._places.clear()
+
+    def _take_place(self) -> list[Tensor]:
+        if not self._free:
+            count = self._pages_of_chunk
+            chunk = [
+                torch.empty((count, *part[:, 0].shape), dtype=part.dtype, pin_memory=self._is_cuda)
+                for part in self._parts
+            ]
+            self._free = [list(place) for place in zip(*chunk, strict=True)]
+        return self._free.pop()
 
 
 class ParkedInFile(Parking):

@@ -39,6 +39,7 @@ class SamplingEngine(RolloutEngine):
         shared_probe: bool = False,
         reserved_bytes: int = 0,
         sharers: int = 1,
+        gpu_part: float = 1.0,
         adapters: ReceivedAdapters | None = None,
     ) -> None:
         """`adapters`: what is published, merged into the model at every version. `stop_token_ids` None: those of the
@@ -48,8 +49,8 @@ class SamplingEngine(RolloutEngine):
         and with auto, the pool is allocated at the first call, and again at a longer prompt. `shared_probe`: the length
         probe belongs to a run: it predicts with what `lengths.watch.load` brings, and `learn` hands over what it saw;
         else it learns from each call for the next. Of a pool that takes what is free, `reserved_bytes`: what it leaves
-        to others in this process; `sharers`: engines of other processes on the CPU and this one. ValueError for what
-        cannot work.
+        to others in this process; `sharers`: engines of other processes on the CPU and this one; `gpu_part`: of the
+        GPU's memory, what is this process's. ValueError for what cannot work.
         """
         self._adapters = adapters
         self.runner = ModelRunner(model.eval(), lm_head_fp32=lm_head_fp32, kv_dtype=rollout_config.kv_dtype)
@@ -68,6 +69,7 @@ class SamplingEngine(RolloutEngine):
             max_prompt_tokens=max_prompt_tokens,
             reserved_bytes=reserved_bytes,
             sharers=sharers,
+            gpu_part=gpu_part,
         )
         self._speculation = speculation_of(rollout_config, self.runner)
 

@@ -65,6 +65,7 @@ class VLLMEngine(RolloutEngine):
         """`sharers`, `stop_token_ids`, `shared_probe`: as SamplingEngine's. RuntimeError in one line where this vLLM,
         or vLLM with this model, cannot run."""
         self._device = torch.device("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
+        self._gpu_part = config.cluster.rollout_gpus or 1.0
         architecture = load_model_config(config.model)
         rollout = config.rollout
         lengths = LengthSource(rollout, tokenizer, self._device, last_hidden_size(architecture), shared=shared_probe)
@@ -103,7 +104,7 @@ class VLLMEngine(RolloutEngine):
         free = None
         if config.takes_free_memory:
             weights = sum(parameter.nbytes for parameter in self._outline.parameters())
-            free = max(0, free_bytes(self._device) - weights // config.tensor_parallel)
+            free = max(0, free_bytes(self._device, self._gpu_part) - weights // config.tensor_parallel)
             free = free_for_pool(free, on_gpu=self._device.type == "cuda", sharers=sharers)
         pages = num_pool_pages(config, page_bytes=self._page_bytes, prompts=prompts, free_bytes=free)
         return pages if config.has_budget else pages + (config.num_slots or 0)

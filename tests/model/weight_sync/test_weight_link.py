@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import threading
+import time
 
 import pytest
 import torch
 from link_members import Plan
+
+from infsample_rl.model.weight_sync.link import Mailbox, WeightLink, formed
+from infsample_rl.model.weight_sync.store import host_store
 
 TRANSPORTS = ("broadcast", "cuda_ipc")  # on the CPU: gloo, and shared host memory
 
@@ -79,3 +84,28 @@ def test_engines_whose_learner_dies_say_so_at_once(start_members, transport):
 def test_two_processes_on_one_gpu_hold_the_same_weights_through_cuda_ipc(start_members):
     results = start_members(Plan("cuda_ipc", dtype="bfloat16", device="cuda"), count=2).finish(limit_s=120.0)
     assert all(is_equal for member in (0, 1) for _, is_equal in results[member])
+
+
+def test_a_group_that_does_not_form_is_said_at_the_limit_and_an_error_at_once():
+    store, _ = host_store("127.0.0.1", 5.0)
+    mail, started = Mailbox(store, 0, 2, 0.5), time.monotonic()
+    with pytest.raises(RuntimeError, match=r"did not form within 0.5 s"):
+        formed(mail, threading.Event().wait)
+    assert time.monotonic() - started < 3.0
+    with pytest.raises(RuntimeError, match="no such card"):
+        formed(mail, lambda: (_ for _ in ()).throw(RuntimeError("no such card")))
+    assert formed(mail, lambda: "a group") == "a group"
+
+
+@pytest.mark.gpu
+def test_buckets_go_through_nccl():
+    store, _ = host_store("127.0.0.1", 60.0)
+    device = torch.device("cuda")
+    link = WeightLink(store, "broadcast", member=0, members=1, device=device, timeout_s=60.0, bucket_bytes=1000)
+    for number, buffer in zip(range(4), link.free_buffers(), strict=False):
+        buffer.fill_(number)
+        link.give(number, buffer)
+    link.taken(2)
+    link.taken(3)
+    assert buffer.tolist() == [3] * 1000
+    link.close()

@@ -16,6 +16,7 @@ import torch
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.disk import IN_MEMORY, file_system
 from infsample_rl.rollout.engine import parked_kv
+from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from tests import engines
 from tests.engines import greedy, tokens_of
@@ -243,3 +244,10 @@ def test_a_pool_of_256_mb_is_what_the_process_grows_by():
         assert measured["risen"] <= 1.15 * measured["pool"], measured
     assert found[0]["pool"] == found[1]["pool"]
     assert found[1]["risen"] < 1.02 * found[0]["risen"], found
+
+
+def test_of_a_part_of_a_gpu_what_others_have_not_taken_yet_is_not_free(monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70, 80))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 5)
+    cuda = torch.device("cuda")
+    assert [free_bytes(cuda, part) for part in (1.0, 0.5, 0.95)] == [70, 35, 70]
