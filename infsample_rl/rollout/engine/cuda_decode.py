@@ -8,18 +8,15 @@ model's head.
 
 from __future__ import annotations
 
-import subprocess
-import warnings
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from infsample_rl.model.architecture import last_hidden_size
 from infsample_rl.rollout.engine.decoder import FusedDecoder
-from infsample_rl.rollout.engine.model_runner import ModelRunner, first_line
+from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import DrawnTensors, Sampler
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:  # Triton may be absent
 
 HEAD_ROWS = 32  # rows whose logits exist at a time, always so many: in another shape a row might get other bits
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # then every 128
-KEPT = 2  # sets of graphs: those of training and of evaluation
 WARM_UP_STEPS = 3  # before a capture: kernels are compiled and cuBLAS takes its workspace
 
 
@@ -42,57 +38,6 @@ def bucket_of(num_rows: int, most_rows: int) -> int:
 def whole_heads(num_rows: int) -> int:
     """Rows whose logits are computed for `num_rows`: whole_heads(40) -> 64."""
     return -(-num_rows // HEAD_ROWS) * HEAD_ROWS
-
-
-class GraphCache:
-    """The graphs of a runner, kept from call to call as long as its pool and weights stay where they are."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        # whether steps are captured, and compiled: `check_device` sets both on CUDA; without CUDA the tests do
-        self.is_used = self.compiles = False
-        self._runner = runner
-        self._kept: dict[tuple, DecodeGraphs] = {}
-        self._weights_at: list[int] = []
-
-    def clear(self) -> None:
-        """Let go of all graphs: the pool goes."""
-        self._kept.clear()
-
-    def check_device(self) -> None:
-        """Use graphs from now on where the runner's device and pool can; on CUDA one line says when not, and why."""
-        runner = self._runner
-        if runner.device.type != "cuda":
-            return
-        reason = why_no_graphs(runner)
-        self.is_used = self.compiles = not reason
-        if reason:
-            warnings.warn(f"steps are not captured as CUDA graphs, several times slower: {reason}", stacklevel=4)
-
-    def take(self, batch: RowBatch, sampler: Sampler) -> DecodeGraphs | None:
-        """Graphs whose own batch can take the place of `batch`, or None where steps are not captured.
-
-        A parameter that lies elsewhere than at the last call was replaced, not loaded in place: all is captured anew.
-        """
-        if not self.is_used:
-            return None
-        runner = self._runner
-        if self._weights_at != addresses(runner.model):
-            if self._weights_at:
-                runner.find_decoder()
-            self.clear()
-            self._weights_at = addresses(runner.model)
-        # so that few sizes differ
-        num_prompts, prompt_pages = (1 << (size - 1).bit_length() for size in batch.prompt_tables.shape)
-        rows, pages = whole_heads(batch.tables.shape[0]), batch.tables.shape[1]
-        key = (rows, pages, prompt_pages, sampler.settings)
-        graphs = self._kept.pop(key, None)
-        if graphs is None or len(graphs.batch.prompt_lengths) < num_prompts:
-            own = RowBatch(rows, pages, num_prompts, prompt_pages, batch.scratch_page, batch.device)
-            graphs = DecodeGraphs(runner, own, sampler, compiled=self.compiles)
-        while len(self._kept) >= KEPT:
-            del self._kept[next(iter(self._kept))]
-        self._kept[key] = graphs  # the last one used comes last
-        return graphs
 
 
 class DrawnBuffers:
@@ -244,11 +189,6 @@ def draw_rows(
     return sampler.draw(torch.where(positions[:, None] < 0, of_prompt, logits), keys, positions + 1)
 
 
-def addresses(model: PreTrainedModel) -> list[int]:
-    """Where the model's parameters lie; a graph reads them there."""
-    return [parameter.data_ptr() for parameter in model.parameters()]
-
-
 def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
     """What the attention kernel needs beside the batch's tensors."""
     from infsample_rl.rollout.kernels.paged_attention import Workspace  # Triton may be absent
@@ -256,25 +196,3 @@ def new_workspace(runner: ModelRunner, batch: RowBatch) -> Workspace:
     heads, page_size = runner.model.config.num_attention_heads, runner.kv.page_size
     tokens = (batch.tables.shape[1] * page_size, batch.prompt_tables.shape[1] * page_size)
     return Workspace(batch.max_rows, heads, runner.shape.head_dim, *tokens, batch.device)
-
-
-def why_no_graphs(runner: ModelRunner) -> str:
-    """What keeps the runner from decoding by graphs on CUDA, as half a sentence; "" for nothing. Triton's compiler is
-    tried."""
-    page_size = runner.kv.page_size
-    if runner.length_rope:
-        return f"rope_type={runner.length_rope} depends on the longest position, which the host would have to read"
-    if page_size < 8 or page_size & (page_size - 1):
-        return f"rollout.page_size={page_size} is not a power of two >= 8, e.g. 16"
-    if runner.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"the attention kernel has no {runner.dtype}"
-    try:
-        from infsample_rl.rollout.kernels.paged_attention import write_tokens  # Triton may be absent
-
-        pages = torch.zeros(1, page_size, 1, 16, device=runner.device)
-        place = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
-        write_tokens(pages[0, :1], pages[0, :1], pages, pages, place.int(), place[0])
-    # absent, or no C compiler for its launchers
-    except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        return f"Triton does not work here ({first_line(error)})"
-    return ""

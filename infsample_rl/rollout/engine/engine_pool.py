@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infsample_rl.config.rollout import RolloutConfig
-from infsample_rl.rollout.engine.cuda_decode import GraphCache
+from infsample_rl.rollout.engine.graph_cache import GraphCache
 from infsample_rl.rollout.engine.kv_cache import PagedKV, free_bytes
 from infsample_rl.rollout.engine.model_runner import ModelRunner
 from infsample_rl.rollout.engine.parked_kv import ParkedKV, check_parking, open_parking

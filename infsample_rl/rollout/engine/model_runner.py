@@ -7,7 +7,6 @@ Letters: R rows, E hidden size, V vocabulary of the model's head.
 from __future__ import annotations
 
 import math
-from array import array
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +19,8 @@ from infsample_rl.rollout.engine import attention
 from infsample_rl.rollout.engine.cpu_decoder import CompiledDecoder
 from infsample_rl.rollout.engine.decoder import FusedDecoder, supports
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV, stored_dtype
-from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.engine.row_batch import RowBatch, trial_sample
 from infsample_rl.rollout.kernels import cpu_kernels
-from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.types import MaybeNone
 
 if TYPE_CHECKING:  # Triton may be absent
@@ -200,13 +198,10 @@ class ModelRunner:
 
         Such have layers that keep a state, attend twice in a layer, or ask of attention what ours does not do.
         """
-        ids = [(1 + 7 * place) % self.vocab_size for place in range(4)]
+        sample = trial_sample(self.vocab_size, [0, 1, 2], [3])  # pages of one token each
+        group, ids = sample.group, [*sample.group.prompt_ids, *sample.tokens]
         whole = self.model.base_model(input_ids=torch.tensor([ids], device=self.device), use_cache=False)
         wanted = whole.last_hidden_state[0, -1].float()
-        # pages of one token each; the last is the response's
-        group = PromptGroup(0, ids[:3], [0], GroupSettings("arrival", 1, 1), lambda index: 0)
-        group.pages = [0, 1, 2]
-        sample = Sample(group, 0, 0, key=0, pages=[3], tokens=array("i", ids[3:]))
         self.kv = PagedKV(self.shape, 4, 1, self.dtype, self.device)
         batch = RowBatch(1, 1, 1, 3, self.kv.scratch_page, self.device)
         batch.arrange([sample])

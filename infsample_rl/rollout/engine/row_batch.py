@@ -5,13 +5,14 @@ Letters: M most rows, R rows now, P most resident prompts, n pages, V vocabulary
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 
 IDLE = np.array([[0], [-1], [0], [0], [0]])  # columns of a row without a sample
 
@@ -175,3 +176,11 @@ class RowBatch:
             tensor.copy_(host)
         else:
             tensor.copy_(host.pin_memory(), non_blocking=True)
+
+
+def trial_sample(vocab_size: int, prompt_pages: list[int], pages: list[int]) -> Sample:
+    """A sample of one token behind a prompt of a token a page, by which a way to decode is held to another."""
+    ids = [(1 + 7 * place) % vocab_size for place in range(len(prompt_pages) + 1)]
+    group = PromptGroup(0, ids[:-1], [0], GroupSettings("arrival", 1, 1), lambda index: 0)
+    group.pages = prompt_pages
+    return Sample(group, 0, 0, key=0, pages=pages, tokens=array("i", ids[-1:]))

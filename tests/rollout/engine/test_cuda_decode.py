@@ -210,3 +210,23 @@ def test_calls_of_other_prompts_run_the_same_graphs(model, tokenizer):
         (graphs,) = engine.pool.graphs._kept.values()
         seen.add(id(graphs))
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("fault", ["other hidden states", "no such instruction"])
+def test_steps_that_fail_or_differ_at_their_first_trial_are_not_captured(make_model, tokenizer, monkeypatch, fault):
+    model = make_model()
+    wanted = make_engine(model, tokenizer, max_new_tokens=4).generate(PROMPTS, seed=1)
+    step = cuda_decode.DecodeGraphs.step
+
+    def broken(graphs, first_logits):
+        if fault == "no such instruction":
+            raise RuntimeError(fault)
+        drawn = step(graphs, first_logits)
+        graphs.hidden.mul_(1.1)
+        return drawn
+
+    monkeypatch.setattr(cuda_decode.DecodeGraphs, "step", broken)
+    engine = make_engine(model, tokenizer, static=True, max_new_tokens=4, page_size=8)
+    with pytest.warns(UserWarning, match=f"not captured as CUDA graphs, several times slower: .*{fault}"):
+        found = engine.generate(PROMPTS, seed=1)
+    assert ends_of(found) == ends_of(wanted) and not engine.pool.graphs.is_used
