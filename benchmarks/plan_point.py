@@ -159,7 +159,7 @@ def full_rows(config: Config, vocab: int) -> list[list[TrainingSample]]:
 def sample(config: Config) -> int:
     """Weights arrive, then prompts of full length are sampled; the worker's own peak."""
     worker = RolloutWorker(config, 0)
-    parameters = dict(worker.model.named_parameters())
+    parameters = dict(worker.engine.parameters)
     manifest = plan_weights(shapes_of(parameters.items()), 0)
     # shared memory, as Ray's
     store = torch.frombuffer(mmap.mmap(-1, min(BUCKET_BYTES, manifest.num_bytes)), dtype=torch.uint8)

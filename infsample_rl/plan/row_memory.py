@@ -185,6 +185,8 @@ def _build_policy(settings: RowSettings, layers: int) -> PackedPolicy:
     policy = PackedPolicy(
         lm, valid_vocab=model.valid_vocab, chunk_tokens=learner.logprob_chunk_tokens, head_fp32=settings.head_fp32
     )
+    if policy.masked is not None:  # of an outline it is on the CPU
+        policy.masked = policy.masked.to("meta")
     if settings.flex_attention:
         lm.set_attn_implementation(FLEX_ATTENTION)
     if learner.activation_checkpointing and settings.with_gradient:
