@@ -1,6 +1,6 @@
 """Everything that is claimed of a GPU, measured by one command in parts of nine minutes at most.
 
-python -m benchmarks.gpu_evidence part=a [out=docs/results/gpu] [minutes=9] [vllm_python=PYTHON] [tiny=true]
+python -m benchmarks.gpu_evidence part=a [out=docs/results/gpu] [minutes=9] [wheels=FOLDER] [tiny=true]
 
 Every piece is a command of its own; its JSON lines go, with date, seconds and status, into OUT/PART.jsonl, one line a
 piece. A piece that is there with status 0 is not run again, so a part that was cut goes on where it was. `tiny`: the
@@ -141,10 +141,11 @@ class EvidenceOptions:
 
     part: str = option("a", "which part", choices=tuple(PARTS))
     out: str = option(PAGE_FOLDER, "folder of the JSON lines")
-    scratch: str = option("", "folder of models, runs and compiled kernels; default: one in the temporary folder")
+    scratch: str = option("", "folder of models, wheels, runs and kernels; default: one in the temporary folder")
     minutes: float = option(9.0, "no piece is begun that may last longer than what is left of them", above=0)
     only: list[str] = option([], "names of pieces; []: all of the part")
     vllm_python: str = option(sys.executable, "interpreter that has vLLM, for part f")
+    wheels: str | None = option(None, "folder of wheels of what is missing here, as Ray and vLLM, for the pieces alone")
     tiny: bool = option(False, "small models, on any machine; what needs a GPU or vLLM is left out")
 
     def __post_init__(self) -> None:
@@ -152,6 +153,9 @@ class EvidenceOptions:
         for name in self.only:
             if name not in names:
                 raise ValueError(f"only={name}: part {self.part} has {', '.join(names)}")
+        if self.wheels is not None and not list(Path(self.wheels).glob("*.whl")):
+            raise ValueError(f"wheels={self.wheels}: there is no .whl file")
+        self.scratch = self.scratch or os.path.join(tempfile.gettempdir(), "infsample_rl_gpu")
 
 
 def main() -> int:
@@ -165,6 +169,8 @@ def run(options: EvidenceOptions) -> int:
     started, failed = time.monotonic(), False
     path = Path(options.out, f"{options.part}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
+    if options.wheels is not None:
+        install(options)
     done = {record["piece"] for record in read(path) if record["status"] == 0} - set(ALWAYS)
     for piece in PARTS[options.part]:
         left = 60 * options.minutes - (time.monotonic() - started)
@@ -182,12 +188,24 @@ def run(options: EvidenceOptions) -> int:
     return 1 if failed else 0
 
 
+def install(options: EvidenceOptions) -> None:
+    """Put the wheels where the pieces find them, once, without a network. CalledProcessError where pip cannot."""
+    folder = Path(options.scratch, "wheels")
+    if not folder.exists():
+        files = [str(path) for path in sorted(Path(options.wheels or "").glob("*.whl"))]
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+        subprocess.run([*pip, f"{folder}.new", *files], check=True)
+        Path(f"{folder}.new").rename(folder)
+
+
 def measure(piece: Piece, arguments: list[str], options: EvidenceOptions) -> dict[str, Any]:
     """The line of one piece."""
-    scratch = options.scratch or os.path.join(tempfile.gettempdir(), "infsample_rl_gpu")
+    scratch = options.scratch
     given = [each.format(scratch=scratch, vllm_python=options.vllm_python) for each in arguments]
     given += [] if piece.module in (PIECES, "random_folder") else ["json=true"]
     caches = {"TORCHINDUCTOR_CACHE_DIR": f"{scratch}/inductor", "TRITON_CACHE_DIR": f"{scratch}/triton"}
+    if options.wheels is not None:
+        caches["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{scratch}/wheels", os.environ.get("PYTHONPATH")]))
     begun, started = datetime.datetime.now(datetime.UTC), time.monotonic()
     command = [sys.executable, "-m", f"benchmarks.{piece.module}", *given]
     process = subprocess.Popen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,29 @@ def test_a_part_goes_on_where_it_was_cut_and_runs_again_what_failed(pieces, tmp_
     assert "wrong may take 60 s, 30 are left: run again" in capsys.readouterr().out
 
 
+def test_what_is_missing_comes_from_wheels_in_a_folder(monkeypatch, tmp_path):
+    about = {"METADATA": "Metadata-Version: 2.1\nName: carried\nVersion: 1.0\n", "RECORD": "numpy.py,,\n"}
+    about["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            "numpy.py", "print('{\"carried\": 1}')\nraise SystemExit\n"
+        )  # which benchmarks.intervals imports
+        for name, text in about.items():
+            wheel.writestr(f"carried-1.0.dist-info/{name}", text)
+    monkeypatch.setitem(gpu_evidence.PARTS, "a", [Piece("carried", "intervals", [], 60, [])])
+    folders = {"out": str(tmp_path), "scratch": str(tmp_path / "scratch"), "wheels": str(tmp_path)}
+    assert gpu_evidence.run(EvidenceOptions(tiny=True, **folders)) == 0
+    assert lines(tmp_path)[0]["records"] == [{"carried": 1}]
+
+
 @pytest.mark.parametrize(
     ("argument", "said"),
-    [("part=g", "must be one of a, b"), ("only=[nothing]", "part a has facts, tests, races"), ("minutes=0", "> 0")],
+    [
+        ("part=g", "must be one of a, b"),
+        ("only=[nothing]", "part a has facts, tests, races"),
+        ("minutes=0", "> 0"),
+        ("wheels=nowhere", "no .whl file"),
+    ],
 )
 def test_bad_arguments_end_with_one_line_and_status_2(refused, argument, said):
     assert said in refused(gpu_evidence.main, argument)
