@@ -76,7 +76,7 @@ def _part(folder: Path, part: str) -> str:
     for name, record in newest.items():
         if record["records"]:
             text += f"**{name}**, {record['date']}, code {record['code']}: `{record['command']}`\n{_said(record)}\n"
-            text += f"{record['note']}\n\n" if record["note"] else "\n"
+            text += f"\n{record['note']}\n\n" if record["note"] else "\n"  # a table ends at an empty line
     wanted = [piece.name for piece in PARTS[part] if piece.module != "random_folder"]
     missing = [name for name in wanted if name not in newest]
     if missing:
