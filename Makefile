@@ -48,8 +48,7 @@ gpu:
 
 # What docs/results/gpu.md says, part a to f, nine minutes each at most: as gpu. Part f: ARGS="vllm_python=PYTHON".
 gpu-evidence:
-	$(PYTHON) -m benchmarks.gpu_evidence part=$(PART) $(ARGS)
-	$(PYTHON) -m benchmarks.gpu_tables
+	$(PYTHON) -m benchmarks.gpu_evidence part=$(PART) $(ARGS); status=$$?; $(PYTHON) -m benchmarks.gpu_tables && exit $$status
 
 # The interpreter that rollout.engine=vllm starts its rollout workers in.
 vllm: $(VLLM_VENV)/.ready
