@@ -6,7 +6,7 @@ import torch
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.model.architecture import KVShape
 from infsample_rl.model.disk import check_disk_folder
-from infsample_rl.rollout.engine import engine_pool
+from infsample_rl.rollout.engine import engine_pool, parked_kv
 from infsample_rl.rollout.engine.kv_cache import PagedKV, QuantisedKV
 from infsample_rl.rollout.engine.parked_kv import ParkedInFile, ParkedInMemory
 from tests.engines import make_engine, tokens_of
@@ -48,6 +48,17 @@ def test_pages_come_back_bit_by_bit_into_other_pages(kind, place, disk_folder):
     for part, was in zip(kv.parts, before, strict=True):
         for now, then in {8: 1, 0: 4, 2: 0, 3: 2, 7: 3, 1: 1, 4: 4, 5: 1, 6: 4}.items():
             assert torch.equal(part[:, now].contiguous().view(torch.uint8), was[:, then]), (now, then)
+
+
+def test_host_memory_grows_to_what_is_parked_at_a_time_alone(monkeypatch):
+    monkeypatch.setattr(parked_kv, "CHUNK_BYTES", 1)  # a page at a time
+    parking = ParkedInMemory(make_kv("auto"))
+    for _ in range(5):
+        parking.put("one", [1, 4])
+        parking.put("two", [0, 2, 3])
+        parking.fetch("one", [5, 6])
+        parking.forget("two")
+    assert len(parking._free) == 5
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])
