@@ -106,10 +106,11 @@ def read_bandwidth(num_bytes: int, device: torch.device, repeats: int = 9) -> fl
             event.record()
         torch.cuda.synchronize(device)
         seconds = [first.elapsed_time(second) / 1000 for first, second in itertools.pairwise(events)]
-    for _ in range(repeats + 1) if device.type == "cpu" else ():
-        started = time.perf_counter()
-        buffer.sum()
-        seconds.append(time.perf_counter() - started)
+    else:
+        for _ in range(repeats + 1):
+            started = time.perf_counter()
+            buffer.sum()
+            seconds.append(time.perf_counter() - started)
     return buffer.numel() * 4 / statistics.median(seconds[1:])
 
 

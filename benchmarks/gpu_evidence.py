@@ -32,7 +32,6 @@ RUN = ["+experiment=kk_tiny", "run.steps=3", "run.eval_prompts=8", "logging.wand
 RUN += ["cluster.rollout_workers=1", "learner.warmup_steps=1"]
 ON_GPU = ["cluster.colocate=true", "cluster.rollout_gpus=1", "cluster.learner_gpus=1"]
 SHARED_GPU = ["cluster.rollout_gpus=0.5", "cluster.learner_gpus=0.5", "cluster.weight_sync=cuda_ipc"]
-SHARED_GPU += ["rollout.kv_budget_bytes=8GB"]
 LARGE_RUN = [f"model.path={MODEL}", "model.dtype=bfloat16", "rollout.max_new_tokens=512", "run.eval_prompts=0"]
 LARGE_RUN += ["reward.functions=[benchmarks/random_reward.py:of_tokens]", "learner.max_tokens_per_micro_batch=8192"]
 LARGE_RUN += ["objective.mismatch_stop=1", "data.prompts_per_step=2", "run.checkpoint_every=100"]

@@ -95,6 +95,8 @@ def _said(record: Record) -> str:
         memory, read_rate, flops = first["memory_bytes"] / 1e9, first["bandwidth"] / 1e12, first["matrix_flops"] / 1e12
         device = f"{first['device']}, {memory:.1f} GB, driver {first['driver']}, {versions}"
         return f"{device}; a sum reads {read_rate:.2f} TB/s, a bf16 product of 8192 does {flops:.0f} TFLOP/s."
+    if "name" not in first and "step" not in first:  # the facts of a rehearsal
+        return f"{first['device']}."
     records = [{**each, **each.get("phases", {})} for each in record["records"]]
     return table(records, next(columns for key, columns in COLUMNS.items() if key in records[-1]))
 
