@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import random_sample
 from benchmarks.process import FREED_AT_ONCE, measure
+from infsample_rl.cluster.worker_environment import FEW_COMPILED_PRODUCTS
 from infsample_rl.config import Config
 from infsample_rl.config.command_line import option, parse_with_settings, run_command
 from infsample_rl.config.loading import load_config
@@ -39,7 +40,7 @@ from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.learner.row_plan import RowPlanner
 from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.loading import load_model_config
-from infsample_rl.model.peak_memory import FEW_COMPILED_PRODUCTS, PeakMemory, process_memory
+from infsample_rl.model.peak_memory import PeakMemory, process_memory
 from infsample_rl.model.weight_sync.buckets import BUCKET_BYTES, fill_buckets, plan_weights, shapes_of
 from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_role

@@ -142,7 +142,7 @@ def preload() -> dict[str, str]:
     """Environment that gives either side the allocator of our workers, Ray's jemalloc; nothing without Ray."""
     if importlib.util.find_spec("ray") is None:
         return {}
-    from infsample_rl.cluster.connection import allocator_environment
+    from infsample_rl.cluster.worker_environment import allocator_environment
 
     return allocator_environment("learner", gpus=0)
 

@@ -15,14 +15,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infsample_rl import lasting_imports
 from infsample_rl.config.loading import compose, load_config
 from infsample_rl.config.overrides import ConfigError, experiments, parse_flags, sweep
+
+if TYPE_CHECKING:  # torch and transformers are imported beside Ray's start
+    from infsample_rl.controller.checks import Start
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--cfg": {"choices": ["job"]},
@@ -89,16 +92,13 @@ def train(config) -> int:
         with lasting_imports():
             check_folders(config)
             import_ahead(config)
-            if config.cluster.address is None:
-                _start_ray(config, notes.append)
+            start = _prepare(config, notes.append)
             import torch
 
-            from infsample_rl.controller.checks import prepare
             from infsample_rl.controller.driver import Driver
 
         # the driver computes little, and threads that spin would wait for cores that its workers need
         torch.set_num_threads(1)
-        start = prepare(config)
         start.warnings += [text.removeprefix("warning: ") for text in notes]
         Driver(config, start).run()
     except KeyboardInterrupt:
@@ -118,18 +118,22 @@ def train(config) -> int:
     return 0
 
 
-def _start_ray(config, note: Callable[[str], None]) -> None:
-    """Start Ray here while a thread imports the libraries that a driver waits for longest: Ray's processes come up on
-    another core meanwhile."""
+def _prepare(config, note: Callable[[str], None]) -> Start:
+    """Check everything; where Ray is to start here, beside it: its processes come up on another core meanwhile."""
     from infsample_rl.cluster.local_ray import start_local
 
-    names = ["torch", "transformers.conversion_mapping", "transformers.modeling_utils"]
-    libraries = threading.Thread(target=lambda: [import_module(name) for name in names])
-    libraries.start()
-    try:
-        start_local(config, note)
-    finally:
-        libraries.join()
+    def check() -> Start:
+        for name in ("torch", "transformers.conversion_mapping", "transformers.modeling_utils"):
+            import_module(name)
+        from infsample_rl.controller.checks import prepare
+
+        return prepare(config)
+
+    with ThreadPoolExecutor(1) as beside:
+        checked = beside.submit(check)
+        if config.cluster.address is None:
+            start_local(config, note)
+    return checked.result()
 
 
 def _how_to_go_on(text: str, config) -> str:

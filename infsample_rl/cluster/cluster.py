@@ -57,21 +57,20 @@ class Cluster:
 
     @phase("reach")
     def reach(self) -> None:
-        """Start Ray (or join `cluster.address`) and reserve every place. ValueError where the run has none; Terminated
-        after SIGTERM."""
+        """Start Ray (or join `cluster.address`), reserve every place and begin every worker there. ValueError where the
+        run has none; Terminated after SIGTERM."""
         self._calls.interruption.install()
         self._session.open()
         self._check_object_store()
+        for group in worker_groups(self._config):
+            self._calls.workers.start(group.role, group.count // group.ranks)
+        if self._config.cluster.colocate:
+            self._calls.workers.share("learner", "rollout")
 
     @phase("start")
     def start(self, checkpoint: str | None) -> None:
-        """Start every worker, and the learner's process group."""
-        cluster, workers = self._config.cluster, self._calls.workers
-        for group in worker_groups(self._config):
-            workers.start(group.role, group.count // group.ranks)
-        if cluster.colocate:
-            workers.share("learner", "rollout")
-        for role in ("reward", "reference") if cluster.colocate else ("rollout", "reward", "reference"):
+        """Wait for every worker, and connect the learner's ranks."""
+        for role in ("reward", "reference") if self._config.cluster.colocate else ("rollout", "reward", "reference"):
             self._await_start(role)
         try:
             self.learner.start(checkpoint)

@@ -1,4 +1,4 @@
-"""Joining a Ray cluster: address, token, what processes inherit, whether Ray still lives."""
+"""Joining a Ray cluster: address, token, whether Ray still lives."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import grpc
 import ray
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.grpc_utils import init_grpc_channel
-from ray._private.services import JEMALLOC_SO, canonicalize_bootstrap_address
+from ray._private.services import canonicalize_bootstrap_address
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.local_ray import init_arguments, keep_token_private, kept_sigterm_handler, start_local
 from infsample_rl.config import Config
-from infsample_rl.model.peak_memory import FEW_COMPILED_PRODUCTS
 
 PROBE_TIMEOUT_S = 5.0  # for the cluster's control service to answer one small call
 CONNECT_TIMEOUT_S = 1.0
@@ -25,7 +24,6 @@ RETRY_S = 2.0
 RAYLET_GONE_S = 3.0  # without an answer: nobody starts it again
 # a cluster that keeps its state in Redis may start it again; after 60 s Ray ends every process
 CONTROL_SERVICE_GONE_S = 20.0
-TENSOR_ROLES = ("rollout", "reference", "learner")
 
 
 def connect(config: Config, note: Callable[[str], None], interruption: Interruption) -> None:
@@ -72,21 +70,6 @@ def _listens(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def allocator_environment(role: str, gpus: float, *, samples: bool = False) -> dict[str, str]:
-    """Environment variables that give a worker with tensors in host memory the jemalloc that Ray brings; nothing where
-    another library is preloaded.
-
-    glibc keeps much of what a learner row frees, so that its peak grows from step to step. Without
-    `oversize_threshold:0` jemalloc would return every tensor of 8 MB and more at once (docs/plan.md). MKL keeps the
-    buffers of its products, 10 to 45 MB a thread, unless it is told not to. Who runs rows keeps few compiled products;
-    not who `samples`, whose row counts come back.
-    """
-    if role not in TENSOR_ROLES or gpus > 0 or JEMALLOC_SO is None or "LD_PRELOAD" in os.environ:
-        return {}
-    found = {"LD_PRELOAD": JEMALLOC_SO, "MALLOC_CONF": "oversize_threshold:0", "MKL_DISABLE_FAST_MM": "1"}
-    return found if samples or role == "rollout" else found | FEW_COMPILED_PRODUCTS
 
 
 def _admitting_address(config: Config, note: Callable[[str], None], interruption: Interruption) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,17 @@ import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 
+from infsample_rl.cluster.fork_server import ForkServer
 from infsample_rl.cluster.interruption import Terminated
+from infsample_rl.cluster.worker_environment import allocator_environment, worker_environment
 from infsample_rl.cluster.worker_secrets import without_secrets
 from infsample_rl.config import Config
-from infsample_rl.plan.placement import local_cpus
+from infsample_rl.plan.placement import WorkerGroup, local_cpus, worker_groups
 
 START_ATTEMPTS = 3
 # Every actor here has an environment of its own, which a worker that Ray starts for nobody cannot serve.
 NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
+_fork_server: ForkServer | None = None
 
 
 def start_local(config: Config, note: Callable[[str], None]) -> None:
@@ -37,6 +40,7 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
     keep_token_private(note)
     os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
     with without_secrets(), _on_loopback(), kept_sigterm_handler():
+        _start_fork_server(config)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
                 cpus = local_cpus(config)
@@ -56,6 +60,23 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
         )
 
 
+def _start_fork_server(config: Config) -> None:
+    global _fork_server
+    if any(forks(group) for group in worker_groups(config)):
+        variables = worker_environment(config) | allocator_environment("rollout", gpus=0)
+        _fork_server = ForkServer(dict(os.environ) | variables)
+
+
+def forks(group: WorkerGroup) -> bool:
+    """Whether workers like these are forked. Those on a GPU are not: that has not been tried on one."""
+    return group.gpus == 0 and sys.platform == "linux"
+
+
+def forked_python() -> str | None:
+    """What Ray calls as Python to have a worker forked; None where this process has started no Ray."""
+    return None if _fork_server is None else _fork_server.py_executable
+
+
 def init_arguments(config: Config) -> dict[str, Any]:
     """Arguments of ray.init(), for a cluster of this machine and for others."""
     return {
@@ -63,23 +84,6 @@ def init_arguments(config: Config) -> dict[str, Any]:
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
-
-
-def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables of every worker. Dashboards show them: no secret may be among them (worker_secrets.py)."""
-    threads = str(config.cluster.threads_per_worker)
-    package = str(Path(__file__).resolve().parents[2])
-    python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
-    environment = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": python_path,
-    }
-    if config.cluster.address is None:  # this machine: nothing has to come from another one
-        loopback = socket.if_indextoname(1)
-        environment |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return environment
 
 
 @contextlib.contextmanager

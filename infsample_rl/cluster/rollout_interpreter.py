@@ -8,7 +8,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from infsample_rl.config import Config
 
@@ -27,12 +26,6 @@ def rollout_interpreter(config: Config) -> str | None:
     if config.rollout.engine != "vllm":
         return None
     return config.rollout.vllm_python or str(MADE_HERE)
-
-
-def interpreter_options(config: Config, role: str) -> dict[str, Any]:
-    """Of an actor's runtime environment: the interpreter it starts in, where that is another one."""
-    path = rollout_interpreter(config) if role == "rollout" else None
-    return {} if path is None else {"py_executable": path}
 
 
 def check_rollout_interpreter(config: Config) -> None:

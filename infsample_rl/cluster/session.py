@@ -16,9 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from infsample_rl.cluster import shared_files
 from infsample_rl.cluster.calls import Patience
-from infsample_rl.cluster.connection import RayProcesses, allocator_environment, connect
+from infsample_rl.cluster.connection import RayProcesses, connect
 from infsample_rl.cluster.interruption import SLICE_S, Interruption
-from infsample_rl.cluster.rollout_interpreter import interpreter_options
+from infsample_rl.cluster.local_ray import forked_python, forks
+from infsample_rl.cluster.rollout_interpreter import rollout_interpreter
+from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config import Config
 from infsample_rl.observe.files import nearest_existing
 from infsample_rl.plan.placement import (
@@ -79,12 +81,14 @@ class Session:
         group, (reservation, bundle) = self._groups[role], self._bundles[role, place]
         strategy = PlacementGroupSchedulingStrategy(placement_group=reservation, placement_group_bundle_index=bundle)
         variables = allocator_environment(role, group.gpus, samples=self._config.cluster.colocate)
-        environment = {"env_vars": variables, **interpreter_options(self._config, role)}
+        python = rollout_interpreter(self._config) if role == "rollout" else None
+        if python is None and forks(group):
+            python = forked_python()
         return {
             "num_cpus": group.cpus,
             "num_gpus": group.gpus,
             "scheduling_strategy": strategy,
-            "runtime_env": environment,
+            "runtime_env": {"env_vars": variables} | ({} if python is None else {"py_executable": python}),
         }
 
     def node_of(self, role: str, index: int) -> str | None:

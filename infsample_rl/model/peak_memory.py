@@ -11,11 +11,6 @@ import torch
 
 MALLCTL = getattr(ctypes.CDLL(None), "mallctl", None)  # jemalloc's, where it is loaded
 
-# oneDNN keeps up to 1,024 products it has compiled for 16 bits, with buffers of the size of a weight, and rows differ
-# in length, so that those of earlier rows are not asked for again: 280 MB in 18 rows of SmolLM2-135M. A row with LoRA
-# has about 40; below 32 it gets slower.
-FEW_COMPILED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48"}
-
 
 class PeakMemory:
     """Bytes taken since construction, which belongs after the imports and before the model is loaded.

@@ -17,9 +17,9 @@ from ray._private.services import JEMALLOC_SO
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from infsample_rl.cluster.connection import allocator_environment
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.cluster.session import Session
+from infsample_rl.cluster.worker_environment import allocator_environment
 from infsample_rl.config.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
