@@ -134,6 +134,23 @@ def test_a_killed_worker_is_replaced_and_nothing_else_changes(
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
+def test_workers_are_forked_and_start_by_themselves_once_the_fork_server_is_dead(settings, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    target = chaos.Target(command(settings, run), run)
+    try:
+        wait_for(lambda: steps_done(run) >= 1, target)
+        [server] = [child for child in psutil.Process(target.driver.pid).children() if "serve" in child.cmdline()]
+        workers = [pid for pid, roles in target.processes() if "driver" not in roles]
+        assert {psutil.Process(pid).ppid() for pid in workers} == {server.pid} and len(workers) == 6
+        server.kill()
+        os.kill(wait_for(lambda: first_in(target, "rollout", "decode"), target), signal.SIGKILL)
+        assert target.driver.wait(timeout=400) == 0, Path(target._log.name).read_text()[-3000:]
+    finally:
+        target.end()
+    assert re.search("rollout worker .* started again", Path(target._log.name).read_text())
+    assert chaos.differences(undisturbed, run) == []
+
+
 @pytest.mark.parametrize(("role", "phase"), [("rollout", "decode"), ("reward", "idle"), ("reference", "reference")])
 def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path, role, phase):
     output = hit(settings, tmp_path, role, phase, signal.SIGSTOP, "cluster.progress_timeout_s=15", "reward.timeout_s=5")
