@@ -138,8 +138,10 @@ def _rows_text(rollout: RolloutConfig) -> str:
 
 def _schedule_text(config: Config, architecture: PretrainedConfig) -> str:
     text = f"{config.rollout.schedule}, {_rows_text(config.rollout)} per rollout worker"
+    if config.rollout.engine == "native" and not knows(architecture):
+        return f"{text}, decoded by transformers' own modules: there are no kernels for {architecture.model_type}"
     has_decoder = config.cluster.rollout_gpus > 0 or config.model.dtype == "float32"
-    if not config.rollout.speculates or not has_decoder or not knows(architecture):
+    if not config.rollout.speculates or not has_decoder:
         return text
     drafts = config.rollout.speculate
     return text + (", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import GenerationConfig, Qwen3Config
+from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
 from infsample_rl.config import DATA_NAMES, Config, ObjectiveConfig, RewardFunctionConfig, RolloutConfig
 from infsample_rl.config.loading import compose, load_config
@@ -507,6 +507,18 @@ def test_who_gets_what_of_a_run_is_told(logging, sent, monkeypatch):
     monkeypatch.setattr(start_table, "check_trackers", lambda config: config.logging.wandb)
     qwen = Qwen3Config(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
     assert dict(derived_table(load_config(logging), qwen, total_steps=1, step=0, num_rows={"": 8}))["sent away"] == sent
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_model_without_kernels_is_told_of_at_start(gpus):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    config = load_config([f"cluster.rollout_gpus={gpus}"])
+
+    def schedule(architecture):
+        return dict(derived_table(config, architecture, total_steps=1, step=0, num_rows={"": 8}))["schedule"]
+
+    assert schedule(Qwen3MoeConfig(**sizes)).endswith("own modules: there are no kernels for qwen3_moe")
+    assert "modules" not in schedule(Qwen3Config(**sizes))
 
 
 def test_value_with_equals_sign_works_when_quoted():
