@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+from ray._private.node import Node
 
 from infsample_rl.cluster.fork_server import ForkServer
 from infsample_rl.cluster.interruption import Terminated
@@ -26,6 +28,9 @@ from infsample_rl.plan.placement import WorkerGroup, local_cpus, worker_groups
 START_ATTEMPTS = 3
 # Every actor here has an environment of its own, which a worker that Ray starts for nobody cannot serve.
 NO_IDLE_WORKERS = ("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart")
+# What of a node serves other nodes, dashboards and drivers that show their workers' output. Nothing here uses it, and
+# it takes half of the time until Ray is there.
+NEEDLESS = ("start_api_server", "start_monitor", "start_log_monitor")
 _fork_server: ForkServer | None = None
 
 
@@ -39,7 +44,7 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
         return
     keep_token_private(note)
     os.environ.update(dict.fromkeys(NO_IDLE_WORKERS, "0"))  # Ray's processes take it from here
-    with without_secrets(), _on_loopback(), kept_sigterm_handler():
+    with without_secrets(), _small_node(), kept_sigterm_handler():
         _start_fork_server(config)
         for attempts_left in reversed(range(START_ATTEMPTS)):
             try:
@@ -87,15 +92,15 @@ def init_arguments(config: Config) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let Ray take the loopback address for a node that is started inside the block. Its own switch for that is read
-    where Ray is imported, before it is known whether a run joins a cluster."""
-    kept = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+def _small_node() -> Iterator[None]:
+    """Let a node that Ray starts inside the block listen on the loopback address, and leave out what is NEEDLESS. Ray's
+    switch for the one is read where it is imported, before it is known whether a run joins a cluster; for the other it
+    has none."""
+    with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False), contextlib.ExitStack() as patches:
+        for name in NEEDLESS:
+            if hasattr(Node, name):
+                patches.enter_context(mock.patch.object(Node, name, lambda self, **settings: None))
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = kept
 
 
 @contextlib.contextmanager

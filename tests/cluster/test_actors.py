@@ -31,7 +31,7 @@ def test_a_process_that_also_samples_counts_rows_and_running_steps():
     assert calls.progress() == 43
 
 
-def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call():
+def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call(fake_ray):
     calls, seen = ReferenceCalls.__new__(ReferenceCalls), []
     calls._others = []
 
