@@ -37,9 +37,12 @@ public:
         const int64_t end = length(text), known = std::min<int64_t>(end, LONGEST);
         tail.clear();
         for (int64_t i = end - known; i < end; ++i) tail.push_back(at(text, i));
+        matching.clear();
         for (int64_t drafted = 0; drafted < most; ++drafted) {
-            if (!next(tokens + drafted, matches + drafted)) return drafted;
-            tail.push_back(tokens[drafted]);
+            if (matching.empty()) find();
+            if (matching.empty()) return drafted;
+            tokens[drafted] = likeliest(), matches[drafted] = (int32_t)matched;
+            follow(tokens[drafted]);
         }
         return most;
     }
@@ -60,7 +63,13 @@ private:
         std::vector<int32_t> heads = std::vector<int32_t>(1024, -1);  // newest place by hash
     };
 
+    struct Match {  // token `end` of a text comes after the tail there
+        int32_t text, end;
+    };
+
     std::vector<int32_t> prompt, tail;
+    std::vector<Match> matching;  // those of the longest match
+    int64_t matched = 0;          // its length
     std::vector<std::vector<int32_t>> texts;  // without the prompt; the first is the prompt alone
     std::vector<Place> places;
     Chains chains[2];
@@ -99,33 +108,48 @@ private:
         for (int32_t number = 0; number < (int32_t)places.size(); ++number) put(number);
     }
 
-    // The likeliest token after the tail.
-    bool next(int32_t* token, int32_t* match) const {
+    // The places where the longest match of the tail ends; none if it is shorter than FEW.
+    void find() {
         const int64_t size = (int64_t)tail.size();
         const auto back_of_tail = [&](int64_t back) { return tail[size - back]; };
-        for (int which = 1; which >= 0; --which) {
+        for (int which = 1; which >= 0 && matching.empty(); --which) {
             const int64_t fewest = which ? MANY : FEW;
             if (size < fewest) continue;
-            int64_t best = fewest - 1, kinds = 0, tried = 0;
-            int32_t found[MOST_TRIED], counts[MOST_TRIED];
+            matched = fewest;
+            int64_t tried = 0;
             for (int32_t number = chains[which].heads[bucket(which, back_of_tail)]; number >= 0 && tried < MOST_TRIED; number = places[number].before[which], ++tried) {
                 const Place& place = places[number];
                 int64_t equal = 0;
                 while (equal < std::min<int64_t>({LONGEST, size, place.end}) && at(place.text, place.end - 1 - equal) == back_of_tail(equal + 1)) ++equal;
-                if (equal < best || equal < fewest) continue;
-                if (equal > best) best = equal, kinds = 0;
-                const int32_t following = at(place.text, place.end);
-                int64_t kind = 0;
-                while (kind < kinds && found[kind] != following) ++kind;
-                if (kind == kinds) found[kinds] = following, counts[kinds++] = 0;
-                ++counts[kind];
+                if (equal < matched) continue;
+                if (equal > matched) matched = equal, matching.clear();
+                matching.push_back({place.text, place.end});
             }
-            if (!kinds) continue;
-            *token = found[std::max_element(counts, counts + kinds) - counts];
-            *match = (int32_t)best;
-            return true;
         }
-        return false;
+    }
+
+    // The token that most of the matches go on with, the first of equally many.
+    int32_t likeliest() const {
+        int32_t found[MOST_TRIED], counts[MOST_TRIED];
+        int64_t kinds = 0;
+        for (const Match& match : matching) {
+            const int32_t following = at(match.text, match.end);
+            int64_t kind = 0;
+            while (kind < kinds && found[kind] != following) ++kind;
+            if (kind == kinds) found[kinds] = following, counts[kinds++] = 0;
+            ++counts[kind];
+        }
+        return found[std::max_element(counts, counts + kinds) - counts];
+    }
+
+    // The tail goes on with `token`: the matches that do so too are a token longer.
+    void follow(int32_t token) {
+        tail.push_back(token);
+        int64_t kept = 0;
+        for (const Match match : matching)
+            if (at(match.text, match.end) == token && match.end + 1 < length(match.text)) matching[kept++] = {match.text, match.end + 1};
+        matching.resize(kept);
+        matched = std::min<int64_t>(matched + 1, LONGEST);
     }
 };
 
