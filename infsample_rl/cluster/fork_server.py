@@ -131,7 +131,8 @@ def _run(request: dict[str, Any], made: dict[str, str]) -> None:
     os.chdir(request["folder"])
     os.setpgid(0, 0)  # as Ray's workers
     os.nice(max(0, request["niceness"] - os.nice(0)))
-    OOM_SCORE.write_text(str(request["oom_score"]))
+    with contextlib.suppress(OSError):  # a container may forbid it
+        OOM_SCORE.write_text(str(request["oom_score"]))
     os.environ.clear()
     os.environ.update(made | request["environment"])
     sys.argv = request["arguments"]
