@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from infsample_rl import lasting_imports
@@ -123,8 +122,6 @@ def _prepare(config, note: Callable[[str], None]) -> Start:
     from infsample_rl.cluster.local_ray import start_local
 
     def check() -> Start:
-        for name in ("torch", "transformers.conversion_mapping", "transformers.modeling_utils"):
-            import_module(name)
         from infsample_rl.controller.checks import prepare
 
         return prepare(config)

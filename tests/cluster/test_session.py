@@ -401,6 +401,10 @@ def test_a_run_of_this_machine_is_reached_from_no_other_address_and_its_token_is
         "ray.get(ray.remote(lambda: 0).remote())\n"
         "own = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}\n"
         "ends = [end for end in psutil.net_connections('tcp') if end.status == 'LISTEN' and end.pid in own]\n"
+        "own_names = [' '.join(psutil.Process(pid).cmdline()[:3]) for pid in own - {psutil.Process().pid}]\n"
+        "assert any('raylet' in name for name in own_names), own_names\n"
+        "needless = ('dashboard/dashboard.py', 'autoscaler/', 'log_monitor.py')\n"
+        "assert not [name for name in own_names if any(part in name for part in needless)], own_names\n"
         "print('ends', *{f'{end.laddr.ip}|{end.laddr.port}' for end in ends}, flush=True)\n"
         "sys.stdin.read()\n",
     )
