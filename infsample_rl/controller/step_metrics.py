@@ -109,9 +109,11 @@ def rollout_metrics(rounds: list[RoundEnds]) -> Metrics:
     steps = sum(stream["running_steps"] for stream in streams)
     accepted, rows = (sum(stream[name] for stream in streams) for name in ("accepted_tokens", "row_steps"))
     cached, sent = (sum(stream[name] for stream in streams) for name in ("cached_tokens", "sent_tokens"))
+    least = sum(stream["least_steps"] for stream in streams)
     busy = sum(stream["row_utilisation"] * stream["running_steps"] for stream in streams)
     return {
         "rollout/running_steps": sum(_largest_worker(ends, "running_steps") for ends in rounds if ends),
+        "rollout/of_bound": steps / least if least else None,
         "rollout/rounds": len(rounds),
         "rollout/peak_kv_bytes": max((stream["peak_kv_bytes"] for stream in streams), default=None),
         "rollout/kv_pool_bytes": max((stream["kv_pool_bytes"] for stream in streams), default=None),

@@ -83,6 +83,11 @@ METRICS = {
         "share", "effective sample size of the engine's tokens for the learner's policy: 1 when the two agree"
     ),
     "rollout/running_steps": Metric("steps", "decode steps of the slowest worker, rounds of dynamic sampling added"),
+    "rollout/of_bound": Metric(
+        "ratio",
+        "running steps over the least that the longest response, or the KV of all in the pool, takes; what is above 1 "
+        "is mostly the step's tail, in which few rows are left; drafts bring it below 1",
+    ),
     "rollout/rounds": Metric(
         "rounds", "rounds of sampling; above 1 when objective.dynamic_sampling drew other prompts"
     ),

@@ -78,7 +78,7 @@ def end(worker, running_steps, row_utilisation, peak_kv_bytes):
     stats |= {"recomputed_tokens": 1.0, "preemptions": 0.0, "parked_tokens": 0.0, "kv_pool_bytes": 64.0}
     stats |= {"predict_seconds": running_steps / 10, "row_steps": running_steps, "draft_seconds": 0.5}
     stats |= {"engine_preemptions": 0, "sent_tokens": 10, "cached_tokens": running_steps}
-    stats |= {"drafted_tokens": 8.0, "accepted_tokens": 5.0}
+    stats |= {"drafted_tokens": 8.0, "accepted_tokens": 5.0, "least_steps": running_steps / 1.25}
     return StreamEnd(worker=worker, stats=stats, phases=WorkerPhases("rollout", worker, "here", [], 0.0))
 
 
@@ -101,6 +101,7 @@ def test_rollout_figures_of_workers_streams_and_rounds(rounds, steps, utilisatio
     assert (metrics["rollout/drafted_tokens"], metrics["rollout/accepted_tokens"]) == (8 * ends, 5 * ends)
     rows = sum(end.stats["running_steps"] for each in rounds for end in each)
     assert metrics["rollout/tokens_per_row_step"] == 1 + 5 * ends / rows
+    assert metrics["rollout/of_bound"] == 1.25
     assert metrics["rollout/prefix_cache_hits"] == rows / (10 * ends)
     assert metrics["rollout/peak_kv_bytes"] == 48 and metrics["rollout/rounds"] == len(rounds)
 

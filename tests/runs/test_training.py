@@ -129,6 +129,7 @@ def test_metrics_have_their_final_names(finished):
         "rollout/running_steps",
         "rollout/peak_kv_bytes",
         "rollout/row_utilisation",
+        "rollout/of_bound",
         "learner/loss",
         "learner/grad_norm",
         "learner/logprob_diff_max",

@@ -159,6 +159,7 @@ class RolloutStats:
     """Figures of one call, so far."""
 
     running_steps: int = 0  # rounds in which every row got one token, plus one for every prefill that computes KV again
+    least_steps: float = 0.0  # what its longest response or the pool would take in any order, without drafts
     row_utilisation: float = 0.0  # rows of all steps / (running_steps x slots); token_budget: x most rows at a time
     peak_kv_bytes: int = 0  # pages held at a time, prompts included
     kv_pool_bytes: int = 0  # pages allocated
@@ -178,6 +179,7 @@ class RolloutStats:
     def read(self, planner: StepPlanner, page_bytes: int) -> None:
         """Take the planner's figures."""
         self.running_steps, self.preemptions = planner.running_steps, planner.num_preemptions
+        self.least_steps = planner.least_steps
         self.row_steps, self.accepted_tokens = planner.row_steps, planner.num_tokens - planner.row_steps
         self.recomputed_tokens, self.parked_tokens = planner.recomputed_tokens, planner.parked_tokens
         slots = planner.most_rows if planner.policy is not None else planner.num_slots

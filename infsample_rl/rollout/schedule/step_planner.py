@@ -39,6 +39,9 @@ class StepPlanner(Residents):
         self.waiting = deque(groups)
         self.num_slots, self.prompts_at_once = num_slots, prompts_at_once
         self.running_steps = self.row_steps = self.num_tokens = self.most_rows = self.recomputed_tokens = 0
+        self._longest = self._kv_area = 0  # of the responses that have ended: tokens, and tokens held summed over steps
+        shortest = min((len(group.prompt_ids) - group.own_tokens for group in groups), default=0)
+        self._response_pages = max(1, pool.num_pages - pool.pages_for(shortest))
         self._max_new_tokens = max_new_tokens
         self._full_pages = pool.pages_for(max_new_tokens + max((group.own_tokens for group in groups), default=0))
         self._num_admitted = 0
@@ -47,6 +50,12 @@ class StepPlanner(Residents):
     def is_done(self) -> bool:
         """Whether every sample of every prompt has ended."""
         return not self.waiting and not self.resident
+
+    @property
+    def least_steps(self) -> float:
+        """What the responses that have ended take in the best of orders, a token a row and step: the steps of the
+        longest, or those in which the KV of all fits into the pool beside one prompt (the simulator's token_bound)."""
+        return max(self._longest, self._kv_area / (self._response_pages * self.pool.page_size))
 
     @property
     def is_settled(self) -> bool:
@@ -126,6 +135,8 @@ class StepPlanner(Residents):
     def end_step(self, ended: Sequence[Sample]) -> None:
         """`ended`: rows whose newest token was their last. Samples at the end of their prefix leave by themselves."""
         for sample in ended:
+            self._longest = max(self._longest, sample.num_tokens)
+            self._kv_area += sample.num_tokens * (sample.num_tokens + 1) // 2
             self._leave(sample)
             self._forget(sample)
             if sample.group.finish(sample) and self.policy is not None:

@@ -14,7 +14,7 @@ from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.length_prediction.recordings import read_recordings
 from infsample_rl.rollout.schedule.kv_budget import num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.schedules import fptas_groups
-from infsample_rl.rollout.simulator import simulate, simulate_prompts
+from infsample_rl.rollout.simulator import simulate, simulate_prompts, token_bound
 from infsample_rl.rollout.simulator_drafts import Text
 from tests.engines import PROMPTS, make_engine
 
@@ -84,6 +84,9 @@ def test_every_sample_decodes_in_the_same_row_and_steps(
     assert stays == joined(found.stays)
     assert engine.stats.running_steps == found.running_steps
     assert engine.stats.recomputed_tokens == found.recomputed_tokens
+    prompt_pages = -(-min(map(len, PROMPTS)) // 4)
+    lengths = [len(completion) for group in tokens for completion in group]
+    assert engine.stats.least_steps == token_bound(lengths, (engine.runner.kv.num_pages - prompt_pages) * 4)
     if predicts:
         assert len(stays) > 27, "no sample waited with its prefix"
 
