@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to end
 LOOK_S = 2.0  # how often it is looked whether something that cannot be brought back is gone
@@ -14,6 +17,27 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 class Terminated(BaseException):
     """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
+
+
+@contextlib.contextmanager
+def left_on_failure(task: Future[Any]) -> Iterator[None]:
+    """Leave the block, of the main thread, at once when `task` of another one fails; what the failure was is for the
+    caller to ask. It is left as by Ctrl-C: where that is ignored, the block goes on to its end."""
+    lock, inside = threading.Lock(), True
+
+    def leave(_: Future[Any]) -> None:
+        with lock:
+            if inside and task.exception() is not None and callable(signal.getsignal(signal.SIGINT)):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # ends a system call too
+
+    try:
+        task.add_done_callback(leave)
+        yield
+        with lock:
+            inside = False
+    except KeyboardInterrupt:
+        if not task.done():
+            raise
 
 
 class Interruption:
