@@ -8,7 +8,6 @@ engine. Shape letters: R tokens, V vocabulary, E hidden size.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from infsample_rl.config import Config
+from infsample_rl.model.logit_passes import LogitPasses
 from infsample_rl.model.packed_attention import use_packed_attention
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
@@ -59,54 +59,28 @@ def token_logprobs(
     backward. At most `chunk_tokens` rows of logits exist at a time, in the backward pass too: every chunk's are
     computed again there.
     """
-    head = _Head(temperature, chunk_tokens, valid_vocab, masked, head_fp32, weight_gradient)
+    head = _Head(LogitPasses(temperature, masked), chunk_tokens, valid_vocab, head_fp32, weight_gradient)
     return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
 
 
 class _Head(NamedTuple):
-    temperature: float
+    passes: LogitPasses
     chunk_tokens: int
     valid_vocab: int
-    masked: Tensor | None
     fp32: bool
     weight_gradient: Callable[[], Tensor] | None
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """softmax's argument [R, V], in float32 (float64 stays)."""
-        logits = head_logits(hidden, weight, fp32=self.fp32)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(self.temperature)
-        return logits if self.masked is None else logits.index_fill_(-1, self.masked, -math.inf)
-
-    def log_softmax_(self, logits: Tensor, normalizer: Tensor) -> Tensor:
-        """Log-probabilities in place of the logits; those of masked ids, -inf, become 0, for 0 x -inf is NaN and its
-        limit 0."""
-        logits.sub_(normalizer[:, None])
-        return logits if self.masked is None else logits.index_fill_(-1, self.masked, 0.0)
-
-    def probabilities(self, logprobs: Tensor) -> Tensor:
-        """Of what log_softmax_ gave."""
-        found = logprobs.exp()
-        return found if self.masked is None else found.index_fill_(-1, self.masked, 0.0)
-
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Chunks of logits, neither kept nor differentiated by autograd: their gradient is p (-g - h (log p + H)), plus g
-    at the label, over T.
-
-    g and h are the gradients of a token's log-probability and entropy H, p its distribution, T the temperature.
-    """
+    """Chunks of logits, neither kept nor differentiated by autograd."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        parts = []
+        rows, parts = weight[: head.valid_vocab], []
         for part, ids in zip(hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens), strict=True):
-            logits = head.logits(part, weight[: head.valid_vocab])
-            normalizer = logits.logsumexp(-1)
-            logprobs = logits.gather(-1, ids[:, None])[:, 0] - normalizer
-            table = head.log_softmax_(logits, normalizer)
-            parts.append((logprobs, -torch.linalg.vecdot(head.probabilities(table), table), normalizer))
+            parts.append(head.passes.summary(head_logits(part, rows, fp32=head.fp32), ids))
         logprobs, entropies, normalizers = (torch.cat(found) for found in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, labels, entropies, normalizers)
         ctx.head, ctx.entropy_gradient = head, entropy_gradient
@@ -121,19 +95,15 @@ class _TokenLogprobs(torch.autograd.Function):
         of_weight, adds = None, head.weight_gradient
         if ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight) if adds is None else adds()
-        rows = None if of_weight is None else of_weight[: head.valid_vocab]
-        of_hidden = []
+        rows, of_hidden = weight[: head.valid_vocab], []
+        of_rows = None if of_weight is None else of_weight[: head.valid_vocab]
         tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
         for part, ids, entropy, normalizer, g, h in zip(
             *(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True
         ):
-            table = head.log_softmax_(head.logits(part, weight[: head.valid_vocab]), normalizer)
-            gradient = head.probabilities(table)
-            gradient.mul_(
-                -g[:, None] - h[:, None] * (table + entropy[:, None]) if ctx.entropy_gradient else -g[:, None]
-            )
-            gradient.scatter_add_(-1, ids[:, None], g[:, None].to(gradient.dtype)).div_(head.temperature)
-            of_hidden.append(head_backward(gradient, part, weight[: head.valid_vocab], rows, fp32=head.fp32))
+            logits = head_logits(part, rows, fp32=head.fp32)
+            gradient = head.passes.gradient(logits, ids, normalizer, entropy, g, h if ctx.entropy_gradient else None)
+            of_hidden.append(head_backward(gradient, part, rows, of_rows, fp32=head.fp32))
         return torch.cat(of_hidden), of_weight if adds is None else None, None, None, None
 
 
