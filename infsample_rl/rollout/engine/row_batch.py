@@ -15,6 +15,35 @@ from torch import Tensor
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 
 IDLE = np.array([[0], [-1], [0], [0], [0]])  # columns of a row without a sample
+ALIGNMENT = 64  # bytes; kernels load 16 at a time
+
+
+class _Mirrored:
+    """Arrays of the host, and a tensor of the device for each, all in one piece of memory on either side: one copy
+    brings all of them over. On the CPU the tensors are the arrays."""
+
+    def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
+        sizes = [-(-values.nbytes // ALIGNMENT) * ALIGNMENT for values in arrays]
+        self._host = torch.zeros(sum(sizes), dtype=torch.uint8)
+        self._on_device = self._host.to(device)
+        hosts, devices = self._host.split(sizes), self._on_device.split(sizes)
+        self.arrays = [
+            piece.numpy()[: values.nbytes].view(values.dtype).reshape(values.shape)
+            for values, piece in zip(arrays, hosts, strict=True)
+        ]
+        self.tensors = [
+            piece[: values.nbytes].view(torch.from_numpy(values).dtype).view(values.shape)
+            for values, piece in zip(arrays, devices, strict=True)
+        ]
+        for kept, values in zip(self.arrays, arrays, strict=True):
+            kept[...] = values
+        self.send()
+
+    def send(self) -> None:
+        """Let the device have what the arrays hold, in stream order. Pinned memory comes from torch's cache, which
+        waits for the copy before it lends it again."""
+        if self._on_device is not self._host:
+            self._on_device.copy_(self._host.pin_memory(), non_blocking=True)
 
 
 class RowBatch:
@@ -22,8 +51,8 @@ class RowBatch:
 
     A row is a sample, or a token drafted after a sample's newest (spread). It has an attribute for every tensor that
     the kernels of a step take, so there are many. A row whose sample has no token yet lies at length 1; so do, on the
-    scratch page, the rows behind the last, up to `max_rows`: a step may run more rows than there are. On the CPU the
-    tensors are the host's arrays; elsewhere host values reach the device in stream order, without a host sync.
+    scratch page, the rows behind the last, up to `max_rows`: a step may run more rows than there are. Host values reach
+    the device in stream order, without a host sync.
     """
 
     def __init__(
@@ -36,18 +65,19 @@ class RowBatch:
         device: torch.device,
     ) -> None:
         self.max_rows, self.scratch_page, self.device = max_rows, scratch_page, device
-        self._columns = np.repeat(IDLE, max_rows, axis=1)
-        self._numbers = np.array([[1], [0]], dtype=np.int32).repeat(max_rows, axis=1)
-        self._tables = np.full((max_rows, row_pages), scratch_page, dtype=np.int32)
-        self._on_device = [torch.from_numpy(array).to(device) for array in (self._columns, self._numbers, self._tables)]
-        columns, numbers, self.tables = self._on_device
+        of_rows = np.repeat(IDLE, max_rows, axis=1), np.array([[1], [0]], dtype=np.int32).repeat(max_rows, axis=1)
+        tables = [
+            np.full(size, scratch_page, np.int32) for size in ((max_rows, row_pages), (max_prompts, prompt_pages))
+        ]
+        of_prompts = np.zeros(max_prompts, dtype=np.int32), np.zeros(max_prompts + 1, dtype=np.int32)
+        self._mirrored = _Mirrored([*of_rows, *tables, *of_prompts], device)
+        self._columns, self._numbers, self._tables, *self._of_prompts = self._mirrored.arrays
+        columns, numbers, self.tables, *prompts = self._mirrored.tensors
         # The newest token of each row, its place in the response (-1: no token yet), the tokens of the row's prompt,
         # the noise key, and whether there is a sample (1 or 0): int64 [M] each.
         self.tokens, self.positions, self.starts, self.keys, self.has_sample = columns
         self.lengths, self.prompt_of_row = numbers  # int32 [M]; own tokens that a row sees in this step
-        self.prompt_tables = torch.full((max_prompts, prompt_pages), scratch_page, dtype=torch.int32, device=device)
-        self.prompt_lengths = torch.zeros(max_prompts, dtype=torch.int32, device=device)
-        self.prompt_row_starts = torch.zeros(max_prompts + 1, dtype=torch.int32, device=device)
+        self.prompt_tables, self.prompt_lengths, self.prompt_row_starts = prompts
         self.num_rows = 0
         self.groups: list[PromptGroup] = []  # by place
         self.first_rows: dict[int, int] = {}  # {row: sample} of those that take their prompt's logits
@@ -76,13 +106,11 @@ class RowBatch:
         columns = [(len(each.group.prompt_ids), each.key, 1, place[each.group]) for each in samples]
         self._of_samples = np.array(columns, dtype=np.int64).reshape(-1, 4).T
         self._pages_of_samples[:], self._num_pages = self.scratch_page, [0] * len(samples)
-        tables = np.full(tuple(self.prompt_tables.shape), self.scratch_page, dtype=np.int32)
-        lengths = np.zeros(len(self.prompt_lengths), dtype=np.int32)
+        tables, lengths, _ = self._of_prompts
+        tables[:], lengths[:] = self.scratch_page, 0
         for index, group in enumerate(self.groups):
             tables[index, : len(group.pages)] = group.pages
             lengths[index] = len(group.prompt_ids)
-        self._write(self.prompt_tables, tables)
-        self._write(self.prompt_lengths, lengths)
         self.spread(samples, [()] * len(samples))
 
     def spread(self, samples: Sequence[Sample], drafts: Sequence[Sequence[int]]) -> None:
@@ -108,12 +136,9 @@ class RowBatch:
         self._note_pages(samples)
         self._tables[:rows], self._tables[rows:] = self._pages_of_samples[of_row], self.scratch_page
         self.max_length = max(1, max(positions, default=0) + 1)
-        starts = np.zeros(len(self.prompt_row_starts), dtype=np.int32)
+        starts = self._of_prompts[2]
         np.cumsum(np.bincount(fixed[3], minlength=len(starts) - 1), out=starts[1:])
-        self._write(self.prompt_row_starts, starts)
-        if self.device.type != "cpu":
-            for tensor, values in zip(self._on_device, (self._columns, self._numbers, self._tables), strict=True):
-                self._write(tensor, values)
+        self._mirrored.send()
 
     def arrange_tokens(
         self, tokens: Sequence[int], places: range, pages: Sequence[int], prompt_pages: Sequence[int], start: int
@@ -136,7 +161,7 @@ class RowBatch:
         if not self.is_spread:
             self._tables[: len(samples)] = self._pages_of_samples[: len(samples)]
             if self.device.type != "cpu":
-                self._write(self.tables, self._tables)
+                self.tables.copy_(torch.from_numpy(self._tables).pin_memory(), non_blocking=True)
 
     def drop_pages(self, samples: Sequence[Sample]) -> None:
         """Samples have lost the pages of drafted tokens that were wrong: others may take their place."""
@@ -167,15 +192,6 @@ class RowBatch:
             if len(sample.pages) > self._num_pages[index]:
                 written, self._num_pages[index] = self._num_pages[index], len(sample.pages)
                 self._pages_of_samples[index, written : len(sample.pages)] = sample.pages[written:]
-
-    def _write(self, tensor: Tensor, values: np.ndarray) -> None:
-        """Copy `values`, of the tensor's dtype. Pinned memory comes from torch's cache, which waits for the copy before
-        it lends it again."""
-        host = torch.from_numpy(values)
-        if self.device.type == "cpu":
-            tensor.copy_(host)
-        else:
-            tensor.copy_(host.pin_memory(), non_blocking=True)
 
 
 def trial_sample(vocab_size: int, prompt_pages: list[int], pages: list[int]) -> Sample:
