@@ -18,13 +18,20 @@ from infsample_rl.config.command_line import describe
 from infsample_rl.config.data import DataSourceConfig
 from infsample_rl.config.fields import default_of
 from infsample_rl.config.overrides import SECTIONS, config_folder
-from infsample_rl.config.reward import RewardFunctionConfig
+from infsample_rl.config.reward import JudgeConfig, RewardFunctionConfig
 from infsample_rl.observe.metric_names import GROUPS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 OUT = ROOT / "docs" / "reference"
 WRITTEN = "Written by `python scripts/write_reference.py`; a test fails when it is not what the code says.\n"
+ENTRIES = {  # of lists of settings, by section
+    "data": [("An entry of `data.sources`", DataSourceConfig)],
+    "reward": [
+        ("An entry of `reward.functions`", RewardFunctionConfig),
+        ("What the entry of the name `judge` has beside", JudgeConfig),
+    ],
+}
 LAUNCHERS = ("local.sh", "submit.sh", "slurm.sbatch")
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the installed package
 
@@ -59,15 +66,19 @@ def settings_page() -> str:
     columns = ("setting", "meaning", "type", "default", "bound")
     for name, section in SECTIONS.items():
         parts += [f"## {name}\n", (section.__doc__ or "").strip() + "\n", table(columns, _settings(name, section))]
-        for setting, entry in (("data.sources", DataSourceConfig), ("reward.functions", RewardFunctionConfig)):
-            if setting.startswith(f"{name}."):
-                parts += [f"An entry of `{setting}`:\n", table(columns, _settings("", entry))]
+        parts += [part for entry, schema in ENTRIES.get(name, ()) for part in (f"{entry}:\n", _entry(columns, schema))]
     parts += [
         "## Groups\n",
         "`GROUP=CHOICE` takes a whole file of `configs/GROUP/`, `+experiment=NAME` a whole run's:\n",
     ]
     parts.append(table(("group", "choices"), _groups()))
     return "\n".join(parts)
+
+
+def _entry(columns: tuple[str, ...], schema: type) -> str:
+    """The table of an entry's own keys; those of what it extends are in that one's."""
+    above = {spec.name for base in schema.__mro__[1:-1] for spec in dataclasses.fields(base)}
+    return table(columns, [row for row in _settings("", schema) if row[0].strip("`") not in above])
 
 
 def _settings(section: str, schema: type) -> list[tuple[str, ...]]:

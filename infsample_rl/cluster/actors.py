@@ -116,7 +116,7 @@ class RewardCalls(Observed):
     def score(self, prompts: list[bytes], *payloads: Payload) -> bytes:
         """Rewards of micro-groups, one of each sealed Prompt: a sealed list[RewardResult]."""
         asked = zip(prompts, payloads, strict=True)
-        return seal([self.worker.score(unseal(prompt), open_micro_group(payload)) for prompt, payload in asked])
+        return seal(self.worker.score([(unseal(prompt), open_micro_group(payload)) for prompt, payload in asked]))
 
 
 class LearnerCalls(Observed):

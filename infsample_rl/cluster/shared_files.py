@@ -39,6 +39,7 @@ def needed_files(config: Config) -> Files:
         paths.append(
             ("reward.functions", function.name.removeprefix("model:") if function.name.startswith("model:") else path)
         )
+    paths += [("reward.functions", judge.prompt) for judge in config.reward.judges]
     return [
         (setting, str(file), file.stat().st_size)
         for setting, path in paths

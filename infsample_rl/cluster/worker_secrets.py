@@ -24,7 +24,7 @@ Secrets = dict[str, str | None]  # name -> value; None: the worker keeps what it
 
 def check_reward_environment(config: Config) -> None:
     """ValueError for a name in reward.environment that is not set here, or that reward functions must not have."""
-    for name in config.reward.environment:
+    for name in [*config.reward.environment, *_keys_of_judges(config)]:
         if name.startswith(DRIVER_ONLY):
             raise ValueError(
                 f"reward.environment must not hold {name}: only the driver reports to W&B, reward functions must not "
@@ -35,17 +35,21 @@ def check_reward_environment(config: Config) -> None:
 
 
 def worker_secrets(config: Config) -> dict[str, Secrets]:
-    """Role -> the keys its workers are given: the hub's who load models, reward.environment for reward.
+    """Role -> the keys its workers are given: the hub's who load models, reward.environment and judges' for reward.
 
     Roles are those of placement.worker_groups. W&B's key is nobody's but the driver's.
     """
     hub = {name: os.environ.get(name) for name in HUB_NAMES}
     given: dict[str, Secrets] = {group.role: dict(hub) for group in worker_groups(config)}
-    named = {name: os.environ.get(name) for name in config.reward.environment}
+    named = {name: os.environ.get(name) for name in [*config.reward.environment, *_keys_of_judges(config)]}
     names = [function.name for function in config.reward.functions]
     # functions run others' code: only a reward model by hub name brings the hub's token; local paths are absolute
     from_hub = any(name.startswith("model:") and not os.path.isabs(name.removeprefix("model:")) for name in names)
     return given | {"reward": named | (hub if from_hub else {})}
+
+
+def _keys_of_judges(config: Config) -> list[str]:
+    return [judge.key for judge in config.reward.judges if judge.key is not None]
 
 
 def _held_secrets() -> list[str]:

@@ -141,9 +141,9 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
             run["dir"] = str(_run_of(run["resume"]))
         else:
             run["dir"] = f"runs/{run['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run["dir"] = str(Path(run["dir"]).expanduser().absolute())
+    run["dir"] = _absolute(run["dir"])
     if run["resume"] not in ("auto", "never"):
-        run["resume"] = str(Path(run["resume"]).expanduser().absolute())
+        run["resume"] = _absolute(run["resume"])
     for section, key in (
         (model, "path"),
         (model, "tokenizer_path"),
@@ -160,8 +160,11 @@ def _make_paths_absolute(settings: dict[str, Any]) -> None:
             _with_absolute(name, "name", _absolute_function) for name in (given if isinstance(given, list) else [given])
         ]
     reward = settings["reward"]
-    reward["functions"] = [_with_absolute(entry, "name", _absolute_function) for entry in reward["functions"]]
-    reward["read_paths"] = [str(Path(path).expanduser().absolute()) for path in reward["read_paths"]]
+    reward["functions"] = [
+        _with_absolute(named, "prompt", _absolute) if isinstance(named, dict) else named
+        for named in (_with_absolute(entry, "name", _absolute_function) for entry in reward["functions"])
+    ]
+    reward["read_paths"] = list(map(_absolute, reward["read_paths"]))
 
 
 def _with_absolute(entry: Any, key: str, absolute: Callable[[Any], Any]) -> Any:
@@ -169,6 +172,10 @@ def _with_absolute(entry: Any, key: str, absolute: Callable[[Any], Any]) -> Any:
     if isinstance(entry, dict):
         return {**entry, key: absolute(entry[key])} if isinstance(entry.get(key), str) else entry
     return absolute(entry) if isinstance(entry, str) else entry
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())
 
 
 def _absolute_source(source: str | None) -> str | None:

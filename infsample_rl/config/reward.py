@@ -9,6 +9,8 @@ from typing import Any
 from infsample_rl.config.fields import check_bounds, parse_bytes, read_entry, setting
 
 ISOLATIONS = ("none", "limits", "sandbox")
+JUDGE = "judge"
+JUDGE_FORMS = ("score", "pairwise", "rubric")
 SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries
 
 
@@ -18,8 +20,8 @@ class RewardFunctionConfig:
 
     name: str = setting(
         "",
-        "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, or model:<folder or hub "
-        "name>",
+        "gsm8k, math, kk, reasoning_gym, data_source, think_format, path/to/file.py:function, model:<folder or hub "
+        "name>, or judge",
     )
     weight: float = setting(1.0, "factor in the sum")
     kwargs: dict[str, Any] = setting(
@@ -29,6 +31,62 @@ class RewardFunctionConfig:
     def is_called(self, name: str) -> bool:
         """Whether `name` means it: its whole name, or that of the function in its file."""
         return name in (self.name, self.name.rpartition(".py:")[2])
+
+
+@dataclass(kw_only=True)
+class JudgeConfig(RewardFunctionConfig):
+    """A model behind OpenAI's protocol that judges responses: an entry whose name is judge."""
+
+    url: str = setting("", "where it answers, e.g. http://127.0.0.1:8000/v1")
+    model: str = setting("", "its name there")
+    prompt: str = setting(
+        "",
+        "file with what it is asked: `{question}` and `{response}` stand for the last message and what was answered, "
+        "`{COLUMN}` for any column of the row",
+    )
+    form: str = setting(
+        "score",
+        "score: it gives a number on `scale`; pairwise: it says which of `{first}` and `{second}` is better, the "
+        "response and what stands in the column `against`, asked both ways round; rubric: it says of every one of "
+        "`{criteria}` whether the response meets it, and the reward is the share that it meets",
+        choices=JUDGE_FORMS,
+    )
+    scale: list[float] = setting([0, 10], "lowest and highest score, which become rewards of 0 and 1")
+    against: str | None = setting(None, "pairwise: the column of the text that every response is compared with")
+    criteria: list[str] = setting([], "rubric: what a response shall meet; one name in braces: the column of them")
+    key: str | None = setting(None, "environment variable with the key, which goes to the reward worker alone")
+    at_once: int = setting(32, "requests under way at a time, of each reward worker", low=1)
+    retries: int = setting(
+        5, "times that a request is sent again after 429, 5xx or a lost connection, within reward.timeout_s", low=0
+    )
+    price: list[float] = setting([0, 0], "of a million tokens read and of a million written, for reward/judge/cost")
+    options: dict[str, Any] = setting(
+        {},
+        "further fields of every request; temperature is 0 and max_tokens 1024 where they say nothing, null leaves out",
+    )
+    keep: bool = setting(True, "keep verdicts in the cache folder, so that no request is paid for twice")
+
+    def __post_init__(self) -> None:
+        where = "reward.functions: judge"
+        for name in ("url", "model", "prompt"):
+            if not getattr(self, name):
+                raise ValueError(f"{where}: {name} must be given")
+        if self.kwargs:
+            raise ValueError(f"{where} takes no kwargs; fields of its requests go into options")
+        if not re.match(r"https?://[^/@]+(/|$)", self.url):
+            raise ValueError(f"{where}: url must be http://HOST... or https://HOST..., without a key in it")
+        for name in ("scale", "price"):
+            pair = getattr(self, name)
+            if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(each, (int, float)) for each in pair):
+                raise ValueError(f"{where}: {name} must be two numbers, got {pair!r}")
+        if not isinstance(self.options, dict):
+            raise ValueError(f"{where}: options must be {{field: value}}, got {self.options!r}")
+        if not self.scale[0] < self.scale[1]:
+            raise ValueError(f"{where}: scale must be [lowest, highest], got {self.scale}")
+        if (self.form == "pairwise") != (self.against is not None):
+            raise ValueError(f"{where}: against names a column for form=pairwise, got {self.against} for {self.form}")
+        if (self.form == "rubric") != bool(self.criteria):
+            raise ValueError(f"{where}: criteria are for form=rubric, got {self.criteria} for {self.form}")
 
 
 def _is_isolated(config: Any) -> bool:
@@ -72,8 +130,7 @@ class RewardConfig:
     def __post_init__(self) -> None:
         check_bounds("reward", self)
         self.functions = [
-            read_entry(f"reward.functions[{index}]", entry, RewardFunctionConfig, "name")
-            for index, entry in enumerate(self.functions)
+            read_function(f"reward.functions[{index}]", entry) for index, entry in enumerate(self.functions)
         ]
         for index, function in enumerate(self.functions):
             if not isinstance(function.kwargs, dict):
@@ -94,6 +151,17 @@ class RewardConfig:
             )
 
     @property
+    def judges(self) -> list[JudgeConfig]:
+        """Those of the functions that are models to ask."""
+        return [function for function in self.functions if isinstance(function, JudgeConfig)]
+
+    @property
     def memory_bytes(self) -> int:
         """reward.memory_limit in bytes."""
         return parse_bytes(self.memory_limit, "reward.memory_limit must be a size")
+
+
+def read_function(label: str, entry: Any) -> RewardFunctionConfig:
+    """An entry of reward.functions, checked; ValueError as read_entry."""
+    name = entry.get("name") if isinstance(entry, dict) else getattr(entry, "name", entry)
+    return read_entry(label, entry, JudgeConfig if name == JUDGE else RewardFunctionConfig, "name")

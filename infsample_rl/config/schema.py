@@ -13,7 +13,7 @@ from infsample_rl.config.data import DataConfig
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
-from infsample_rl.config.reward import RewardConfig, RewardFunctionConfig
+from infsample_rl.config.reward import RewardConfig, read_function
 from infsample_rl.config.rollout import VLLM_CPU_BLOCK, RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
@@ -89,6 +89,11 @@ class Config:
             self.rollout = replace(self.rollout, page_size=pages * VLLM_CPU_BLOCK)
         self._find_rewards()
         check_pairs(PAIRS, **vars(self))
+        if self.run.deterministic and not all(judge.keep for judge in self.reward.judges):
+            raise ValueError(
+                "run.deterministic=true needs keep=true of reward.functions: judge, who may say something else when "
+                "asked again"
+            )
         self._check_budget()
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         rows = {"learner": self.learner.max_tokens_per_micro_batch}
@@ -116,7 +121,7 @@ class Config:
             if not entry.reward:
                 raise ValueError(f"data.sources[{index}].reward and reward.functions are empty: name a function")
             new = [name for name in entry.reward if not any(function.is_called(name) for function in functions)]
-            functions += [RewardFunctionConfig(name=name) for name in dict.fromkeys(new)]
+            functions += [read_function(f"data.sources[{index}].reward", name) for name in dict.fromkeys(new)]
         if not functions:
             raise ValueError("reward.functions is empty: give one, e.g. reward.functions=[gsm8k]")
         self.reward = replace(self.reward, functions=functions)

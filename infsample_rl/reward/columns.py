@@ -1,7 +1,7 @@
 """The columns that reward functions read, held against the rows before a run starts. Standard library only.
 
-A rule names its columns itself (NEEDS of its module), a function of TRL's form by its parameters; the other forms take
-what is there.
+A rule names its columns itself (NEEDS of its module), a judge in its prompt, a function of TRL's form by its
+parameters; the other forms take what is there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _where(lacking: dict[int, str], sets: Needs, prompts: list[Prompt], label: s
 
 def _missing(name: str, sets: Needs, columns: dict[str, Any]) -> str:
     """The first column that a row lacks of the first set, or "" where one set is whole."""
-    if kind_of(name) == "rule":  # to it null is as good as nothing
+    if kind_of(name) in ("rule", "judge"):  # to them null is as good as nothing
         there = {column for column, value in columns.items() if value is not None}
     else:
         there = columns.keys() - set(NOT_GIVEN)

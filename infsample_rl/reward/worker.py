@@ -2,7 +2,7 @@
 
     decoded texts -> rule and user functions, in processes that can be killed  \\
                   -> reward models, here on the worker's device                 -> weighted sum, None where any part
-                  failed
+                  -> judges, over the network                                  /   failed
 """
 
 from __future__ import annotations
@@ -10,22 +10,27 @@ from __future__ import annotations
 import math
 import pickle
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infsample_rl.config import Config, RewardConfig
+from infsample_rl.config.reward import JudgeConfig
 from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.observe.phases import phase
 from infsample_rl.reward.columns import Needs
 from infsample_rl.reward.functions import component_names, kind_of
+from infsample_rl.reward.hidden_values import hide_values_of
+from infsample_rl.reward.judge import Judge, check_judge
 from infsample_rl.reward.process_pool import CallValues, FunctionProcess, ProcessPool
 from infsample_rl.types import Completion, MaybeNone, Prompt, RewardResult
 
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
     from infsample_rl.reward.reward_model import RewardModel
 
+IN_PROCESSES = ("rule", "user")  # kinds of functions
 LARGEST_REWARD = 1e18  # in float32 its square is finite
 
 
@@ -35,21 +40,23 @@ def check_reward_functions(reward: RewardConfig) -> list[tuple[str, Needs]]:
 
     ValueError in one line: an unknown name, a missing file, function or model, a file that cannot be imported, a
     signature that fits no form, settings in kwargs that the function does not take, a model with more than one label, a
-    reward.isolation that this system cannot hold.
+    judge that does not answer, a reward.isolation that this system cannot hold.
     """
-    models = [function for function in reward.functions if kind_of(function.name) == "model"]
-    in_processes = [function for function in reward.functions if kind_of(function.name) != "model"]
-    needs = iter(list[Needs]())
+    in_processes = [function for function in reward.functions if kind_of(function.name) in IN_PROCESSES]
+    needs: dict[int, Needs] = {}
     if in_processes:
         process = FunctionProcess(reward, in_processes)
         process.kill()
-        needs = iter(process.needs)
-    if models:
-        from infsample_rl.reward.reward_model import check_model
+        needs = dict(zip(map(id, in_processes), process.needs, strict=True))
+    hide_values_of(judge.key for judge in reward.judges if judge.key is not None)
+    for function in reward.functions:
+        if isinstance(function, JudgeConfig):
+            needs[id(function)] = check_judge(function)
+        elif kind_of(function.name) == "model":
+            from infsample_rl.reward.reward_model import check_model
 
-        for function in models:
             check_model(function)
-    return [(function.name, [] if kind_of(function.name) == "model" else next(needs)) for function in reward.functions]
+    return [(function.name, needs.get(id(function), [])) for function in reward.functions]
 
 
 @dataclass
@@ -60,6 +67,15 @@ class Scored:
     weight: float
     values: list[float | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+
+class _Begun(NamedTuple):
+    """A micro-group whose functions run."""
+
+    prompt: Prompt
+    texts: list[str]
+    futures: dict[int, list[Future[list[CallValues]]]]  # place in reward.functions: those of its calls, in order
+    started_at: float
 
 
 class RewardWorker:
@@ -83,32 +99,48 @@ class RewardWorker:
 
             device = "cuda" if config.cluster.reward_gpus > 0 else "cpu"
             self._models = {index: RewardModel(functions[index], device) for index in in_models}
+        hide_values_of(judge.key for judge in config.reward.judges if judge.key is not None)
+        self._judges = {
+            index: Judge(function, config.reward.timeout_s)
+            for index, function in enumerate(functions)
+            if isinstance(function, JudgeConfig)
+        }
         # position in the pool -> in functions
-        self._in_pool = [index for index in range(len(functions)) if index not in in_models]
+        self._in_pool = [index for index, function in enumerate(functions) if kind_of(function.name) in IN_PROCESSES]
         self._pool: ProcessPool | MaybeNone = (
             ProcessPool(config.reward, [functions[index] for index in self._in_pool]) if self._in_pool else None
         )
 
     def progress(self) -> int:
-        """Grows with every function call and micro-group that ends, and with every process that dies."""
-        return self._scored + (self._pool.num_calls + self._pool.num_deaths if self._pool else 0)
+        """Grows with every function call, verdict and micro-group that ends, and with every process that dies."""
+        in_pool = self._pool.num_calls + self._pool.num_deaths if self._pool else 0
+        return self._scored + in_pool + sum(judge.num_replies for judge in self._judges.values())
 
     @phase("reward")
-    def score(self, prompt: Prompt, completions: list[Completion]) -> RewardResult:
-        """Rewards of completions of one prompt, in their order."""
-        token_ids = [completion.token_ids.tolist() for completion in completions]
-        texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
-        return self.score_texts(prompt, texts, token_ids, step=completions[0].policy_version if completions else 0)
+    def score(self, asked: Sequence[tuple[Prompt, list[Completion]]]) -> list[RewardResult]:
+        """Rewards of micro-groups, each of completions of one prompt, in their order. All are begun before the first is
+        waited for."""
+        begun = []
+        for prompt, completions in asked:
+            token_ids = [completion.token_ids.tolist() for completion in completions]
+            texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
+            step = completions[0].policy_version if completions else 0
+            begun.append(self._begin(prompt, texts, token_ids, step))
+        return list(map(self._finish, begun))
 
     def score_texts(
         self, prompt: Prompt, texts: list[str], token_ids: list[list[int]] | None = None, *, step: int = 0
     ) -> RewardResult:
         """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids (none: empty),
         `step` counts in its trainer_state."""
-        started_at = time.time()
-        ids = token_ids or [[] for _ in texts]
-        samples = [{"text": text, "token_ids": row} for text, row in zip(texts, ids, strict=True)]
-        futures = self._submit(prompt, samples, step) if samples else {}
+        return self._finish(self._begin(prompt, texts, token_ids or [[] for _ in texts], step))
+
+    def _begin(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]], step: int) -> _Begun:
+        samples = [{"text": text, "token_ids": row} for text, row in zip(texts, token_ids, strict=True)]
+        return _Begun(prompt, texts, self._submit(prompt, samples, step) if samples else {}, time.time())
+
+    def _finish(self, begun: _Begun) -> RewardResult:
+        prompt, texts, futures, started_at = begun
         chosen = self._of_source[prompt.source]
         scored = {self.names[index]: Scored(self.weights[index]) for index in chosen}
         reported: dict[str, list[float | None]] = {}
@@ -134,15 +166,17 @@ class RewardWorker:
         )
 
     def close(self) -> None:
-        """End the function processes."""
+        """End the function processes and the judges' threads."""
         if self._pool:
             self._pool.close()
+        for judge in self._judges.values():
+            judge.close()
 
     def _submit(
         self, prompt: Prompt, samples: list[dict[str, Any]], step: int
     ) -> dict[int, list[Future[list[CallValues]]]]:
-        """Hand the samples to the pool: whole to forms that take many, else one sample a call, dealt to all
-        processes."""
+        """Hand the samples to judges, and to the pool: whole to forms that take many, else one sample a call, dealt to
+        all processes."""
         columns = {"row": prompt.row, "messages": prompt.messages, "text": prompt.text, "columns": prompt.columns}
         name = self.answer_field or "answer"
         given = RAW_ANSWER if name == "answer" and RAW_ANSWER in prompt.columns else name
@@ -152,8 +186,9 @@ class RewardWorker:
             "max_steps": -1 if self.steps is None else self.steps * self.updates_per_step,
         }
         pickled = pickle.dumps(columns)
-        futures: dict[int, list[Future[list[CallValues]]]] = {}
-        for index in (index for index in self._of_source[prompt.source] if index in self._in_pool):
+        chosen, texts = self._of_source[prompt.source], [sample["text"] for sample in samples]
+        futures = {index: [self._judges[index].submit(prompt, texts)] for index in chosen if index in self._judges}
+        for index in (index for index in chosen if index in self._in_pool):
             pool, position = self._pool, self._in_pool.index(index)
             calls = [[sample] for sample in samples] if pool.per_sample[position] else [samples]
             share = math.ceil(len(calls) / pool.num_processes)

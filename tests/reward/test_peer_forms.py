@@ -183,7 +183,9 @@ def test_trl_functions_see_how_far_the_run_is(open_worker, prompt_of):
     worker = open_worker("warms_up")
     figures = {"logprobs": np.zeros(1, np.float32), "sampling_logprobs": None, "finish_reason": "stop"}
     ids = {"prompt_index": 0, "sample_index": 0, "token_ids": np.array([5], np.int32)}
-    assert worker.score(prompt_of(trl_row()), [Completion(policy_version=2, **ids, **figures)]).rewards == [2 / 8]
+    assert worker.score([(prompt_of(trl_row()), [Completion(policy_version=2, **ids, **figures)])])[0].rewards == [
+        2 / 8
+    ]
 
 
 def test_verl_functions_take_verl_parquet_and_their_extra_numbers_are_kept(open_worker, prompt_of):

@@ -56,20 +56,21 @@ def test_completions_are_decoded_without_special_tokens(open_worker):
     worker = open_worker("gsm8k", ":brevity")
     texts = ("It is 3<|im_end|>", "4<|im_end|>", "")
     before = time.time()
-    result = worker.score(PROMPT, [completion_of(worker, index, text) for index, text in enumerate(texts)])
+    (result,) = worker.score([(PROMPT, [completion_of(worker, index, text) for index, text in enumerate(texts)])])
     assert result.components == {"gsm8k": [1.0, 0.0, 0.0], "brevity": [-7.0, -1.0, 0.0]}
     assert (result.rewards, result.failures) == ([-6.0, -1.0, 0.0], [])
     assert before <= result.started_at <= result.finished_at <= time.time()
-    nothing = worker.score(PROMPT, [])
+    (nothing,) = worker.score([(PROMPT, [])])
     assert (nothing.rewards, nothing.components, nothing.failures) == ([], {"gsm8k": [], "brevity": []}, [])
 
 
 def test_rewards_get_the_text_before_the_first_stop_string(open_worker):
     worker = open_worker("gsm8k", stop_strings=["\n\n", "</a>"])
     given = []
-    worker.score_texts = lambda prompt, texts, token_ids, step: given.append((texts, [len(row) for row in token_ids]))
+    worker._begin = lambda prompt, texts, token_ids, step: given.append((texts, [len(row) for row in token_ids]))
+    worker._finish = lambda begun: None
     texts = ("3</a>", "4\n\n5</a>", "6</b", "</a")
-    worker.score(PROMPT, [completion_of(worker, index, text) for index, text in enumerate(texts)])
+    worker.score([(PROMPT, [completion_of(worker, index, text) for index, text in enumerate(texts)])])
     assert given == [(["3", "4", "6</b", "</a"], [5, 8, 4, 3])]  # the tokens are all there
 
 

@@ -1,0 +1,266 @@
+"""Reward `judge`: a model behind OpenAI's protocol reads what was asked and answered, and says how good it is.
+
+A verdict is the last of its kind in the reply, which may reason before it. What gives none, for whatever reason, is no
+reward of 0 but a failed one. Verdicts are kept by the content of the request, so that a run that goes on, or another
+over the same texts, gets the same ones and pays for none of them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infsample_rl.config.loading import cache_folder
+from infsample_rl.config.reward import JudgeConfig
+from infsample_rl.reward.hidden_values import without_values
+from infsample_rl.reward.process_pool import CallValues
+from infsample_rl.reward.verdict_store import VerdictStore
+from infsample_rl.types import Prompt
+
+CHECK_S = 20.0  # that a server has to say which models it has, before a run starts
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+OWN_NAMES = {"score": ("question", "response"), "rubric": ("question", "response", "criteria")}
+OWN_NAMES["pairwise"] = ("question", "first", "second")
+SCORE = re.compile(r"\bscore\b\W{0,6}?(-?\d+(?:\.\d+)?)(?![\d.]*\d)", re.IGNORECASE)
+VERDICT = re.compile(r"\bverdict\b\W{0,6}(first|second|tie)\b", re.IGNORECASE)
+ANSWER = re.compile(r"^\W*(\d+)\W{1,6}(yes|no)\b", re.IGNORECASE | re.MULTILINE)
+
+
+class NoVerdict(Exception):
+    """A reply, or what came instead of one, says nothing; the message is a problem as failure lines show it."""
+
+
+class Reply(NamedTuple):
+    """What the judge said, and what it took."""
+
+    text: str
+    read: int  # tokens
+    written: int
+    is_new: bool  # not from the store
+
+
+def open_client(judge: JudgeConfig, timeout_s: float) -> Any:
+    """openai.AsyncOpenAI for this judge, with its key; ValueError where the package or the key is missing."""
+    try:
+        from openai import AsyncOpenAI
+    except ImportError:
+        raise ValueError(
+            "reward.functions: judge needs the package openai: pip install 'infsample_rl[judge]'"
+        ) from None
+    if judge.key is not None and not os.environ.get(judge.key):
+        raise ValueError(f"reward.functions: judge: key names {judge.key}, which is not set")
+    key = "none" if judge.key is None else os.environ[judge.key]
+    return AsyncOpenAI(api_key=key, base_url=judge.url, timeout=timeout_s, max_retries=judge.retries)
+
+
+def read_prompt(judge: JudgeConfig) -> str:
+    """The text of its prompt file; ValueError where it cannot be read or does not show the judge what it judges."""
+    where = f"reward.functions: judge: prompt={judge.prompt}"
+    try:
+        text = Path(judge.prompt).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    named = PLACEHOLDER.findall(text)
+    for name in OWN_NAMES[judge.form]:
+        if name not in named and name != "question":
+            raise ValueError(f"{where} must show {{{name}}}, which form={judge.form} judges by")
+    return text
+
+
+def columns_of(judge: JudgeConfig) -> list[str]:
+    """The columns that it reads of a row."""
+    named = [name for name in PLACEHOLDER.findall(read_prompt(judge)) if name not in OWN_NAMES[judge.form]]
+    return list(dict.fromkeys([*named, *filter(None, (judge.against, _criteria_column(judge)))]))
+
+
+def check_judge(judge: JudgeConfig) -> list[list[str]]:
+    """What it reads of a row, as columns.Needs. ValueError in one line where its prompt, its key or the package is
+    missing, no server of the protocol answers, or that has no such model."""
+    needs = columns_of(judge)
+    asyncio.run(_ask_for_models(judge))
+    return [needs] if needs else []
+
+
+async def _ask_for_models(judge: JudgeConfig) -> None:
+    client = open_client(judge, CHECK_S)
+    where = f"reward.functions: judge: {judge.url}"
+    from openai import NotFoundError
+
+    try:
+        async with client, asyncio.timeout(CHECK_S):
+            names = [model.id for model in (await client.with_options(max_retries=0).models.list()).data]
+    except NotFoundError:
+        return  # some servers keep no list
+    except TimeoutError:
+        raise ValueError(f"{where} did not say within {CHECK_S:.0f} s which models it has") from None
+    except Exception as error:  # whatever a server that is none makes of it
+        raise ValueError(f"{where} does not answer as an OpenAI-compatible server ({_one_line(error)})") from None
+    if judge.model not in names:
+        raise ValueError(f"{where} has no model {judge.model}; it has {', '.join(names[:8]) or 'none'}")
+
+
+class Judge:
+    """Asks the judge about responses, many at a time, in a thread of its own."""
+
+    def __init__(self, judge: JudgeConfig, timeout_s: float) -> None:
+        """`timeout_s`: that a verdict may take, retries included. ValueError as read_prompt and open_client."""
+        self.num_replies = 0  # grows with every one
+        self._judge, self._timeout_s, self._prompt = judge, timeout_s, read_prompt(judge)
+        self._client = open_client(judge, timeout_s)
+        given = {"temperature": 0, "max_tokens": 1024} | judge.options
+        self._options = {name: value for name, value in given.items() if value is not None}
+        self._store = VerdictStore(cache_folder() / "verdicts.sqlite" if judge.keep else None)
+        self._under_way: dict[str, asyncio.Task[Reply]] = {}
+        self._places = asyncio.Semaphore(judge.at_once)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
+
+    def submit(self, prompt: Prompt, responses: list[str]) -> Future[list[CallValues]]:
+        """One CallValues of the responses to one prompt: rewards from 0 to 1, and cost and tokens beside them."""
+        return asyncio.run_coroutine_threadsafe(self._judge_all(prompt, responses), self._loop)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _judge_all(self, prompt: Prompt, responses: list[str]) -> list[CallValues]:
+        found = await asyncio.gather(*(self._judge_one(prompt, response) for response in responses))
+        values, problems, replies = map(list, zip(*found, strict=True)) if found else ([], [], [])
+        new = [[reply for reply in each if reply.is_new] for each in replies]
+        tokens = [float(sum(reply.read + reply.written for reply in each)) for each in new]
+        reported: dict[str, list[float | None]] = {"tokens": list(tokens)}
+        if any(self._judge.price):
+            reported["cost"] = [sum(map(self._cost, each)) for each in new]
+        return [CallValues(values=values, problems=problems, reported=reported)]
+
+    def _cost(self, reply: Reply) -> float:
+        of_read, of_written = self._judge.price
+        return (reply.read * of_read + reply.written * of_written) / 1e6
+
+    async def _judge_one(self, prompt: Prompt, response: str) -> tuple[float | None, str, list[Reply]]:
+        asked: list[Reply] = []
+        try:
+            return await self._verdict(prompt, response, asked), "", asked
+        except NoVerdict as error:
+            return None, str(error), asked
+        except Exception as error:  # of the client, the server or the way between them
+            return None, f"gave no verdict: {_one_line(error)}", asked
+
+    async def _verdict(self, prompt: Prompt, response: str, asked: list[Reply]) -> float:
+        judge = self._judge
+        shown = {name: _text(value) for name, value in prompt.columns.items()}
+        shown["question"] = prompt.messages[-1]["content"]
+        if judge.form == "pairwise":
+            other = shown[str(judge.against)]
+            ways = [{"first": response, "second": other}, {"first": other, "second": response}]
+            first, second = await asyncio.gather(
+                *(self._ask(shown | way, PAIRWISE_END, _share_of_first, asked) for way in ways)
+            )
+            return (first + 1 - second) / 2
+        if judge.form == "score":
+            low, high = judge.scale
+            end = f"End your reply with a line `Score: N`, where N is a number from {low:g} to {high:g}."
+            return await self._ask(shown | {"response": response}, end, lambda text: _on_scale(text, low, high), asked)
+        criteria = self._criteria(prompt)
+        numbered = "\n".join(f"{number}. {text}" for number, text in enumerate(criteria, 1))
+        shown |= {"response": response, "criteria": numbered}
+        return await self._ask(shown, RUBRIC_END, lambda text: _share_met(text, len(criteria)), asked)
+
+    def _criteria(self, prompt: Prompt) -> list[str]:
+        column = _criteria_column(self._judge)
+        criteria = self._judge.criteria if column is None else prompt.columns.get(column)
+        if not isinstance(criteria, list) or not criteria:
+            raise NoVerdict(f"gave no verdict: the column {column!r} is no list of criteria")
+        return [_text(each) for each in criteria]
+
+    async def _ask(self, shown: Mapping[str, str], end: str, read: Callable[[str], float], asked: list[Reply]) -> float:
+        """What `read` finds in the reply; kept only where it finds something."""
+        text = PLACEHOLDER.sub(lambda match: shown.get(match[1], match[0]), self._prompt)
+        asks = [{"role": "user", "content": f"{text.rstrip()}\n\n{end}"}]
+        request = {"model": self._judge.model, "messages": asks, "extra_body": self._options}
+        content = json.dumps([self._judge.url, request], sort_keys=True)
+        place = hashlib.sha256(content.encode()).hexdigest()
+        kept = self._store.get(place)
+        if kept is not None:
+            asked.append(Reply(kept, 0, 0, is_new=False))
+            return read(kept)
+        if place not in self._under_way:  # samples of a group may be alike
+            task = self._under_way[place] = asyncio.ensure_future(self._send(request))
+            task.add_done_callback(lambda _: self._under_way.pop(place, None))
+            reply = await task
+        else:
+            reply = (await self._under_way[place])._replace(is_new=False)
+        asked.append(reply)
+        read(reply.text)
+        return read(self._store.put(place, reply.text))
+
+    async def _send(self, request: dict[str, Any]) -> Reply:
+        async with self._places:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await self._client.chat.completions.create(**request)
+            except TimeoutError:
+                raise NoVerdict(f"timed out after {self._timeout_s:g} s") from None
+            finally:
+                self.num_replies += 1
+        try:
+            text, usage = answer.choices[0].message.content, answer.usage
+        except (AttributeError, IndexError, TypeError):
+            raise NoVerdict(f"gave no verdict: {_start(answer)} is no chat completion") from None
+        read, written = (getattr(usage, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
+        return Reply(text or "", read, written, is_new=True)
+
+
+PAIRWISE_END = "End your reply with a line `Verdict: first`, `Verdict: second` or `Verdict: tie`."
+RUBRIC_END = "End your reply with a line for every criterion by its number: `1: yes` if it is met, `1: no` if not."
+
+
+def _on_scale(text: str, low: float, high: float) -> float:
+    found = SCORE.findall(text)
+    if not found:
+        raise NoVerdict(f"gave no verdict: no `Score: N` in {_start(text)}")
+    score = float(found[-1])
+    if not low <= score <= high:
+        raise NoVerdict(f"gave no verdict: Score: {found[-1]} is outside {low:g} to {high:g}")
+    return (score - low) / (high - low)
+
+
+def _share_of_first(text: str) -> float:
+    found = VERDICT.findall(text)
+    if not found:
+        raise NoVerdict(f"gave no verdict: no `Verdict: first`, `second` or `tie` in {_start(text)}")
+    return {"first": 1.0, "second": 0.0, "tie": 0.5}[found[-1].lower()]
+
+
+def _share_met(text: str, count: int) -> float:
+    said = {int(number): answer.lower() == "yes" for number, answer in ANSWER.findall(text)}
+    if any(number not in said for number in range(1, count + 1)):
+        raise NoVerdict(f"gave no verdict: not every one of {count} criteria has a yes or no in {_start(text)}")
+    return sum(said[number] for number in range(1, count + 1)) / count
+
+
+def _criteria_column(judge: JudgeConfig) -> str | None:
+    """The column that holds the criteria, where `criteria` names one."""
+    named = PLACEHOLDER.fullmatch(judge.criteria[0]) if len(judge.criteria) == 1 else None
+    return None if named is None else named[1]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _start(value: Any) -> str:
+    text = " ".join(without_values(str(value)).split())
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(without_values(str(error)).split())}"[:200]

@@ -1,0 +1,393 @@
+"""A model as the judge, over HTTP: verdicts of three forms, and servers that stall, lie, cut, answer HTML or refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sqlite3
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from infsample_rl.cluster.rollout_interpreter import MADE_HERE
+from infsample_rl.cluster.worker_secrets import check_reward_environment, worker_secrets
+from infsample_rl.config import Config, DataConfig, ModelConfig, RewardConfig
+from infsample_rl.config.loading import load_config
+from infsample_rl.config.overrides import ConfigError
+from infsample_rl.reward import judge as judge_module
+from infsample_rl.reward.hidden_values import hide_values_of
+from infsample_rl.reward.judge import Judge, check_judge
+from infsample_rl.reward.worker import RewardWorker
+from infsample_rl.types import Prompt
+from tests.conftest import save_tiny_qwen3
+
+openai = pytest.importorskip("openai")
+KEY = "sk-0123456789abcdef"
+
+
+class Server:
+    """An OpenAI-compatible server whose answers are `reply(request, number)`: a text, or a function of the handler."""
+
+    def __init__(self):
+        self.reply = lambda request, number: "Score: 5"
+        self.models = ["judge-1"]
+        self.asked, self.keys, self.at_once, self.most_at_once = [], set(), 0, 0
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                self.answer({"object": "list", "data": [{"id": name, "object": "model"} for name in server.models]})
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with server._lock:
+                    server.asked.append(request["messages"][0]["content"])
+                    server.keys.add(self.headers["Authorization"])
+                    server.at_once += 1
+                    server.most_at_once = max(server.most_at_once, server.at_once)
+                    number = len(server.asked)
+                try:
+                    said = server.reply(request, number)
+                    said(self) if callable(said) else self.answer(completion(said))
+                finally:
+                    with server._lock:
+                        server.at_once -= 1
+
+            def answer(self, body, status=200, kind="application/json"):
+                text = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def close(self):
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def completion(text):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": 1000, "completion_tokens": 10, "total_tokens": 1010}
+    return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    monkeypatch.setenv("INFSAMPLE_RL_CACHE", str(tmp_path / "cache"))
+    found = Server()
+    yield found
+    found.close()
+    hide_values_of([])
+
+
+@pytest.fixture
+def entry(server, tmp_path):
+    """Builds an entry of reward.functions."""
+
+    def build(text="Was {response} right? It should be {answer}.", **settings):
+        (tmp_path / "ask.md").write_text(text)
+        found = {"name": "judge", "url": server.url, "model": "judge-1", "prompt": str(tmp_path / "ask.md")}
+        return found | settings
+
+    return build
+
+
+def config_of(entry):
+    return RewardConfig(functions=[entry]).judges[0]
+
+
+def prompt_of(**columns):
+    return Prompt(
+        prompt_index=0,
+        row=3,
+        messages=[{"role": "user", "content": "1 + 2 = ?"}],
+        text="",
+        token_ids=np.array([1], np.int32),
+        columns={"answer": "3"} | columns,
+    )
+
+
+def judged(entry, responses, *, timeout_s=10.0, **columns):
+    judge = Judge(config_of(entry), timeout_s)
+    (call,) = judge.submit(prompt_of(**columns), responses).result()
+    judge.close()
+    return call
+
+
+def test_a_score_on_the_scale_becomes_a_reward_from_0_to_1(server, entry):
+    said = {"3": "Well. Score: 2, no: \n**Score: 10**", "4": "score = 2.5", "5": "Score: -5/10"}
+    server.reply = lambda request, _: said[request["messages"][0]["content"][4]]
+    given = entry(scale=[-5, 10], price=[2.0, 100.0], options={"max_tokens": 7, "seed": 1})
+    call = judged(given, ["3", "4", "5"])
+    assert call.values == [1.0, 0.5, 0.0] and call.problems == ["", "", ""]
+    assert call.reported == {"tokens": [1010.0] * 3, "cost": pytest.approx([0.003] * 3)}
+    asked = sorted(server.asked)
+    assert asked[0].startswith("Was 3 right? It should be 3.\n\n") and "a number from -5 to 10" in asked[0]
+
+
+def test_verdicts_are_kept_by_content_and_asked_for_once(server, entry):
+    assert judged(entry(), ["3", "3", "4"]).values == [0.5, 0.5, 0.5] and len(server.asked) == 2
+    again = judged(entry(price=[1, 1]), ["3", "4", "5"])
+    assert again.values == [0.5] * 3 and len(server.asked) == 3
+    assert again.reported["tokens"] == [0.0, 0.0, 1010.0] and again.reported["cost"][:2] == [0.0, 0.0]
+    judged(entry(options={"temperature": 1}), ["3"])
+    judged(entry(text="{response}"), ["3"])
+    assert len(server.asked) == 5, "another request is another verdict"
+    judged(entry(keep=False), ["3"])
+    assert len(server.asked) == 6
+
+
+def test_where_verdicts_cannot_be_kept_it_is_said_and_they_count(server, entry, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "verdicts.sqlite").write_bytes(b"no database" * 100)
+    store = judge_module.VerdictStore(tmp_path / "cache" / "verdicts.sqlite")
+    with pytest.warns(UserWarning, match="verdicts are not kept: .*verdicts.sqlite cannot be used"):
+        assert store.get("a") is None
+    assert store.put("a", "b") == "b" and judged(entry(), ["3"]).values == [0.5]
+
+
+def test_the_first_verdict_of_several_processes_is_everybodys(server, entry, tmp_path):
+    stores = [judge_module.VerdictStore(tmp_path / "verdicts.sqlite") for _ in range(2)]
+    assert [store.put("a", said) for store, said in zip(stores, ("Score: 1", "Score: 2"), strict=True)] == [
+        "Score: 1"
+    ] * 2
+
+
+def test_a_run_that_can_be_repeated_keeps_its_verdicts(entry, tmp_path, monkeypatch):
+    listed = ", ".join(f"{name}: '{value}'" for name, value in entry().items())
+    load_config([f"reward.functions=[{{{listed}}}]", "run.deterministic=true"])
+    with pytest.raises(ConfigError, match="run.deterministic=true needs keep=true of reward.functions: judge"):
+        load_config([f"reward.functions=[{{{listed}, keep: false}}]", "run.deterministic=true"])
+
+
+def test_pairwise_asks_both_ways_round(server, entry):
+    def reply(request, _):
+        text = request["messages"][0]["content"].split("\n\n")[0]
+        return {"A=x B=ref": "Verdict: first", "A=ref B=x": "**Verdict:** second"}.get(text, "verdict: First")
+
+    server.reply = reply
+    given = entry(text="A={first} B={second}", form="pairwise", against="answer")
+    call = judged(given, ["x", "y"], answer="ref")
+    assert call.values == [1.0, 0.5], "who always prefers the first has said nothing"
+    assert call.reported["tokens"] == [2020.0, 2020.0]
+
+
+def test_a_rubric_is_the_share_of_criteria_that_are_met(server, entry):
+    server.reply = lambda request, _: "1: yes\n2. No, since ...\n - 3) YES" if "3. c" in str(request) else "1: no"
+    text = "{question} {response}\n{criteria}"
+    given = entry(text=text, form="rubric", criteria=["a", "b", "c"])
+    assert judged(given, ["x"]).values == [pytest.approx(2 / 3)]
+    assert server.asked[0].startswith("1 + 2 = ? x\n1. a\n2. b\n3. c\n\n")
+    given = entry(text=text, form="rubric", criteria=["{wanted}"])
+    call = judged(given, ["x"], wanted=["a", "b"])
+    assert call.values == [None] and "not every one of 2 criteria" in call.problems[0]
+    assert judged(given, ["x"], wanted=["only"]).values == [0.0]
+    assert judged(given, ["x"], wanted="no list").problems == [
+        "gave no verdict: the column 'wanted' is no list of criteria"
+    ]
+
+
+def cut(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices": [')
+    handler.close_connection = True
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ("It is fine.", "gave no verdict: no `Score: N` in 'It is fine.'"),
+        ("Score: 11", "gave no verdict: Score: 11 is outside 0 to 10"),
+        ("Score: -1", "gave no verdict: Score: -1 is outside 0 to 10"),
+        (None, "gave no verdict: no `Score: N` in ''"),
+        (lambda handler: handler.answer("<html>Sign in</html>", kind="text/html"), "is no chat completion"),
+        (lambda handler: handler.answer({"choices": []}), "is no chat completion"),
+        (lambda handler: handler.answer({"error": {"message": f"bad key {KEY}"}}, 401), "AuthenticationError.*<JUDGE>"),
+        (lambda handler: handler.answer('{"choices', 200), "gave no verdict"),
+        (cut, "gave no verdict: "),
+        (lambda handler: time.sleep(5), "timed out after 0.5 s"),
+    ],
+    ids=["none", "above", "below", "empty", "html", "no choice", "refused", "no json", "cut", "stalls"],
+)
+def test_what_is_no_verdict_is_no_reward(server, entry, reply, problem, monkeypatch):
+    monkeypatch.setenv("JUDGE", KEY)
+    hide_values_of(["JUDGE"])
+    server.reply = lambda request, number: reply if "bad" in str(request) else "Score: 10"
+    began = time.monotonic()
+    call = judged(entry(key="JUDGE", retries=0), ["bad", "good"], timeout_s=0.5 if problem.startswith("timed") else 10)
+    assert call.values == [None, 1.0] and call.problems[1] == "" and time.monotonic() - began < 5
+    assert re.search(problem, call.problems[0]), call.problems[0]
+    assert KEY not in call.problems[0] and len(call.problems[0]) < 260 and "\n" not in call.problems[0]
+    assert server.keys == {f"Bearer {KEY}"}
+    kept = sqlite3.connect(judge_module.cache_folder() / "verdicts.sqlite").execute("SELECT text FROM verdicts")
+    assert kept.fetchall() == [("Score: 10",)], "what says nothing is asked for again"
+
+
+def test_busy_servers_are_asked_again_within_the_time(server, entry, monkeypatch):
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+    def busy(status):
+        return lambda handler: handler.answer({"error": {"message": "later"}}, status)
+
+    server.reply = lambda request, number: busy((429, 503, 500)[number - 1]) if number < 4 else "Score: 5"
+    assert judged(entry(), ["3"]).values == [0.5] and len(server.asked) == 4
+    server.asked.clear()
+    call = judged(entry(retries=1), ["4"])
+    assert call.values == [None] and "InternalServerError" in call.problems[0] and len(server.asked) == 2
+
+
+def test_many_are_asked_at_a_time_and_no_more_than_that(server, entry):
+    server.reply = lambda request, number: time.sleep(0.2) or "Score: 5"
+    judged(entry(at_once=4), [str(number) for number in range(12)])
+    assert 2 <= server.most_at_once <= 4
+
+
+def test_a_worker_begins_all_micro_groups_of_a_call(server, entry, tiny_qwen3):
+    server.reply = lambda request, number: time.sleep(0.3) or "Score: 5"
+    reward = RewardConfig(functions=[entry(weight=2.0), "gsm8k"])
+    worker = RewardWorker(Config(model=ModelConfig(path=str(tiny_qwen3)), data=DataConfig(source="kk"), reward=reward))
+    begun = [worker._begin(prompt_of(answer=str(number)), ["3"], [[]], 0) for number in range(4)]
+    results = [worker._finish(each) for each in begun]
+    assert server.most_at_once > 1 and worker.progress() >= 12
+    assert [result.rewards for result in results] == [[1.0], [1.0], [1.0], [2.0]]
+    assert results[3].components == {"judge": [0.5], "gsm8k": [1.0], "judge/tokens": [1010.0]}
+    worker.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"url": ""}, "judge: url must be given"),
+        ({"url": "localhost:8000"}, "judge: url must be http"),
+        ({"url": "https://user:key@host/v1"}, "without a key in it"),
+        ({"model": ""}, "judge: model must be given"),
+        ({"scale": [3, 3]}, "scale must be .lowest, highest., got .3, 3."),
+        ({"scale": [1]}, "scale must be two numbers, got .1."),
+        ({"price": ["a", 1]}, "price must be two numbers"),
+        ({"form": "score", "against": "answer"}, "against names a column for form=pairwise"),
+        ({"form": "pairwise"}, "against names a column for form=pairwise, got None for pairwise"),
+        ({"form": "rubric"}, "criteria are for form=rubric, got .. for rubric"),
+        ({"form": "best"}, "form must be one of score, pairwise, rubric, got 'best'"),
+        ({"at_once": 0}, "at_once must be >= 1"),
+        ({"temperature": 1}, "an entry takes name, weight, kwargs, url, .*, not temperature"),
+        ({"options": [1]}, "options must be"),
+        ({"kwargs": {"a": 1}}, "fields of its requests go into options"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(entry, settings, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(functions=[entry(**settings)])
+
+
+def test_a_judge_without_settings_is_refused_with_what_it_needs():
+    with pytest.raises(ConfigError, match="reward.functions: judge: url must be given"):
+        load_config(["reward.functions=[judge]"])
+
+
+def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
+    assert check_judge(config_of(entry())) == [["answer"]]
+    assert check_judge(config_of(entry(text="{question} {response}"))) == []
+    pairwise = config_of(entry(text="{first} {second} {topic}", form="pairwise", against="gold"))
+    assert check_judge(pairwise) == [["topic", "gold"]]
+    rubric = config_of(entry(text="{response} {criteria}", form="rubric", criteria=["{wanted}"]))
+    assert check_judge(rubric) == [["wanted"]]
+    refused = [
+        ({"text": "Was it right?"}, r"must show \{response\}, which form=score judges by"),
+        ({"prompt": "/nowhere.md"}, "prompt=/nowhere.md cannot be read .No such file"),
+        ({"model": "other"}, "has no model other; it has judge-1"),
+        ({"key": "NO_SUCH_KEY"}, "key names NO_SUCH_KEY, which is not set"),
+        ({"url": "http://127.0.0.1:9/v1"}, "127.0.0.1:9/v1 does not answer as an OpenAI-compatible server"),
+    ]
+    for given, message in refused:
+        with pytest.raises(ValueError, match=message):
+            check_judge(config_of(entry(**given)))
+    monkeypatch.setattr(judge_module, "CHECK_S", 0.2)
+    server.models = None  # it raises, and closes the connection
+    with pytest.raises(ValueError, match="does not answer as an OpenAI-compatible server"):
+        check_judge(config_of(entry()))
+
+
+def test_its_key_goes_to_the_reward_worker_alone(entry, monkeypatch):
+    config = load_config(["objective=no_kl"])
+    config.reward = RewardConfig(functions=[entry(key="JUDGE")])
+    with pytest.raises(ValueError, match="JUDGE, which is not set"):
+        check_reward_environment(config)
+    monkeypatch.setenv("JUDGE", KEY)
+    check_reward_environment(config)
+    assert {role for role, given in worker_secrets(config).items() if "JUDGE" in given} == {"reward"}
+
+
+def test_prompt_files_are_found_from_anywhere(entry, tmp_path, monkeypatch):
+    text = entry(prompt="ask.md")
+    monkeypatch.chdir(tmp_path)
+    listed = ", ".join(f"{name}: '{value}'" for name, value in text.items())
+    config = load_config([f"reward.functions=[{{{listed}}}]"])
+    assert config.reward.judges[0].prompt == str(tmp_path / "ask.md")
+
+
+@pytest.mark.slow
+def test_vllm_judges_arithmetic(tmp_path, entry):
+    """A real server of the protocol, whose replies are held to the form by its own structured outputs."""
+    assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
+    model = save_tiny_qwen3(tmp_path / "judge")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        MADE_HERE,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--served-model-name",
+        "judge-1",
+    ]
+    command += ["--host", "127.0.0.1", "--port", port, "--api-key", KEY, "--max-model-len", 512, "--dtype", "float32"]
+    room = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "log", "w") as log:
+        running = subprocess.Popen(list(map(str, command)), env=os.environ | room, stdout=log, stderr=log)
+    try:
+        os.environ["JUDGE"] = KEY
+        options = {"max_tokens": 16, "structured_outputs": {"regex": "Score: ([0-9]|10)"}}
+        given = entry(url=f"http://127.0.0.1:{port}/v1", key="JUDGE", options=options, price=[1.0, 1.0])
+        until = time.monotonic() + 400
+        while True:
+            try:
+                check_judge(config_of(given))
+                break
+            except ValueError:
+                assert running.poll() is None and time.monotonic() < until, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(1)
+        call = judged(given, [str(number) for number in range(20)], timeout_s=120)
+        assert call.problems == [""] * 20 and all(value in [each / 10 for each in range(11)] for value in call.values)
+        assert min(call.reported["tokens"]) > 20 and min(call.reported["cost"]) > 2e-5
+        assert judged(given, ["0", "1"]).reported["tokens"] == [0.0, 0.0], "asked for once"
+        refused = judged(given | {"options": {"structured_outputs": {"regex": "("}}}, ["3"], timeout_s=60)
+        assert refused.values == [None] and refused.problems[0].startswith("gave no verdict: ")
+        hide_values_of(["JUDGE"])
+        os.environ["JUDGE"] = "wrong-key"
+        refused = judged(given | {"keep": False}, ["3"])
+        assert refused.values == [None] and "AuthenticationError" in refused.problems[0]
+    finally:
+        os.environ.pop("JUDGE", None)
+        running.terminate()
+        running.wait(60)
