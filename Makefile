@@ -5,7 +5,7 @@ TORCH_INDEX ?=
 # CUDA builds of torch bring their own; CPU builds need it for the tests of the CUDA kernels in Triton's interpreter.
 TRITON ?= triton==3.6.0
 EXPERIMENT ?= kk_tiny
-# Of `make test`, side by side; what kills processes or measures runs by itself, after them.
+# Of `make test` and `make test-all`, side by side.
 TEST_PROCESSES ?= 2
 PART ?= a
 ARGS ?=
@@ -31,7 +31,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.tools vllm test
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 # Every setting of the matrix by the real command; part of test (six of them) and test-all.
 test-matrix: $(READY)

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from infsample_rl.cluster.rollout_interpreter import MADE_HERE
 from infsample_rl.cluster.worker_secrets import check_reward_environment, worker_secrets
@@ -73,7 +74,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
 
     def close(self):
@@ -349,6 +350,8 @@ def test_vllm_judges_arithmetic(tmp_path, entry):
     """A real server of the protocol, whose replies are held to the form by its own structured outputs."""
     assert MADE_HERE.exists(), "make vllm makes the interpreter, which make test-all does before"
     model = save_tiny_qwen3(tmp_path / "judge")
+    shape = Qwen3Config.from_pretrained(model, head_dim=32)  # vLLM's attention on CPUs has no smaller heads
+    Qwen3ForCausalLM(shape).save_pretrained(model)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
