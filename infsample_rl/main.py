@@ -120,7 +120,7 @@ def train(config) -> int:
 def _prepare(config, note: Callable[[str], None]) -> Start:
     """Check everything; where Ray is to start here, beside it: its processes come up on another core meanwhile. What is
     refused ends that start."""
-    from infsample_rl.cluster.interruption import left_on_failure
+    from infsample_rl.cluster.interruption import run_unless_failed
     from infsample_rl.cluster.local_ray import start_local
 
     def check() -> Start:
@@ -131,8 +131,7 @@ def _prepare(config, note: Callable[[str], None]) -> Start:
     with ThreadPoolExecutor(1) as beside:
         checked = beside.submit(check)
         if config.cluster.address is None:
-            with left_on_failure(checked):
-                start_local(config, note)
+            run_unless_failed(checked, lambda: start_local(config, note))
     return checked.result()
 
 

@@ -19,10 +19,9 @@ class Terminated(BaseException):
     """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
 
 
-@contextlib.contextmanager
-def left_on_failure(task: Future[Any]) -> Iterator[None]:
-    """Leave the block, of the main thread, at once when `task` of another one fails; what the failure was is for the
-    caller to ask. It is left as by Ctrl-C: where that is ignored, the block goes on to its end."""
+def run_unless_failed(task: Future[Any], work: Callable[[], None]) -> None:
+    """Do `work`, in the main thread, and leave it at once when `task` of another one fails; what the failure was is for
+    the caller to ask. It is left as by Ctrl-C: where that is ignored, it goes on to its end."""
     lock, inside = threading.Lock(), True
 
     def leave(_: Future[Any]) -> None:
@@ -32,7 +31,7 @@ def left_on_failure(task: Future[Any]) -> Iterator[None]:
 
     try:
         task.add_done_callback(leave)
-        yield
+        work()
         with lock:
             inside = False
     except KeyboardInterrupt:

@@ -134,11 +134,12 @@ def evaluate(config: Config, lm: PreTrainedModel, prompts: list[Prompt]) -> list
     try:
         with ThreadPoolExecutor(1) as scorer:
             scored = [
-                (group, scorer.submit(worker.score, prompts[group[0].prompt_index], group))
+                (group, scorer.submit(worker.score, [(prompts[group[0].prompt_index], group)]))
                 for group in engine.stream(ids, config.run.seed, evaluation=True, temperature=temperature)
             ]
             for group, future in scored:
-                _enter(found[group[0].prompt_index], group, future.result())
+                (result,) = future.result()
+                _enter(found[group[0].prompt_index], group, result)
     finally:
         worker.close()
     return found

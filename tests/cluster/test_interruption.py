@@ -18,7 +18,7 @@ import pytest
 from infsample_rl.cluster import connection
 from infsample_rl.cluster import interruption as interruption_module
 from infsample_rl.cluster.connection import RayProcesses
-from infsample_rl.cluster.interruption import LOOK_S, Interruption, Terminated, left_on_failure
+from infsample_rl.cluster.interruption import LOOK_S, Interruption, Terminated, run_unless_failed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,27 +102,23 @@ def failing_after(seconds):
 def test_a_start_is_left_at_once_when_what_runs_beside_it_fails():
     with ThreadPoolExecutor(1) as beside:
         task, began = beside.submit(failing_after, 0.2), time.monotonic()
-        with left_on_failure(task):
-            time.sleep(60)
+        run_unless_failed(task, lambda: time.sleep(60))
         assert time.monotonic() - began < 30 and isinstance(task.exception(), ValueError)
-        after = 0
-        for _ in range(200):  # it fails before the block, in it, at its end or after it
+        run_unless_failed(task, lambda: time.sleep(60))  # it has failed already
+        assert time.monotonic() - began < 30
+        for _ in range(200):  # it fails before the work, in it, at its end or after it
             task = beside.submit(failing_after, 0.0)
-            with left_on_failure(task):
-                after += 1
+            run_unless_failed(task, lambda: None)
             with pytest.raises(ValueError, match="a setting is wrong"):
                 task.result()
-        task = beside.submit(time.sleep, 0)
-        with left_on_failure(task):
-            task.result()
-            after = -1
-        assert after == -1, "what succeeds leaves nothing"
+        done = []
+        run_unless_failed(beside.submit(time.sleep, 0), lambda: done.append(time.sleep(0.1)))
+        assert done == [None], "what succeeds leaves nothing"
 
 
 def test_ctrl_c_is_nobody_elses():
-    with pytest.raises(KeyboardInterrupt), left_on_failure(Future()):
-        signal.raise_signal(signal.SIGINT)
-        time.sleep(60)
+    with pytest.raises(KeyboardInterrupt):
+        run_unless_failed(Future(), lambda: signal.raise_signal(signal.SIGINT))
 
 
 @pytest.mark.slow
