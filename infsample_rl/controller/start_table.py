@@ -233,7 +233,9 @@ def _sent_text(config: Config) -> str:
     places += [f"MLflow, {config.logging.mlflow}"] if config.logging.mlflow is not None else []
     what = "numbers, settings and samples as text" if config.logging.upload_completions else "numbers and settings"
     offline = "; W&B is offline, in wandb of the run folder" if mode == "offline" else ""
-    return (f"{what}, to {' and '.join(places)}" if places else "nothing") + offline
+    parts = [f"{what}, to {' and '.join(places)}"] if places else []
+    parts += [f"prompts and responses, to the judge {judge.model} at {judge.url}" for judge in config.reward.judges]
+    return ("; ".join(parts) or "nothing") + offline
 
 
 def _evaluation_text(config: Config) -> str:

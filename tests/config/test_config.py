@@ -501,6 +501,10 @@ def test_which_predictor_is_used_is_told_before_the_run(overrides, text):
             ["logging.mlflow=http://host:5000", "logging.upload_completions=true"],
             "numbers, settings and samples as text, to MLflow, http://host:5000",
         ),
+        (
+            ["logging.wandb=online", "reward.functions=[{name: judge, url: 'http://host/v1', model: m, prompt: a.md}]"],
+            "numbers and settings, to W&B, online; prompts and responses, to the judge m at http://host/v1",
+        ),
     ],
 )
 def test_who_gets_what_of_a_run_is_told(logging, sent, monkeypatch):
