@@ -118,9 +118,7 @@ def train(config) -> int:
 
 
 def _prepare(config, note: Callable[[str], None]) -> Start:
-    """Check everything; where Ray is to start here, beside it: its processes come up on another core meanwhile. What is
-    refused ends that start."""
-    from infsample_rl.cluster.interruption import run_unless_failed
+    """Check everything; where Ray is to start here, beside it: its processes come up on another core meanwhile."""
     from infsample_rl.cluster.local_ray import start_local
 
     def check() -> Start:
@@ -131,7 +129,7 @@ def _prepare(config, note: Callable[[str], None]) -> Start:
     with ThreadPoolExecutor(1) as beside:
         checked = beside.submit(check)
         if config.cluster.address is None:
-            run_unless_failed(checked, lambda: start_local(config, note))
+            start_local(config, note)
     return checked.result()
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from typing import Any
 
 SLICE_S = 0.5  # how long a wait lasts before it is looked whether the run is to end
 LOOK_S = 2.0  # how often it is looked whether something that cannot be brought back is gone
@@ -17,26 +14,6 @@ LOOK_S = 2.0  # how often it is looked whether something that cannot be brought 
 
 class Terminated(BaseException):
     """The run is to end now; no Exception, so that what recovers from errors does not take it for one."""
-
-
-def run_unless_failed(task: Future[Any], work: Callable[[], None]) -> None:
-    """Do `work`, in the main thread, and leave it at once when `task` of another one fails; what the failure was is for
-    the caller to ask. It is left as by Ctrl-C: where that is ignored, it goes on to its end."""
-    lock, inside = threading.Lock(), True
-
-    def leave(_: Future[Any]) -> None:
-        with lock:
-            if inside and task.exception() is not None and callable(signal.getsignal(signal.SIGINT)):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # ends a system call too
-
-    try:
-        task.add_done_callback(leave)
-        work()
-        with lock:
-            inside = False
-    except KeyboardInterrupt:
-        if not task.done():
-            raise
 
 
 class Interruption:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import ray
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
@@ -52,9 +51,6 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
                 cpus = local_cpus(config)
                 ray.init(address="local", num_cpus=cpus, include_dashboard=False, **init_arguments(config))
                 break
-            except KeyboardInterrupt:
-                _end_half_started()
-                raise
             except Exception as error:  # Ray raises a bare one
                 if not attempts_left or "timed out during startup" not in str(error):
                     raise RuntimeError(f"Ray could not be started here: {error}") from error
@@ -67,19 +63,6 @@ def start_local(config: Config, note: Callable[[str], None]) -> None:
         note(
             "Ray starts without authentication (RAY_AUTH_MODE): whoever reaches this machine's ports can run code on it"
         )
-
-
-def _end_half_started() -> None:
-    """Kill what Ray has started so far, and what that has: Ray forgets a node whose start was left, and its agents
-    outlive it. They are stopped first, so that they start no more."""
-    if ray.is_initialized():
-        return  # it ends with this process
-    ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
-    for process in ours:
-        process.suspend()
-    for process in [below for each in ours for below in each.children(recursive=True)] + ours:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
 
 
 def _start_fork_server(config: Config) -> None:
