@@ -45,6 +45,7 @@ class Reply(NamedTuple):
     read: int  # tokens
     written: int
     is_new: bool  # not from the store
+    is_cut: bool = False  # at max_tokens: what it says last is not its verdict
 
 
 def open_client(judge: JudgeConfig, timeout_s: float) -> Any:
@@ -199,6 +200,8 @@ class Judge:
         else:
             reply = (await self._under_way[place])._replace(is_new=False)
         asked.append(reply)
+        if reply.is_cut:
+            raise NoVerdict("gave no verdict: it was cut at max_tokens, of which options may give more")
         read(reply.text)
         return read(self._store.put(place, reply.text))
 
@@ -212,11 +215,12 @@ class Judge:
             finally:
                 self.num_replies += 1
         try:
-            text, usage = answer.choices[0].message.content, answer.usage
+            choice, usage = answer.choices[0], answer.usage
+            text, is_cut = choice.message.content, choice.finish_reason == "length"
         except (AttributeError, IndexError, TypeError):
             raise NoVerdict(f"gave no verdict: {_start(answer)} is no chat completion") from None
         read, written = (getattr(usage, name, None) or 0 for name in ("prompt_tokens", "completion_tokens"))
-        return Reply(text or "", read, written, is_new=True)
+        return Reply(text or "", read, written, is_new=True, is_cut=is_cut)
 
 
 PAIRWISE_END = "End your reply with a line `Verdict: first`, `Verdict: second` or `Verdict: tie`."

@@ -82,8 +82,8 @@ class Server:
         self._http.server_close()
 
 
-def completion(text):
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+def completion(text, finish_reason="stop"):
+    choice = {"index": 0, "finish_reason": finish_reason, "message": {"role": "assistant", "content": text}}
     usage = {"prompt_tokens": 1000, "completion_tokens": 10, "total_tokens": 1010}
     return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
 
@@ -222,12 +222,16 @@ def cut(handler):
         (None, "gave no verdict: no `Score: N` in ''"),
         (lambda handler: handler.answer("<html>Sign in</html>", kind="text/html"), "is no chat completion"),
         (lambda handler: handler.answer({"choices": []}), "is no chat completion"),
+        (
+            lambda handler: handler.answer(completion("Score: 3, or", "length")),
+            "gave no verdict: it was cut at max_tok",
+        ),
         (lambda handler: handler.answer({"error": {"message": f"bad key {KEY}"}}, 401), "AuthenticationError.*<JUDGE>"),
         (lambda handler: handler.answer('{"choices', 200), "gave no verdict"),
         (cut, "gave no verdict: "),
         (lambda handler: time.sleep(5), "timed out after 0.5 s"),
     ],
-    ids=["none", "above", "below", "empty", "html", "no choice", "refused", "no json", "cut", "stalls"],
+    ids=["none", "above", "below", "empty", "html", "no choice", "length", "refused", "no json", "cut", "stalls"],
 )
 def test_what_is_no_verdict_is_no_reward(server, entry, reply, problem, monkeypatch):
     monkeypatch.setenv("JUDGE", KEY)
