@@ -143,7 +143,7 @@ class EvidenceOptions:
     scratch: str = option("", "folder of models, wheels, runs and kernels; default: one in the temporary folder")
     minutes: float = option(9.0, "no piece is begun that may last longer than what is left of them", above=0)
     only: list[str] = option([], "names of pieces; []: all of the part")
-    vllm_python: str = option(sys.executable, "interpreter that has vLLM, for part f")
+    vllm_python: str = option(sys.executable, "interpreter that has vLLM, for part f; default: this one")
     wheels: str | None = option(None, "folder of wheels of what is missing here, as Ray and vLLM, for the pieces alone")
     tiny: bool = option(False, "small models, on any machine; what needs a GPU or vLLM is left out")
 

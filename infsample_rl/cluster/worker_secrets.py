@@ -23,15 +23,16 @@ Secrets = dict[str, str | None]  # name -> value; None: the worker keeps what it
 
 
 def check_reward_environment(config: Config) -> None:
-    """ValueError for a name in reward.environment that is not set here, or that reward functions must not have."""
-    for name in [*config.reward.environment, *_keys_of_judges(config)]:
+    """ValueError for a name in reward.environment, or of a judge's key, that is not set here or that only the driver
+    may have."""
+    named = [("reward.environment", name) for name in config.reward.environment]
+    for setting, name in [*named, *(("reward.functions: judge: key", name) for name in _keys_of_judges(config))]:
         if name.startswith(DRIVER_ONLY):
             raise ValueError(
-                f"reward.environment must not hold {name}: only the driver reports to W&B, reward functions must not "
-                "see its key"
+                f"{setting} must not name {name}: only the driver reports to W&B, reward functions must not see its key"
             )
         if name not in os.environ:
-            raise ValueError(f"reward.environment names {name}, which is not set in the driver's environment")
+            raise ValueError(f"{setting} names {name}, which is not set in the driver's environment")
 
 
 def worker_secrets(config: Config) -> dict[str, Secrets]:

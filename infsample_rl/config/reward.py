@@ -11,6 +11,7 @@ from infsample_rl.config.fields import check_bounds, parse_bytes, read_entry, se
 ISOLATIONS = ("none", "limits", "sandbox")
 JUDGE = "judge"
 JUDGE_FORMS = ("score", "pairwise", "rubric")
+NAME = r"[A-Za-z_]\w*"  # of an environment variable
 SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries
 
 
@@ -75,6 +76,8 @@ class JudgeConfig(RewardFunctionConfig):
             raise ValueError(f"{where} takes no kwargs; fields of its requests go into options")
         if not re.match(r"https?://[^/@]+(/|$)", self.url):
             raise ValueError(f"{where}: url must be http://HOST... or https://HOST..., without a key in it")
+        if self.key is not None and not re.fullmatch(NAME, self.key):
+            raise ValueError(f"{where}: key is the name of an environment variable, never its value")
         for name in ("scale", "price"):
             pair = getattr(self, name)
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(each, (int, float)) for each in pair):
@@ -140,7 +143,7 @@ class RewardConfig:
                     f"reward.functions[{index}].name is empty: give gsm8k, math, kk, reasoning_gym, file.py:function "
                     "or model:PATH"
                 )
-        if not all(isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*", name) for name in self.environment):
+        if not all(isinstance(name, str) and re.fullmatch(NAME, name) for name in self.environment):
             raise ValueError(
                 "reward.environment holds names of environment variables, never values; got an entry that cannot be a "
                 "name"

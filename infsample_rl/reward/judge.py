@@ -122,15 +122,19 @@ class Judge:
         self._under_way: dict[str, asyncio.Task[Reply]] = {}
         self._places = asyncio.Semaphore(judge.at_once)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
+        self._thread.start()
 
     def submit(self, prompt: Prompt, responses: list[str]) -> Future[list[CallValues]]:
         """One CallValues of the responses to one prompt: rewards from 0 to 1, and cost and tokens beside them."""
         return asyncio.run_coroutine_threadsafe(self._judge_all(prompt, responses), self._loop)
 
     def close(self) -> None:
-        """End the thread."""
+        """End connections and thread."""
+        asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     async def _judge_all(self, prompt: Prompt, responses: list[str]) -> list[CallValues]:
         found = await asyncio.gather(*(self._judge_one(prompt, response) for response in responses))

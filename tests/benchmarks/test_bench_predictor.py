@@ -76,6 +76,7 @@ def measured(tiny_qwen3, recordings, encoder, run_benchmark, tmp_path_factory):
     return [json.loads(line) for line in run_benchmark("predictor", *arguments).splitlines()], out
 
 
+@pytest.mark.slow
 def test_every_predictor_and_k_is_one_json_object(measured):
     records, _ = measured
     names = ("none", "bert", "probe", "oracle")
@@ -87,6 +88,7 @@ def test_every_predictor_and_k_is_one_json_object(measured):
         assert list(record["schedules"]) == ["sjf", "lpt", "infinite", "token_budget"]
 
 
+@pytest.mark.slow
 def test_oracle_has_no_error_and_the_constant_no_order(measured):
     found = {(record["name"], record["k"]): record for record in measured[0]}
     oracle, none = found["oracle", 4], found["none", 4]
@@ -98,6 +100,7 @@ def test_oracle_has_no_error_and_the_constant_no_order(measured):
     assert found["none", 1]["samples"] == 24 > none["samples"] > none["uncensored"]
 
 
+@pytest.mark.slow
 def test_held_out_predictions_are_written_beside_the_recordings(measured, recordings):
     written = read_recordings(measured[1] / "made_n6_predicted.jsonl.gz")
     assert [item.lengths for item in written] == [item.lengths for item in read_recordings(recordings)]

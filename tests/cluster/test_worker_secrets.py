@@ -58,7 +58,7 @@ def test_named_keys_go_to_reward_workers_alone():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("WANDB_API_KEY", "must not hold WANDB_API_KEY"), ("NO_SUCH_KEY", "NO_SUCH_KEY, which is not set")],
+    [("WANDB_API_KEY", "environment must not name WANDB_API_KEY"), ("NO_SUCH_KEY", "NO_SUCH_KEY, which is not set")],
 )
 def test_a_name_that_cannot_be_given_is_refused(name, message):
     with pytest.raises(ValueError, match=message):

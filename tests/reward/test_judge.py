@@ -295,6 +295,7 @@ def test_a_worker_begins_all_micro_groups_of_a_call(server, entry, tiny_qwen3):
         ({"at_once": 0}, "at_once must be >= 1"),
         ({"temperature": 1}, "an entry takes name, weight, kwargs, url, .*, not temperature"),
         ({"options": [1]}, "options must be"),
+        ({"key": "abc-123"}, "key is the name of an environment variable, never its value$"),
         ({"kwargs": {"a": 1}}, "fields of its requests go into options"),
     ],
 )
@@ -334,7 +335,7 @@ def test_a_judge_is_tried_before_a_run_starts(server, entry, monkeypatch):
 def test_its_key_goes_to_the_reward_worker_alone(entry, monkeypatch):
     config = load_config(["objective=no_kl"])
     config.reward = RewardConfig(functions=[entry(key="JUDGE")])
-    with pytest.raises(ValueError, match="JUDGE, which is not set"):
+    with pytest.raises(ValueError, match="reward.functions: judge: key names JUDGE, which is not set"):
         check_reward_environment(config)
     monkeypatch.setenv("JUDGE", KEY)
     check_reward_environment(config)

@@ -172,6 +172,7 @@ def assert_drafts_are_exact(steps):
     assert len(drafted) == 5 and drafted == alone and (pages == pages_alone).all()
 
 
+@pytest.mark.slow
 def test_drafted_tokens_have_the_bits_of_steps_of_their_own(interpreted, make_variant):
     config, state = build(make_variant, "qwen3", torch.float16)
     assert_drafts_are_exact(interpreted(steps_of_drafts, config, state, torch.float16))
