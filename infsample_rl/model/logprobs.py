@@ -101,9 +101,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for part, ids, entropy, normalizer, g, h in zip(
             *(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True
         ):
-            logits = head_logits(part, rows, fp32=head.fp32)
-            gradient = head.passes.gradient(logits, ids, normalizer, entropy, g, h if ctx.entropy_gradient else None)
+            given = (ids, normalizer, entropy, g, h if ctx.entropy_gradient else None)
+            gradient = head.passes.gradient(head_logits(part, rows, fp32=head.fp32), *given)
             of_hidden.append(head_backward(gradient, part, rows, of_rows, fp32=head.fp32))
+            del gradient  # before the next chunk's logits are there
         return torch.cat(of_hidden), of_weight if adds is None else None, None, None, None
 
 

@@ -11,6 +11,7 @@ from infsample_rl.model import policy_head
 from infsample_rl.model.logprobs import PackedPolicy, token_logprobs
 from infsample_rl.model.packing import pack_row
 from infsample_rl.model.policy_head import head_logits, masked_index
+from infsample_rl.plan.memory_trace import MemoryTrace
 from tests.tiny_models import TINY_SIZES
 
 
@@ -88,6 +89,19 @@ def test_logits_never_exist_for_more_than_a_chunk():
     assert forward_and_backward.largest == 16 * 1000
     expected = (hidden @ weight.T / 0.9).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
+
+
+def test_a_chunks_logits_are_gone_before_the_next_are_there():
+    hidden, weight = (torch.randn(rows, 8, device="meta", requires_grad=True) for rows in (64, 1000))
+    with MemoryTrace([hidden, weight]) as trace:
+        logprobs, _ = token_logprobs(
+            hidden, weight, torch.arange(64, device="meta"), temperature=0.9, chunk_tokens=16, valid_vocab=1000
+        )
+        trace.moment = "head"
+        logprobs.sum().backward()
+    chunk, of_weight = 4 * 16 * 1000, 4 * 1000 * 8
+    # logits and their gradient, and what is on the way to the weight's
+    assert trace.fullest["head"].total() < 2.2 * chunk + 2 * of_weight
 
 
 def test_the_policy_is_the_softmax_over_the_ids_that_are_left():

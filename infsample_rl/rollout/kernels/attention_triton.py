@@ -112,8 +112,7 @@ def _parts_kernel(
     queries, keys, values, key_scales, value_scales, row_tables, row_lengths, prompt_tables, prompt_lengths, starts,
     outputs, lses,
     num_rows, num_prompts, num_blocks, row_stride, prompt_stride, score_scale,
-    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, PROMPT_M: tl.constexpr,
-    OWN_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     D_PAD: tl.constexpr, P_PAD: tl.constexpr, PROMPT_SPLITS: tl.constexpr, OWN_SPLITS: tl.constexpr,
     QUANTISED: tl.constexpr, PRODUCT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -130,7 +129,7 @@ def _parts_kernel(
     num_prompt_programs = num_blocks * H * PROMPT_SPLITS
     if pid < num_prompt_programs:
         split, block = pid // H % PROMPT_SPLITS, pid // (H * PROMPT_SPLITS)
-        prompt, slot, live = _prompt_queries(block, starts, num_prompts, head, H, N, PROMPT_M, P_PAD)
+        prompt, slot, live = _prompt_queries(block, starts, num_prompts, head, H, N, M, P_PAD)
         length = tl.load(prompt_lengths + prompt, mask=prompt < num_prompts, other=0)
         table = prompt_tables + prompt.to(tl.int64) * prompt_stride
         if EARLY:
@@ -141,12 +140,12 @@ def _parts_kernel(
         _attend(
             queries, keys, values, key_scales, value_scales, outputs, lses, slot, live, part_stride, split, table,
             length, split, head, score_scale,
-            H, D, PAGE, PROMPT_M, BLOCK_N, D_PAD, PROMPT_SPLITS, QUANTISED, PRODUCT,
+            H, D, PAGE, M, BLOCK_N, D_PAD, PROMPT_SPLITS, QUANTISED, PRODUCT,
         )  # fmt: skip
     else:
         own = pid - num_prompt_programs
         split, row = own // H % OWN_SPLITS, own // (H * OWN_SPLITS)
-        within = tl.arange(0, OWN_M)
+        within = tl.arange(0, M)
         length = tl.load(row_lengths + row)
         table = row_tables + row.to(tl.int64) * row_stride
         if EARLY:
@@ -157,7 +156,7 @@ def _parts_kernel(
             queries, keys, values, key_scales, value_scales, outputs, lses,
             (row.to(tl.int64) * H + head) * N + within, within < N,
             part_stride, PROMPT_SPLITS + split, table, length, split, head, score_scale,
-            H, D, PAGE, OWN_M, BLOCK_N, D_PAD, OWN_SPLITS, QUANTISED, PRODUCT,
+            H, D, PAGE, M, BLOCK_N, D_PAD, OWN_SPLITS, QUANTISED, PRODUCT,
         )  # fmt: skip
 
 
