@@ -92,7 +92,7 @@ PARTS = {
             "memory",
             "memory",
             [*BIG, "prompt_tokens=256", "max_new_tokens=1024", "groups=[32,1024]", "slots=[1,4]"],
-            240,
+            300,
             ["max_new_tokens=8", "groups=[4]", "slots=[2]", "max_generate_group=1", "prompt_tokens=16"],
         ),
     ],

@@ -48,8 +48,13 @@ class FusedDecoder:
         an input become one buffer each, and the model's parameters views of it, without a second copy; not for weights
         on the CPU, which may lie in a mapped file."""
         self.model, self.kernels = model.model, kernels
-        self._ins = [_attention_in(layer, joins=joins) for layer in self.model.layers]
-        self._outs = [_attention_out(layer, joins=joins) for layer in self.model.layers]
+        self._ins: list[AttentionIn] = []
+        self._outs: list[AttentionOut] = []
+        for layer in self.model.layers:
+            self._ins.append(_attention_in(layer, joins=joins))
+            self._outs.append(_attention_out(layer, joins=joins))
+            if joins and self.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # of what was joined: pieces that nothing else fits into, half of a model
         self._scalings = [layer.self_attn.scaling for layer in self.model.layers]
         self.is_compiled = False
         self._project, self._between, self._last = project, finish_and_project, finish_and_norm

@@ -205,8 +205,10 @@ def stored_dtype(kv_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
 
 def free_bytes(device: torch.device, gpu_part: float = 1.0) -> int:
     """Memory that is free now: of the GPU, of which this process may have a part and others the rest, or what the
-    operating system could give this process, containers' limits included."""
+    operating system could give this process, containers' limits included. What torch's allocator keeps of freed
+    tensors on the GPU is given back first."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return free if gpu_part == 1 else min(free, int(gpu_part * total) - torch.cuda.memory_reserved(device))
     with open("/proc/meminfo") as lines:

@@ -120,3 +120,16 @@ def test_the_compiled_step_gives_the_eager_result(make_model, make_tokenizer, se
     for function in (graphs.runner.decoder._between, graphs._draw):  # 1 row and any other number, for all layers
         entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(function._torchdynamo_orig_callable.__code__)
         assert 1 <= len(entries) <= 2
+
+
+@pytest.mark.gpu
+def test_joined_weights_leave_none_of_their_pieces_in_the_allocator(make_variant):
+    sizes = {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4}  # pieces of 16 MB in bfloat16
+    model = make_variant("llama", **sizes).to("cuda", torch.bfloat16)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    FusedDecoder(model)
+    of_layer = 2 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert torch.cuda.memory_reserved() - before < 0.5 * of_layer
+    assert torch.cuda.max_memory_reserved() - before < 2 * of_layer
