@@ -98,7 +98,7 @@ def replay(config: Config, recorded: RecordedStep, checkpoint: Path | None) -> M
 
 def _reference_logprobs(recorded: RecordedStep, config: Config) -> list[ReferenceResult]:
     """What the run's reference workers say of every group's samples; empty where it has none, or nothing reads it."""
-    if not config.objective.kl_in_loss or config.reference.placement == "learner":
+    if not config.objective.reference_in_loss or config.reference.placement == "learner":
         return []
     worker = ReferenceWorker(config)
     return [

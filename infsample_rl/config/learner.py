@@ -32,6 +32,13 @@ class ObjectiveConfig:
         False, "subtract kl_reward_coef x log(policy / reference) from every reward (section 3.4)"
     )
     kl_reward_coef: float = setting(0.0, "beta of the KL in the reward", low=0)
+    reward_coef: float = setting(1.0, "weight of the rewards' advantages", low=0)
+    distill_coef: float = setting(
+        0.0,
+        "weight of on-policy distillation: every token's advantage gets distill_coef x log(teacher / policy), the "
+        "teacher being reference.path",
+        low=0,
+    )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus in the loss", low=0)
     importance: str = setting(
         "auto",
@@ -79,6 +86,8 @@ class ObjectiveConfig:
             [
                 ("objective.kl_in_reward=true", "objective.kl_reward_coef>0", ""),
                 ("objective.kl_reward_coef>0", "objective.kl_in_reward=true", "nothing reads it otherwise"),
+                ("objective.reward_coef=0", "objective.distill_coef>0", "nothing would be trained"),
+                ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "its ratio is a token's"),
             ],
             objective=self,
         )
@@ -96,7 +105,17 @@ class ObjectiveConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether reference log-probabilities are read at all; if not, no reference model is loaded."""
-        return self.kl_in_loss or self.kl_in_reward
+        return self.reference_in_loss or self.kl_in_reward
+
+    @property
+    def distills(self) -> bool:
+        """Whether the reference is a teacher, towards which every token is drawn."""
+        return self.distill_coef > 0
+
+    @property
+    def reference_in_loss(self) -> bool:
+        """Whether the learner reads reference log-probabilities."""
+        return self.kl_in_loss or self.distills
 
 
 def _needs_reference(config: Any) -> bool:
@@ -113,7 +132,7 @@ def _has_ranks(config: Any) -> bool:
 
 @dataclass(kw_only=True)
 class ReferenceConfig:
-    """The frozen policy of the KL terms; loaded only when one is used."""
+    """The frozen policy of the KL terms, and the teacher of a distillation; loaded only when one is used."""
 
     path: str | None = setting(None, "folder or hub name; none: model.path", read_if=_needs_reference)
     placement: str = setting(

@@ -89,6 +89,10 @@ class Config:
             self.rollout = replace(self.rollout, page_size=pages * VLLM_CPU_BLOCK)
         self._find_rewards()
         check_pairs(PAIRS, **vars(self))
+        if self.objective.distills and self.reference.path is None:
+            raise ValueError(
+                f"objective.distill_coef={self.objective.distill_coef:g} needs a teacher: give reference.path"
+            )
         if self.run.deterministic and not all(judge.keep for judge in self.reward.judges):
             raise ValueError(
                 "run.deterministic=true needs keep=true of reward.functions: judge, who may say something else when "

@@ -221,10 +221,10 @@ class StepGroups:
 
 
 def trainable_specs(group: Group, config: Config) -> list[SampleSpec]:
-    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL or entropy in
-    the loss)."""
-    samples = group.trained_samples()
-    if not config.objective.kl_in_loss and config.objective.entropy_coef == 0 and not group.has_signal:
+    """What the learner must see of a group: nothing when its gradient is exactly zero (no advantage, KL, teacher or
+    entropy in the loss)."""
+    samples, objective = group.trained_samples(), config.objective
+    if not objective.reference_in_loss and objective.entropy_coef == 0 and not group.has_signal:
         return []
     return [
         SampleSpec(

@@ -18,6 +18,10 @@ gspo     grpo with r_t replaced by the sequence ratio s_i = exp(mean over o_i of
 cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num_tokens: no token loses its gradient
          (MiniMax-M1, arXiv 2506.13585). One-sided, as in TRL, whose epsilon_high is 1 + clip_high; no clip_low.
 
+With objective.distill_coef a token's advantage is reward_coef A + distill_coef (ref_logprob_t - old_logprob_t). On
+policy the second term's gradient is, in the mean, that of the exact KL(policy || teacher) at t (GKD, arXiv 2306.13649,
+with the reverse KL).
+
 KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for 80
 where the clip bounds the token anyway. docs/objectives.md has a table of where TRL and verl differ from each other.
 """
@@ -74,16 +78,22 @@ def policy_loss(
     token t.
 
     Metrics are sums over these tokens divided by totals.num_tokens, so over all calls of an update they add to means:
-    kl (the estimator chosen), clip_fraction (tokens whose gradient the clip removed, or capped in cispo),
-    importance_mean (of the weights the loss was given), engine_weight and engine_weight_square (of `engine_weights`,
-    for `effective_sample_size`). ref_logprobs is needed for a KL term, engine_logprobs for importance weights, entropy
-    (with gradient) for objective.entropy_coef > 0; ValueError when missing or when totals are empty.
-    objective.importance=auto counts as none: whoever knows the run resolves it.
+    kl (the estimator chosen; of a distillation without a KL term k1, to the teacher), clip_fraction (tokens whose
+    gradient the clip removed, or capped in cispo), importance_mean (of the weights the loss was given), engine_weight
+    and engine_weight_square (of `engine_weights`, for `effective_sample_size`). ref_logprobs is needed for a KL term
+    and for distillation, engine_logprobs for importance weights, entropy (with gradient) for objective.entropy_coef >
+    0; ValueError when missing or when totals are empty. objective.importance=auto counts as none: whoever knows the run
+    resolves it.
     """
     denominator = loss_denominator(objective, totals)
     if denominator <= 0 or totals.num_tokens <= 0:
         raise ValueError(f"the loss needs totals above zero, got {totals}")
     _, inverse, lengths = torch.unique(sequence_ids, return_inverse=True, return_counts=True)
+    if objective.distills:
+        if ref_logprobs is None:
+            raise ValueError(f"objective.distill_coef={objective.distill_coef} needs ref_logprobs, got None")
+        to_teacher = ref_logprobs - old_logprobs.detach()
+        advantages = objective.reward_coef * advantages + objective.distill_coef * to_teacher
     log_ratio = logprobs - old_logprobs
     if objective.loss == "gspo":
         log_ratio = _sequence_sum(log_ratio, inverse, len(lengths))[inverse] / lengths[inverse]
@@ -113,6 +123,8 @@ def _regularizer(
 ) -> tuple[Tensor, Tensor]:
     """kl_coef KL_t - entropy_coef H_t and KL_t of every token; zeros for terms that are not used."""
     total = kl = torch.zeros_like(logprobs)
+    if objective.distills and ref_logprobs is not None:
+        kl = kl_estimate(logprobs.detach(), ref_logprobs, "k1")
     if objective.kl_in_loss:
         if ref_logprobs is None:
             raise ValueError(f"objective.kl={objective.kl} needs ref_logprobs, got None")

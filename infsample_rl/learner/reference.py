@@ -1,5 +1,5 @@
-"""The frozen reference policy of the KL terms: in a worker of its own, which may be sharded over several ranks, or on
-the learner ranks themselves (reference.placement=learner), where nothing is sent.
+"""The frozen reference policy of the KL terms, or the teacher of a distillation: in a worker of its own, which may be
+sharded over several ranks, or on the learner ranks themselves (reference.placement=learner), where nothing is sent.
 
 There with LoRA it is the policy with its adapters off, without a second copy of anything. Else a frozen copy beside the
 policy, sharded over the same ranks wherever rows run in lockstep; with learner.grad_sync=last_row, where they do not,

@@ -92,7 +92,7 @@ class LearnerWorker(RowTrainer):
         self.backend = build_backend(self.policy, self.config, slices, device=self.device, world_size=self.world_size)
         self.publisher = WeightPublisher(self.config.cluster, self.sent_parameters, self.rank)
         self.reference = None
-        if self.objective.kl_in_loss and self.config.reference.placement == "learner":
+        if self.objective.reference_in_loss and self.config.reference.placement == "learner":
             self.reference = build_reference(
                 self.config, self.backend, self.adapted, device=self.device, world_size=self.world_size
             )

@@ -4,16 +4,17 @@ start."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from infsample_rl.config import ModelConfig
+from infsample_rl.config import Config, ModelConfig
 from infsample_rl.model.hub import cached_only, not_found
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer; ValueError in one line when it cannot be had."""
+def load_tokenizer(model: ModelConfig, setting: str = "model.path") -> PreTrainedTokenizerBase:
+    """The policy's tokenizer; ValueError in one line, which names the `setting` of its path, when it cannot be had."""
     path = model.tokenizer_path or model.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -24,9 +25,27 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             raise ValueError("it has no tokens but special ones")
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
-            not_found("model.tokenizer_path" if model.tokenizer_path else "model.path", path, "tokenizer", error)
+            not_found("model.tokenizer_path" if model.tokenizer_path else setting, path, "tokenizer", error)
         ) from None
     return tokenizer
+
+
+def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError where a distillation's teacher, reference.path, has another tokenizer than the policy: token ids are
+    all that it is given."""
+    if not config.objective.distills or config.reference.path in (None, config.model.path):
+        return
+    own = config.model.tokenizer_path or config.model.path
+    path = str(config.reference.path)
+    of_teacher = load_tokenizer(replace(config.model, path=path, tokenizer_path=None), "reference.path").get_vocab()
+    differing = sorted(token for token, number in tokenizer.get_vocab().items() if of_teacher.get(token) != number)
+    if differing:
+        token = differing[0]
+        raise ValueError(
+            f"reference.path={path} must have the tokenizer of {own} to be its teacher: {len(differing):,} tokens are "
+            f"not its or have another id, as {token!r}, here {tokenizer.get_vocab()[token]}, there "
+            f"{of_teacher.get(token, 'none')}"
+        )
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], stop_strings: Sequence[str] = ()) -> str:

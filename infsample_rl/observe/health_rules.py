@@ -77,7 +77,7 @@ def constant_reward(config: Config, steps: Steps) -> Verdict:
     """No group has two different rewards: every advantage is 0."""
     signal = steps.last(SAME_REWARD_STEPS, "reward/groups_with_signal")
     means = steps.last(SAME_REWARD_STEPS, "reward/mean")
-    if not signal or not means or max(signal) > 0:
+    if not signal or not means or max(signal) > 0 or config.objective.distills:
         return None
     return 1.0, (
         f"the samples of every prompt of the last {SAME_REWARD_STEPS} steps got the same reward (mean "

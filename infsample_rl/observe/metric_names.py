@@ -70,7 +70,9 @@ METRICS = {
     "learner/skipped_updates": Metric(
         "updates", "updates without a usable sample, or whose gradient was not finite (learner.on_nonfinite=skip)"
     ),
-    "learner/kl": Metric("nats", "the KL estimate of objective.kl to the reference; 0 without a KL term"),
+    "learner/kl": Metric(
+        "nats", "the KL estimate of objective.kl to the reference, or log(policy / teacher); 0 without either"
+    ),
     "learner/entropy": Metric("nats", "entropy of the policy's distribution at a token"),
     "learner/clip_fraction": Metric("share", "tokens whose gradient the clip removed; 0 with one update a step"),
     "learner/importance_mean": Metric("-", "mean importance weight of objective.importance; 1 without one"),

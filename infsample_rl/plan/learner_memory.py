@@ -180,7 +180,8 @@ def learner_row(config: Config) -> RowGroups:
 def _reference(config: Config, model: ModelOutline, host: Lines) -> Lines:
     """The frozen copy of reference.placement=learner; with LoRA there is none. Its row is smaller than the one that is
     trained after it."""
-    if not config.objective.kl_in_loss or config.reference.placement != "learner" or config.learner.lora_rank > 0:
+    reads, placement = config.objective.reference_in_loss, config.reference.placement
+    if not reads or placement != "learner" or config.learner.lora_rank > 0:
         return {}
     size = getattr(torch, config.model.dtype).itemsize
     ranks = config.cluster.learner_ranks if config.learner.grad_sync == "every_row" else 1

@@ -282,10 +282,10 @@ def _amounts(cpus: float, gpus: float) -> str:
 
 
 def reference_text(config: Config) -> str:
-    """Where the reference of the KL terms is, in words."""
+    """Where the reference of the KL terms, or the teacher, is, in words."""
     reference, cluster = config.reference, config.cluster
     if not config.objective.needs_reference:
-        return "none: no KL term is used"
+        return "none: no KL term and no teacher is used"
     path = reference.path or "the policy as the run starts"
     if reference.placement == "workers":
         sharded = f", each sharded over {cluster.reference_ranks} processes" if cluster.reference_ranks > 1 else ""

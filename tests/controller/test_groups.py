@@ -11,6 +11,7 @@ from infsample_rl.config import (
     DataConfig,
     ModelConfig,
     ObjectiveConfig,
+    ReferenceConfig,
     RewardConfig,
     RewardFunctionConfig,
     RolloutConfig,
@@ -28,6 +29,7 @@ def config(deterministic: bool = False, **objective) -> Config:
         data=DataConfig(source="x", prompts_per_step=2),
         rollout=RolloutConfig(group_size=2, slots=2, max_new_tokens=8),
         objective=ObjectiveConfig(**{"kl": "none", **objective}),
+        reference=ReferenceConfig(path="teacher"),
         reward=RewardConfig(functions=[RewardFunctionConfig(name="gsm8k")]),
     )
 
@@ -93,8 +95,9 @@ def test_failed_reward_is_outside_mean_and_every_denominator():
     assert loss_totals(groups.trained(), settings) == LossTotals(num_sequences=1, num_tokens=4, length_normalizer=8)
 
 
-def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_or_an_entropy_term():
-    for objective, sent in (({}, 0), ({"kl": "k3", "kl_coef": 0.01}, 2), ({"entropy_coef": 0.1}, 2)):
+def test_group_without_signal_is_not_sent_unless_the_loss_has_a_kl_a_teacher_or_an_entropy_term():
+    terms = ({}, 0), ({"kl": "k3", "kl_coef": 0.01}, 2), ({"entropy_coef": 0.1}, 2), ({"distill_coef": 0.1}, 2)
+    for objective, sent in terms:
         settings = config(**objective)
         groups = StepGroups(prompts(1), settings, group_size=2, step=0, with_reference=False)
         groups.add_micro_group(0, header(0, [0, 1]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from infsample_rl.commands.chaos import differences
 from infsample_rl.commands.disturbance import Target, send
@@ -203,6 +203,31 @@ def test_objectives_are_to_each_other_as_their_papers_say(of_objective):
     assert norms["cispo"] == pytest.approx(norms["dapo"], rel=1e-3), "both are means over tokens, at ratio 1"
     assert norms["rloo"] == pytest.approx(4 / 3 * norms["dr_grpo"], rel=1e-3), "the others' mean is of G - 1 of 4"
     assert norms["dapo"] != pytest.approx(norms["no_kl"], rel=3e-3), "a mean over samples is another"
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory, tiny_qwen3) -> Path:
+    """The policy with other weights in its last layers."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    AutoTokenizer.from_pretrained(tiny_qwen3).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.model.layers[-1].parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_teacher_draws_the_policy_towards_it_wherever_it_is(train, teacher):
+    given = ("objective=distill", f"reference.path={teacher}", "run.steps=4", "learner.lr=3e-3")
+    equal = "reward.functions=[think_format]"  # rewards that are all equal do not stop it
+    run, beside = train(*given, equal), train(*given, equal, "reference.placement=learner")
+    kl = [row["learner/kl"] for row in run.rows]
+    assert 0 < kl[-1] < 0.8 * kl[0], kl
+    for row, other in zip(run.rows, beside.rows, strict=True):
+        close(other, row, names=(*NAMES, "learner/kl"))
 
 
 RESUMED = {
