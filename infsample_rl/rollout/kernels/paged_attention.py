@@ -20,7 +20,7 @@ from infsample_rl.rollout.kernels.attention_triton import _merge_kernel, _parts_
 # 1.7B and 8B on an H200; blocks of 64 queries and 64 keys took 1.3 times as long.
 BLOCK_KEYS = 32  # of one inner iteration, over several pages
 BLOCK_BYTES = 16384  # of keys at most: with more, registers spill (seen in ptxas for sm_80 and sm_90)
-LAUNCH = {"num_warps": 2, "num_stages": 2}
+BYTES_PER_WARP = 4096  # of a block's keys: with more, two warps spill float32, and heads of 256 (ptxas)
 MAX_SPLITS = 8  # of one table's tokens; what they leave is 1 / 16 of what 1,000 tokens of 4 query heads read
 SPLIT_TOKENS = 64  # that are worth a split
 STORED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -77,6 +77,7 @@ def paged_attention(
     both, parts, num_blocks = _sizes(query, keys, num_prompts, workspace)
     both["EARLY"] = early
     num_programs = parts["H"] * (num_blocks * both["PROMPT_SPLITS"] + num_rows * both["OWN_SPLITS"])
+    num_warps = max(2, both["BLOCK_N"] * both["D_PAD"] * query.element_size() // BYTES_PER_WARP)
     launch = {"launch_pdl": True} if early else {}
     out = torch.empty_like(query)
     _parts_kernel[(num_programs,)](
@@ -84,7 +85,7 @@ def paged_attention(
         prompt_row_starts,
         workspace.outputs, workspace.lses, num_rows, num_prompts, num_blocks, row_tables.stride(0),
         prompt_tables.stride(0), scaling * LOG2_E,
-        QUANTISED=key_scales is not None, **parts, **both, **LAUNCH, **launch,
+        QUANTISED=key_scales is not None, num_warps=num_warps, num_stages=2, **parts, **both, **launch,
     )  # fmt: skip
     _merge_kernel[(num_rows, num_heads)](
         workspace.outputs, workspace.lses, row_lengths, prompt_lengths, prompt_row_starts, out, num_rows, num_prompts,
