@@ -13,6 +13,7 @@ from infsample_rl.controller.checkpoints import write_checkpoint, write_checksum
 from infsample_rl.controller.checks import Start, claim_run_folder, open_run_folder, prepare
 from infsample_rl.rollout.length_prediction.run_probe import FILE
 from infsample_rl.types import ProbeReport, ProbeStatistics
+from tests.tiny_models import save_words
 
 
 def begin(run_dir: Path, *overrides: str) -> Start:
@@ -43,6 +44,12 @@ def test_a_run_folder_that_cannot_be_made_is_refused_before_anything_starts(tmp_
     ]:
         with pytest.raises(ValueError, match=f"run.dir=.* cannot be written .*{reason}"):
             begin(path)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_path):
+    save_words(tmp_path / "teacher")
+    with pytest.raises(ValueError, match=r"reference\.path=.*teacher must have the tokenizer of"):
+        begin(tmp_path / "run", "objective=distill", f"reference.path={tmp_path / 'teacher'}")
 
 
 def test_a_run_goes_on_with_the_length_probe_of_its_checkpoint(tmp_path):

@@ -61,6 +61,8 @@ MEAN, MAX = "learner/logprob_diff_mean", "learner/logprob_diff_max"
 CASES = [
     ("constant_reward", [], [(9, {}), (7, {SIGNAL: 0.0}), (1, {})], [(8, {SIGNAL: 0.0, "reward/std": 0.0})]),
     ("constant_reward", [], [(20, {SIGNAL: 0.25})], [(8, {SIGNAL: 0.0, "reward/std": 0.4})]),
+    ("constant_reward", ["reference.path=x", "objective.distill_coef=1"], [(20, {SIGNAL: 0.0, "reward/std": 0.0})],
+    None),
     ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(20, {"learner/kl": 0.15})], [(12, {}), (2,
     {"learner/kl": 0.3})]),
     ("exploding_kl", ["objective.kl=k3", "objective.kl_coef=0.001"], [(9, {}), (1, {"learner/kl": 9.0}), (9, {})],
