@@ -87,7 +87,8 @@ class ObjectiveConfig:
                 ("objective.kl_in_reward=true", "objective.kl_reward_coef>0", ""),
                 ("objective.kl_reward_coef>0", "objective.kl_in_reward=true", "nothing reads it otherwise"),
                 ("objective.reward_coef=0", "objective.distill_coef>0", "nothing would be trained"),
-                ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "its ratio is a token's"),
+                ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "gspo has one ratio a response"),
+                ("objective.reward_coef=0", "objective.dynamic_sampling=false", "no reward is trained"),
             ],
             objective=self,
         )

@@ -82,6 +82,7 @@ def test_with_a_reward_both_gradients_add_up():
     [
         ([], "objective.distill_coef=1 needs a teacher: give reference.path"),
         (["reference.path=x", "objective.loss=gspo"], "objective.loss must be grpo or dr_grpo or dapo or cispo with"),
+        (["reference.path=x", "objective.dynamic_sampling=true"], "objective.dynamic_sampling must be false with"),
         (["reference.path=x", "objective.distill_coef=0"], "objective.distill_coef must be > 0 with"),
         (["reference.path=x", "objective.distill_coef=-1"], "objective.distill_coef must be >= 0, got -1"),
     ],
