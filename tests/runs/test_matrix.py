@@ -7,6 +7,7 @@ bit for bit, and runs which differ in how gradients are summed up to rounding.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -241,11 +242,14 @@ RESUMED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.slow) for name in RESUMED]
 )
-def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(no_kl, plain, name):
+def test_a_run_that_goes_on_with_more_rollout_workers_ends_as_one_that_was_never_stopped(no_kl, plain, name, tmp_path):
     settings = (*RESUMED[name], "run.checkpoint_every=1")
     whole = plain if name == "fsdp" else no_kl(*settings)
-    parts = no_kl(*settings, "run.steps=1")
-    again = no_kl(*settings, "cluster.rollout_workers=2", folder=parts.folder)
+    lost = tmp_path / "run"  # as when the machine fails before the second checkpoint is kept
+    shutil.copytree(whole.folder, lost)
+    shutil.rmtree(lost / "checkpoints" / "step_000002")
+    again = no_kl(*settings, "cluster.rollout_workers=2", folder=lost)
+    assert "going on after step 1" in again.log
     assert [same_everywhere(row) for row in again.rows] == [same_everywhere(row) for row in whole.rows]
 
 
