@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,10 @@ def wait_for(condition: Callable[[], Any], target: chaos.Target, seconds: float 
     return found
 
 
-def first_in(target: chaos.Target, role: str, wanted: str) -> int | None:
-    return next((pid for pid, roles in target.processes() if role in roles and phase_of(pid) == wanted), None)
+def first_in(target: chaos.Target, role: str, wanted: str, but: Collection[int] = ()) -> int | None:
+    """A process of this role in this phase, but for some."""
+    found = (pid for pid, roles in target.processes() if role in roles and pid not in but)
+    return next((pid for pid in found if phase_of(pid) == wanted), None)
 
 
 def decoding(target: chaos.Target) -> list[int]:
@@ -100,37 +102,45 @@ def throttle(pid: int, *, on_s: float, off_s: float) -> None:
         time.sleep(seconds)
 
 
-def hit(settings: list[str], folder: Path, role: str, wanted: str, number: int, *changes: str) -> str:
-    """Send signal `number` to a worker in a phase, once a step is done; what the run, which must end well, printed."""
+def hit(
+    settings: list[str], folder: Path, places: list[tuple[str, str]], number: int, *changes: str, said: str = ""
+) -> str:
+    """Send signal `number` to a worker in a phase, once a step is done, at each of the places in turn, the next when
+    the run has `said` that it went on, to a process that was not there before; what the run, which must end well,
+    printed."""
     run = folder / "run"
     target = chaos.Target(command(settings, run, *changes), run)
+    printed = Path(target._log.name)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
-        os.kill(wait_for(lambda: first_in(target, role, wanted), target), number)
-        assert target.driver.wait(timeout=400) == 0, Path(target._log.name).read_text()[-3000:]
-        return Path(target._log.name).read_text()
+        old = set[int]()
+        for count, place in enumerate(places):
+            wait_for(lambda count=count: len(re.findall(said, printed.read_text())) >= count, target)
+            os.kill(wait_for(lambda place=place, old=old: first_in(target, *place, old), target), number)
+            old = {pid for pid, _ in target.processes()}
+        assert target.driver.wait(timeout=400) == 0, printed.read_text()[-3000:]
+        return printed.read_text()
     finally:
         target.end()
 
 
 @pytest.mark.parametrize(
-    ("role", "phase", "said", "changes"),
+    ("places", "said", "changes"),
     [
-        ("rollout", "decode", "rollout worker .* started again", ()),
-        ("reward", "idle", "reward worker 0: .* started again", ()),
-        ("reference", "reference", "reference worker 0: .* started again", ()),
-        ("reference", "reference", "reference worker 0: .* started again", ("cluster.reference_ranks=2",)),
-        ("reference rank", "reference", "reference worker 0: .* started again", ("cluster.reference_ranks=2",)),
-        ("learner", "forward", "going back to", ()),
-        ("learner", "backward", "going back to", ()),
-        ("learner", "optimizer", "going back to", ()),
+        ([("rollout", "decode")], "rollout worker .* started again", ()),
+        ([("reward", "idle")], "reward worker 0: .* started again", ()),
+        ([("reference", "reference")], "reference worker 0: .* started again", ()),
+        (
+            [("reference", "reference"), ("reference rank", "reference")],
+            "reference worker 0: .* started again",
+            ("cluster.reference_ranks=2",),
+        ),
+        ([("learner", phase) for phase in ("forward", "backward", "optimizer")], "going back to", ()),
     ],
 )
-def test_a_killed_worker_is_replaced_and_nothing_else_changes(
-    settings, undisturbed, tmp_path, role, phase, said, changes
-):
-    output = hit(settings, tmp_path, role, phase, signal.SIGKILL, *changes)
-    assert re.search(said, output), output[-3000:]
+def test_a_killed_worker_is_replaced_and_nothing_else_changes(settings, undisturbed, tmp_path, places, said, changes):
+    output = hit(settings, tmp_path, places, signal.SIGKILL, *changes, said=said)
+    assert len(re.findall(said, output)) == len(places), output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
@@ -153,7 +163,9 @@ def test_workers_are_forked_and_start_by_themselves_once_the_fork_server_is_dead
 
 @pytest.mark.parametrize(("role", "phase"), [("rollout", "decode"), ("reward", "idle"), ("reference", "reference")])
 def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path, role, phase):
-    output = hit(settings, tmp_path, role, phase, signal.SIGSTOP, "cluster.progress_timeout_s=15", "reward.timeout_s=5")
+    output = hit(
+        settings, tmp_path, [(role, phase)], signal.SIGSTOP, "cluster.progress_timeout_s=15", "reward.timeout_s=5"
+    )
     assert "it has not moved for" in output and "its process does not answer" in output and "started again" in output
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
@@ -162,7 +174,7 @@ def test_a_reference_rank_that_hangs_takes_its_worker_with_it_and_all_ranks_are_
     settings, undisturbed, tmp_path
 ):
     changes = ("cluster.reference_ranks=2", "cluster.progress_timeout_s=30")
-    output = hit(settings, tmp_path, "reference rank", "reference", signal.SIGSTOP, *changes)
+    output = hit(settings, tmp_path, [("reference rank", "reference")], signal.SIGSTOP, *changes)
     assert re.search("reference worker 0: .* started again", output), output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
@@ -188,7 +200,7 @@ def test_a_rollout_worker_that_hangs_is_found_while_another_decodes_on(settings,
 
 
 def test_a_learner_rank_that_hangs_is_lost_once_its_collective_runs_out_of_time(settings, undisturbed, tmp_path):
-    output = hit(settings, tmp_path, "learner", "backward", signal.SIGSTOP, "cluster.progress_timeout_s=30")
+    output = hit(settings, tmp_path, [("learner", "backward")], signal.SIGSTOP, "cluster.progress_timeout_s=30")
     assert (
         "Timed out waiting 15000ms" in output and "the learner: learner rank" in output and "going back to" in output
     ), output[-3000:]
@@ -201,7 +213,7 @@ def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_i
 ):
     # the last: it may be through
     broadcast = ("cluster.weight_sync=broadcast", "cluster.progress_timeout_s=24")
-    output = hit(settings, tmp_path, "rollout", "sync", number, *broadcast)
+    output = hit(settings, tmp_path, [("rollout", "sync")], number, *broadcast)
     assert re.search("rollout worker .: .* started again", output) and "going back to" not in output, output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
