@@ -206,7 +206,7 @@ def update(backend: UnshardedBackend, passes: list[list[TrainingSample]], device
         backend.forward(prompt, 1.0)
     for part in passes:
         row = pack_samples(part, device, prompt and prompt.cuts.shared)
-        logprobs, _ = backend.forward(part if isinstance(backend.policy, PaddedPolicy) else row.row, 1.0)
+        logprobs = backend.forward(part if isinstance(backend.policy, PaddedPolicy) else row.row, 1.0)[0]
         _loss(logprobs, row, totals).backward()
     if prompt is not None:
         prompt.cuts.shared.gradient_carrier().backward()

@@ -169,5 +169,5 @@ def random_sample(
         response_ids=generator.integers(0, vocab, length).astype(np.int32),
         advantage=float(generator.normal()),
         engine_logprobs=np.zeros(length, np.float32),
-        reference_logprobs=None,
+        reference=None,
     )

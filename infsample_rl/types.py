@@ -148,11 +148,19 @@ class ReferenceReport(NamedTuple):
     peak_memory_bytes: int  # most memory of the worker so far
 
 
+class ReferenceTokens(NamedTuple):
+    """What the reference says of one completion's tokens, of softmax(logits / temperature)."""
+
+    logprobs: np.ndarray  # [tokens] float32
+    ids: np.ndarray  # [tokens, K] int32, its likeliest ids; K = objective.distill_top_k
+    likely: np.ndarray  # [tokens, K] float32, their log-probabilities
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReferenceResult:
-    """Reference log-probabilities of one micro-group, in its order."""
+    """The reference's word on one micro-group, in its order."""
 
-    logprobs: list[np.ndarray]  # [tokens] float32 each, of softmax(logits / temperature)
+    tokens: list[ReferenceTokens]
     report: ReferenceReport
 
 
@@ -204,7 +212,7 @@ class TrainingSample:
     response_ids: np.ndarray  # [tokens] int32
     advantage: float
     engine_logprobs: np.ndarray  # [tokens] float32
-    reference_logprobs: np.ndarray | None  # [tokens] float32, only when the loss has a KL term
+    reference: ReferenceTokens | None  # only when the loss has a KL term or a teacher
 
 
 class SampleSpec(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from infsample_rl.types import Completion, TrainingSample
+from infsample_rl.types import Completion, ReferenceTokens, TrainingSample
 
 # Of a model that is made in milliseconds.
 TINY_SIZES = {
@@ -45,6 +45,11 @@ def finished(prompt_index: int, sample_index: int, ids: list[int], logprobs: obj
     )
 
 
+def reference_tokens(logprobs: np.ndarray) -> ReferenceTokens:
+    """What a reference that names no likely ids says."""
+    return ReferenceTokens(logprobs, np.zeros((len(logprobs), 0), np.int32), np.zeros((len(logprobs), 0), np.float32))
+
+
 def training_sample(
     prompt_index: int, prompt_ids: list[int], ids: list[int], *, advantage: float = 0.5, reference: bool = False
 ) -> TrainingSample:
@@ -57,7 +62,7 @@ def training_sample(
         response_ids=token_ids,
         advantage=advantage,
         engine_logprobs=-token_ids.astype(np.float32),
-        reference_logprobs=-2 * token_ids.astype(np.float32) if reference else None,
+        reference=reference_tokens(-2 * token_ids.astype(np.float32)) if reference else None,
     )
 
 

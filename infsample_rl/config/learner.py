@@ -35,9 +35,22 @@ class ObjectiveConfig:
     reward_coef: float = setting(1.0, "weight of the rewards' advantages", low=0)
     distill_coef: float = setting(
         0.0,
-        "weight of on-policy distillation: every token's advantage gets distill_coef x log(teacher / policy), the "
-        "teacher being reference.path",
+        "weight of on-policy distillation from reference.path: of the KL to the teacher's likeliest tokens, or, with "
+        "distill_top_k=0, of log(teacher / policy) in every token's advantage",
         low=0,
+    )
+    distill_top_k: int = setting(
+        0,
+        "likeliest tokens of the teacher at every place that distillation reads, the rest counting as one; 0: the "
+        "sampled token alone",
+        low=0,
+        read_if=lambda c: c.objective.distills or c.objective.distill_top_k == 0,
+    )
+    distill_kl: str = setting(
+        "reverse",
+        "reverse: KL(policy || teacher), which seeks a mode; forward: KL(teacher || policy), which covers all of them",
+        choices=("reverse", "forward"),
+        read_if=lambda c: c.objective.distills or c.objective.distill_kl == "reverse",
     )
     entropy_coef: float = setting(0.0, "weight of the entropy bonus in the loss", low=0)
     importance: str = setting(
@@ -87,6 +100,7 @@ class ObjectiveConfig:
                 ("objective.kl_in_reward=true", "objective.kl_reward_coef>0", ""),
                 ("objective.kl_reward_coef>0", "objective.kl_in_reward=true", "nothing reads it otherwise"),
                 ("objective.reward_coef=0", "objective.distill_coef>0", "nothing would be trained"),
+                ("objective.distill_kl=forward", "objective.distill_top_k>0", "its mean is over the teacher's tokens"),
                 ("objective.distill_coef>0", "objective.loss=grpo|dr_grpo|dapo|cispo", "gspo has one ratio a response"),
                 ("objective.reward_coef=0", "objective.dynamic_sampling=false", "no reward is trained"),
             ],
@@ -112,6 +126,11 @@ class ObjectiveConfig:
     def distills(self) -> bool:
         """Whether the reference is a teacher, towards which every token is drawn."""
         return self.distill_coef > 0
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Ids that the teacher names at every place; 0 where nothing reads them."""
+        return self.distill_top_k if self.distills else 0
 
     @property
     def reference_in_loss(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from infsample_rl.learner.checkpoint import KINDS, SavedState
 from infsample_rl.learner.optimizer import load_moments, moments, step
+from infsample_rl.model.logprobs import TokenScores
 from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.weight_sync.buckets import Shape
 
@@ -30,8 +31,8 @@ class Backend(ABC):
     masters: dict[str, nn.Parameter]  # by Hugging Face name, those that are trained
     optimizer_steps = 0  # steps of AdamW done: updates without the skipped ones
 
-    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [R], entropies [R]) of the row, as PackedPolicy.forward."""
+    def forward(self, row: PackedRow, temperature: float) -> TokenScores:
+        """Scores of the row's response tokens, as PackedPolicy.forward."""
         return self.policy(row, temperature)
 
     @abstractmethod

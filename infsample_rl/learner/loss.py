@@ -20,7 +20,8 @@ cispo    J_t = stop_gradient(min(r_t, 1 + clip_high)) A logprob_t, w_t = 1 / num
 
 With objective.distill_coef a token's advantage is reward_coef A + distill_coef (ref_logprob_t - old_logprob_t). On
 policy the second term's gradient is, in the mean, that of the exact KL(policy || teacher) at t (GKD, arXiv 2306.13649,
-with the reverse KL).
+with the reverse KL). With objective.distill_top_k the term is instead distill_coef D_t in the loss, D_t the KL of
+`likely_kl` at t, which needs no sampling.
 
 KL and entropy have the token weights w_t of the loss they stand in, as in verl. Log-ratios are not clamped, but for 80
 where the clip bounds the token anyway. docs/objectives.md has a table of where TRL and verl differ from each other.
@@ -38,6 +39,7 @@ from infsample_rl.types import LossTotals
 
 MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
 SCALED_TOKENS = 4096
+REST = 1e-6  # probability
 
 
 def loss_scale(config: Config) -> float:
@@ -71,6 +73,7 @@ def policy_loss(
     objective: ObjectiveConfig,
     totals: LossTotals,
     ref_logprobs: Tensor | None = None,
+    likely: tuple[Tensor, Tensor] | None = None,
     engine_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
@@ -78,12 +81,13 @@ def policy_loss(
     token t.
 
     Metrics are sums over these tokens divided by totals.num_tokens, so over all calls of an update they add to means:
-    kl (the estimator chosen; of a distillation without a KL term k1, to the teacher), clip_fraction (tokens whose
-    gradient the clip removed, or capped in cispo), importance_mean (of the weights the loss was given), engine_weight
-    and engine_weight_square (of `engine_weights`, for `effective_sample_size`). ref_logprobs is needed for a KL term
-    and for distillation, engine_logprobs for importance weights, entropy (with gradient) for objective.entropy_coef >
-    0; ValueError when missing or when totals are empty. objective.importance=auto counts as none: whoever knows the run
-    resolves it.
+    kl (the estimator chosen; of a distillation without a KL term k1 to the teacher, or D_t), clip_fraction (tokens
+    whose gradient the clip removed, or capped in cispo), importance_mean (of the weights the loss was given),
+    engine_weight and engine_weight_square (of `engine_weights`, for `effective_sample_size`). ref_logprobs is needed
+    for a KL term and for distillation; `likely`, log-probabilities [T, K] of the teacher's likeliest ids by the policy,
+    with gradient, and by the teacher, for objective.distill_top_k; engine_logprobs for importance weights; entropy
+    (with gradient) for objective.entropy_coef > 0; ValueError when missing or when totals are empty.
+    objective.importance=auto counts as none: whoever knows the run resolves it.
     """
     denominator = loss_denominator(objective, totals)
     if denominator <= 0 or totals.num_tokens <= 0:
@@ -92,8 +96,9 @@ def policy_loss(
     if objective.distills:
         if ref_logprobs is None:
             raise ValueError(f"objective.distill_coef={objective.distill_coef} needs ref_logprobs, got None")
-        to_teacher = ref_logprobs - old_logprobs.detach()
-        advantages = objective.reward_coef * advantages + objective.distill_coef * to_teacher
+        advantages = objective.reward_coef * advantages
+        if objective.teacher_top_k == 0:
+            advantages = advantages + objective.distill_coef * (ref_logprobs - old_logprobs.detach())
     log_ratio = logprobs - old_logprobs
     if objective.loss == "gspo":
         log_ratio = _sequence_sum(log_ratio, inverse, len(lengths))[inverse] / lengths[inverse]
@@ -102,7 +107,7 @@ def policy_loss(
     token_objective, clipped = _clipped_objective(log_ratio.exp(), logprobs, advantages, objective)
     weights = engine_weights(old_logprobs, engine_logprobs, inverse, len(lengths), objective)
     importance = weights if objective.importance in ("token_tis", "sequence_tis") else torch.ones_like(weights)
-    regularizer, kl = _regularizer(logprobs, ref_logprobs, entropy, objective)
+    regularizer, kl = _regularizer(logprobs, ref_logprobs, likely, entropy, objective)
     token_loss = regularizer - importance * token_objective
     if objective.loss in ("grpo", "gspo"):
         token_loss = token_loss / lengths[inverse]
@@ -119,11 +124,21 @@ def policy_loss(
 
 
 def _regularizer(
-    logprobs: Tensor, ref_logprobs: Tensor | None, entropy: Tensor | None, objective: ObjectiveConfig
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    likely: tuple[Tensor, Tensor] | None,
+    entropy: Tensor | None,
+    objective: ObjectiveConfig,
 ) -> tuple[Tensor, Tensor]:
-    """kl_coef KL_t - entropy_coef H_t and KL_t of every token; zeros for terms that are not used."""
+    """kl_coef KL_t + distill_coef D_t - entropy_coef H_t, and KL_t (or D_t) of every token; zeros for terms that are
+    not used."""
     total = kl = torch.zeros_like(logprobs)
-    if objective.distills and ref_logprobs is not None:
+    if objective.teacher_top_k > 0:
+        if likely is None:
+            raise ValueError(f"objective.distill_top_k={objective.distill_top_k} needs likely, got None")
+        kl = likely_kl(*likely, objective.distill_kl)
+        total = total + objective.distill_coef * kl
+    elif objective.distills and ref_logprobs is not None:
         kl = kl_estimate(logprobs.detach(), ref_logprobs, "k1")
     if objective.kl_in_loss:
         if ref_logprobs is None:
@@ -161,6 +176,20 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return difference.square() / 2
     return torch.expm1(-difference) + difference
+
+
+def likely_kl(policy: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    """KL [T] of two distributions from their log-probabilities [T, K] of the same K ids, all other ids taken as one:
+    "reverse" KL(policy || teacher), "forward" KL(teacher || policy).
+
+    Of all ids it is the whole KL; of fewer it is never more, and 0 where the two agree on each of the K (the log-sum
+    inequality).
+    """
+    first, second = (policy, teacher) if kind == "reverse" else (teacher, policy)
+    # Below REST float32 tells no rest from none: it counts as so much on both sides, without gradient.
+    rests = [(1 - each.exp().sum(-1)).clamp(min=REST) for each in (first, second)]
+    of_rest = rests[0] * (rests[0].log() - rests[1].log())
+    return (first.exp() * (first - second)).sum(-1) + of_rest
 
 
 def engine_weights(

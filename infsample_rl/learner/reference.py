@@ -8,14 +8,15 @@ every rank has a whole one.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
@@ -25,20 +26,20 @@ from infsample_rl.learner.policy_loading import load_in_slices
 from infsample_rl.learner.ranks import join_default_group
 from infsample_rl.learner.row_plan import runs_within
 from infsample_rl.model.loading import load_model
-from infsample_rl.model.logprobs import PackedPolicy, packed_policy
+from infsample_rl.model.logprobs import PackedPolicy, TokenScores, packed_policy
 from infsample_rl.model.lora import adapters_off
-from infsample_rl.model.packing import PackedRow, pack_row
+from infsample_rl.model.packing import PackedRow, ReferenceScores, pack_row
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_slices import materialize
 from infsample_rl.model.weight_sync.store import SignedStore
 from infsample_rl.observe.phases import phase
-from infsample_rl.types import Completion, MaybeNone, Prompt, ReferenceReport, ReferenceResult
+from infsample_rl.types import Completion, MaybeNone, Prompt, ReferenceReport, ReferenceResult, ReferenceTokens
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-Forward = Callable[[PackedRow, float], tuple[Tensor, Tensor]]  # as PackedPolicy.forward
+Forward = Callable[[PackedRow, float], TokenScores]  # as PackedPolicy.forward
 
 
 class ReferenceWorker:
@@ -51,6 +52,7 @@ class ReferenceWorker:
         ranks = config.cluster.reference_ranks if store is not None else 1
         self.device = torch.device("cuda" if config.cluster.reference_gpus > 0 else "cpu")
         self.temperature = config.rollout.temperature
+        self.top_k = config.objective.teacher_top_k
         self.max_tokens = config.reference.max_tokens_per_micro_batch
         self.memory = process_memory(self.device.type)
         if store is not None:
@@ -63,44 +65,50 @@ class ReferenceWorker:
     def logprobs(self, prompt: Prompt, completions: list[Completion]) -> ReferenceResult:
         """Reference log-probabilities of one prompt's completions and, per completion, the sum of policy minus
         reference."""
-        logprobs: list[np.ndarray] = []
+        tokens: list[ReferenceTokens] = []
         responses = [completion.token_ids for completion in completions]
         # rows of at most max_tokens, each with the prompt once
         for part in runs_within([len(ids) for ids in responses], len(prompt.token_ids), self.max_tokens):
             row = pack_row([(prompt.token_ids, responses[part])], self.device)
-            flat = self.policy(row, self.temperature)[0].cpu().numpy()
-            logprobs += np.split(flat, np.cumsum([len(ids) for ids in responses[part]])[:-1])
+            logprobs, ids, likely = score(self.policy, row, self.temperature, self.top_k)
+            ends = np.cumsum([len(ids) for ids in responses[part]])[:-1]
+            flat = (logprobs, ids.to(torch.int32), likely)
+            tokens += map(ReferenceTokens, *(np.split(scores.cpu().numpy(), ends) for scores in flat))
         kl_sums = [
-            float(np.sum(completion.logprobs - own, dtype=np.float64))
-            for completion, own in zip(completions, logprobs, strict=True)
+            float(np.sum(completion.logprobs - own.logprobs, dtype=np.float64))
+            for completion, own in zip(completions, tokens, strict=True)
         ]
-        return ReferenceResult(logprobs=logprobs, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
+        return ReferenceResult(tokens=tokens, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
+
+
+def score(forward: Forward, row: PackedRow, temperature: float, top_k: int) -> ReferenceScores:
+    """Of the row's response tokens, with the `top_k` likeliest ids at each."""
+    logprobs, _, ids, likely = forward(dataclasses.replace(row, others=top_k), temperature)
+    return ReferenceScores(logprobs, ids, likely)
 
 
 class ReferencePolicy:
-    """Reference log-probabilities of the rows a rank is about to train.
+    """The reference's scores of the rows a rank is about to train.
 
     They are computed at a row's first pass, before the step's first update, and kept for the passes after it: so all
     ranks of a wave compute them or none does, and the collectives of a sharded reference match.
     """
 
-    def __init__(self, forward: Forward, temperature: float) -> None:
-        self._forward, self._temperature = forward, temperature
-        self._kept: dict[tuple[int, int], Tensor] = {}
+    def __init__(self, forward: Forward, temperature: float, top_k: int) -> None:
+        self._forward, self._temperature, self._top_k = forward, temperature, top_k
+        self._kept: dict[tuple[int, int], ReferenceScores] = {}
         self._is_updated = False  # whether the step has had its first update
 
     @torch.no_grad()
-    def logprobs(self, row: PackedRow, pass_id: tuple[int, int] | None) -> Tensor:
-        """[R] float32 for the response tokens of a pass; `pass_id`: its row's row_id and its number. A row of weight
-        zero gets any numbers."""
+    def scores(self, row: PackedRow, pass_id: tuple[int, int] | None) -> ReferenceScores | None:
+        """Of the response tokens of a pass; `pass_id`: its row's row_id and its number. None for a row of weight zero
+        after an update."""
         if not self._is_updated:
-            logprobs = self._forward(row, self._temperature)[0]
+            scores = score(self._forward, row, self._temperature, self._top_k)
             if pass_id is not None:
-                self._kept[pass_id] = logprobs
-            return logprobs
-        if pass_id is None:
-            return torch.zeros_like(row.labels, dtype=torch.float32)
-        return self._kept[pass_id]
+                self._kept[pass_id] = scores
+            return scores
+        return None if pass_id is None else self._kept[pass_id]
 
     def end_update(self, *, is_last: bool) -> None:
         """The optimizer has stepped; `is_last` of the step: what was kept is dropped."""
@@ -114,12 +122,12 @@ def build_reference(
 ) -> ReferencePolicy:
     """The reference beside the policy that `backend` trains, whose adapters, if any, are `adapted`. A collective."""
 
-    def without_adapters(row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
+    def without_adapters(row: PackedRow, temperature: float) -> TokenScores:
         with adapters_off(adapted):
             return backend.forward(row, temperature)
 
     forward = _frozen_copy(config, device, world_size) if adapted is None else without_adapters
-    return ReferencePolicy(forward, config.rollout.temperature)
+    return ReferencePolicy(forward, config.rollout.temperature, config.objective.teacher_top_k)
 
 
 def _frozen_copy(config: Config, device: torch.device, world_size: int) -> PackedPolicy:

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import numpy as np
 
-from infsample_rl.types import Completion, ReferenceResult, SampleSpec, TrainingSample
+from infsample_rl.types import Completion, ReferenceResult, ReferenceTokens, SampleSpec, TrainingSample
 
 # What a query-key pair costs beside a token's linear layers: 4 h of about 24 h^2 operations a layer (12 h^2 weights),
 # for hidden size h = 1,024.
@@ -155,10 +155,10 @@ def assemble(
     `references` is aligned with `micro_groups`, or empty when no reference is used. RuntimeError for a sample that is
     missing or whose length is not the planned one.
     """
-    found: dict[tuple[int, int], tuple[Completion | None, np.ndarray | None]] = {}
+    found: dict[tuple[int, int], tuple[Completion | None, ReferenceTokens | None]] = {}
     for number, micro_group in enumerate(micro_groups):
-        logprobs = references[number].logprobs if references else [None] * len(micro_group)
-        for completion, reference in zip(micro_group, logprobs, strict=True):
+        tokens = references[number].tokens if references else [None] * len(micro_group)
+        for completion, reference in zip(micro_group, tokens, strict=True):
             found[completion.prompt_index, completion.sample_index] = (completion, reference)
     samples = []
     for spec in row:
@@ -176,7 +176,7 @@ def assemble(
                 response_ids=sampled.token_ids,
                 advantage=spec.advantage,
                 engine_logprobs=sampled.logprobs,
-                reference_logprobs=reference,
+                reference=reference,
             )
         )
     return samples

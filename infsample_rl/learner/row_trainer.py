@@ -20,7 +20,8 @@ from infsample_rl.learner.loss import loss_denominator, loss_scale, policy_loss
 from infsample_rl.learner.reference import ReferencePolicy
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.learner.update_sums import UpdateSums, check_finite, check_tokens
-from infsample_rl.model.packing import PackedRow, pack_prompt, pack_row, pack_samples
+from infsample_rl.model.logprobs import TokenScores
+from infsample_rl.model.packing import PackedRow, ReferenceScores, pack_prompt, pack_row, pack_samples
 from infsample_rl.model.shared_prompt import SharedPrompt
 from infsample_rl.observe.phases import phase
 from infsample_rl.types import LossTotals, TrainingSample
@@ -61,7 +62,7 @@ class RowTrainer:
         self.sums.denominator = loss_denominator(self.objective, totals)
         if not samples:
             dummy = dummy_row(self.device)
-            self._reference_logprobs(dummy, None)
+            self._reference_scores(dummy, None)
             logprobs = self._forward(dummy)[0]
             with phase("backward"):
                 self.backend.backward(logprobs.sum() * 0.0)
@@ -85,12 +86,13 @@ class RowTrainer:
     ) -> int:
         """Forward and backward of a row, or of some responses of one whose prompt has been run. Returns its tokens."""
         row = pack_samples(samples, self.device, shared)
-        reference = row.reference_logprobs
+        reference = row.reference
         if self.reference is not None:
-            reference = self._reference_logprobs(
+            reference = self._reference_scores(
                 row.row if shared is None else pack_samples(samples, self.device).row, pass_id
             )
-        logprobs, entropy = self._forward(row.row)
+        scored = row.row if reference is None else dataclasses.replace(row.row, others=reference.ids)
+        logprobs, entropy, _, likely = self._forward(scored)
         old = logprobs.detach()
         if pass_id is not None:
             old = self.old_logprobs.setdefault(pass_id, old)
@@ -101,7 +103,8 @@ class RowTrainer:
             row.row.sequence_ids,
             objective=self.objective,
             totals=totals,
-            ref_logprobs=reference,
+            ref_logprobs=None if reference is None else reference.logprobs,
+            likely=None if reference is None else (likely, reference.likely),
             engine_logprobs=row.engine_logprobs,
             entropy=entropy,
         )
@@ -126,25 +129,25 @@ class RowTrainer:
         if not samples:
             dummy = dummy_row(self.device)
             self._forward(dummy)
-            self._reference_logprobs(dummy, None)
+            self._reference_scores(dummy, None)
             return
         for number, part in enumerate(self._split(samples)):
             row = pack_samples(part, self.device).row
             self.old_logprobs[row_id, number] = self._forward(row)[0]
-            self._reference_logprobs(row, (row_id, number))
+            self._reference_scores(row, (row_id, number))
 
     def _split(self, samples: list[TrainingSample]) -> list[list[TrainingSample]]:
         return split_passes(samples, self.config.learner.max_tokens_per_micro_batch)
 
     @phase("forward")
-    def _forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+    def _forward(self, row: PackedRow) -> TokenScores:
         return self.backend.forward(row, self.config.rollout.temperature)
 
-    def _reference_logprobs(self, row: PackedRow, pass_id: PassId | None) -> Tensor | None:
+    def _reference_scores(self, row: PackedRow, pass_id: PassId | None) -> ReferenceScores | None:
         if self.reference is None:
             return None
         with phase("reference"):
-            return self.reference.logprobs(row, pass_id)
+            return self.reference.scores(row, pass_id)
 
 
 def dummy_row(device: torch.device) -> PackedRow:

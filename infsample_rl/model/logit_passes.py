@@ -25,6 +25,17 @@ class LogitPasses(NamedTuple):
     temperature: float
     masked: Tensor | None  # ids without probability, int64
 
+    def arguments_of(self, logits: Tensor, ids: Tensor | int) -> tuple[Tensor, Tensor]:
+        """`ids` [R, K] and the softmax's arguments there, float32, of logits [R, V] before another pass; of a number K
+        the K likeliest ids of every row."""
+        if isinstance(ids, Tensor):
+            found = logits.gather(-1, ids)
+        else:
+            if ids > 0 and self.masked is not None:
+                logits.index_fill_(-1, self.masked, -math.inf)
+            found, ids = logits.topk(ids, dim=-1)
+        return ids, found.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
+
     def summary(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities of `labels` [R], entropies and normalizers (logsumexp of the softmax's argument) of logits
         [R, V], float32 (float64 stays)."""
@@ -37,17 +48,33 @@ class LogitPasses(NamedTuple):
         return logprobs, -torch.linalg.vecdot(self._probabilities(table), table), normalizers
 
     def gradient(
-        self, logits: Tensor, labels: Tensor, normalizers: Tensor, entropies: Tensor, g: Tensor, h: Tensor | None
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        normalizers: Tensor,
+        entropies: Tensor,
+        g: Tensor,
+        h: Tensor | None,
+        others: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The logits' gradient [R, V]: p (-g - h (log p + H)), plus g at the label, over the temperature. On a GPU in
-        the logits' dtype, else float32. `h` None: entropies have none."""
+        the logits' dtype, else float32. `h` None: entropies have none. `others`: further ids [R, K] and the gradients
+        [R, K] of their log-probabilities, each as a label's."""
+        of_all = g if others is None else g + others[1].sum(-1)
         if logits.is_cuda:
-            mask = self._mask(logits)
-            return _compiled(fused_gradient)(logits, labels, normalizers, entropies, g, h, mask, self.temperature)
+            given = (labels, normalizers, entropies, g, of_all, h, self._mask(logits), self.temperature)
+            return self.add_others_(_compiled(fused_gradient)(logits, *given), others)
         table = self._log_softmax_(self._scaled(logits), normalizers)
         gradient = self._probabilities(table)
-        gradient.mul_(-g[:, None] if h is None else -g[:, None] - h[:, None] * (table + entropies[:, None]))
-        return gradient.scatter_add_(-1, labels[:, None], g[:, None].to(gradient.dtype)).div_(self.temperature)
+        gradient.mul_(-of_all[:, None] if h is None else -of_all[:, None] - h[:, None] * (table + entropies[:, None]))
+        gradient.scatter_add_(-1, labels[:, None], g[:, None].to(gradient.dtype)).div_(self.temperature)
+        return self.add_others_(gradient, others)
+
+    def add_others_(self, gradient: Tensor, others: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Add what the other ids' log-probabilities give at those ids, in place."""
+        if others is None:
+            return gradient
+        return gradient.scatter_add_(-1, others[0], (others[1] / self.temperature).to(gradient.dtype))
 
     def _mask(self, logits: Tensor) -> Tensor | None:
         if self.masked is None:
@@ -90,13 +117,15 @@ def fused_gradient(
     normalizers: Tensor,
     entropies: Tensor,
     g: Tensor,
+    of_all: Tensor,
     h: Tensor | None,
     mask: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """LogitPasses.gradient, to be compiled."""
+    """LogitPasses.gradient of the label and the entropy, to be compiled; `of_all` [R]: g and what is added for
+    others."""
     table = _fused_scaled(logits, mask, temperature) - normalizers[:, None]
-    gradient = -g[:, None] * table.exp()
+    gradient = -of_all[:, None] * table.exp()
     if h is not None:
         of_entropy = h[:, None] * table.exp() * (table + entropies[:, None])
         gradient = gradient - (of_entropy if mask is None else of_entropy.masked_fill(mask, 0.0))

@@ -26,6 +26,8 @@ from infsample_rl.model.packing import PackedRow
 from infsample_rl.model.peak_memory import return_freed_memory
 from infsample_rl.model.policy_head import head_backward, head_logits, masked_index
 
+# Of R tokens: log-probabilities [R], entropies [R], K ids of each [R, K] and their log-probabilities [R, K].
+TokenScores = tuple[Tensor, Tensor, Tensor, Tensor]
 WIDTH_STEP = 64  # columns of the head's products
 # Kept by selective recomputation: what most of a layer's arithmetic gives. Compiled FlexAttention is not seen and so
 # computed again.
@@ -49,9 +51,11 @@ def token_logprobs(
     head_fp32: bool = False,
     entropy_gradient: bool = False,
     weight_gradient: Callable[[], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
+    others: Tensor | int = 0,
+) -> TokenScores:
     """Log-probabilities of `labels` [R] and entropies (nats) from hidden [R, E] and head_weight, of which the first
-    `valid_vocab` rows count.
+    `valid_vocab` rows count; and of `others`, ids [R, K] or the K likeliest of every token, the ids and their
+    log-probabilities.
 
     `masked`: ids without probability (`masked_index`); none of `labels` may be one. `head_fp32`: as in `head_logits`.
     `entropy_gradient`: entropies have a gradient, which an entropy bonus needs. `weight_gradient`: the sum that
@@ -60,7 +64,7 @@ def token_logprobs(
     computed again there.
     """
     head = _Head(LogitPasses(temperature, masked), chunk_tokens, valid_vocab, head_fp32, weight_gradient)
-    return _TokenLogprobs.apply(hidden, head_weight, labels, head, entropy_gradient)
+    return _TokenLogprobs.apply(hidden, head_weight, labels, others, head, entropy_gradient)
 
 
 class _Head(NamedTuple):
@@ -76,36 +80,52 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        others: Tensor | int,
+        head: _Head,
+        entropy_gradient: bool,
+    ) -> TokenScores:
         rows, parts = weight[: head.valid_vocab], []
-        for part, ids in zip(hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens), strict=True):
-            parts.append(head.passes.summary(head_logits(part, rows, fp32=head.fp32), ids))
-        logprobs, entropies, normalizers = (torch.cat(found) for found in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, labels, entropies, normalizers)
+        chunks = (hidden.split(head.chunk_tokens), labels.split(head.chunk_tokens))
+        if isinstance(others, int):
+            wanted: Any = [others] * len(chunks[0])
+        else:
+            wanted = others.split(head.chunk_tokens)
+        for part, ids, of_part in zip(*chunks, wanted, strict=True):
+            logits = head_logits(part, rows, fp32=head.fp32)
+            other_ids, arguments = head.passes.arguments_of(logits, of_part)  # before a pass works in place
+            summary = head.passes.summary(logits, ids)
+            parts.append((*summary, other_ids, arguments - summary[-1][:, None]))
+        logprobs, entropies, normalizers, other_ids, likely = (torch.cat(found) for found in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, other_ids, entropies, normalizers)
         ctx.head, ctx.entropy_gradient = head, entropy_gradient
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        ctx.mark_non_differentiable(other_ids, *(() if entropy_gradient else (entropies,)))
+        return logprobs, entropies, other_ids, likely
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        hidden, weight, labels, entropies, normalizers = ctx.saved_tensors
+    def backward(
+        ctx: Any, of_logprobs: Tensor, of_entropies: Tensor, _of_ids: Tensor, of_others: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, labels, other_ids, entropies, normalizers = ctx.saved_tensors
         head: _Head = ctx.head
         of_weight, adds = None, head.weight_gradient
         if ctx.needs_input_grad[1]:
             of_weight = torch.zeros_like(weight) if adds is None else adds()
         rows, of_hidden = weight[: head.valid_vocab], []
         of_rows = None if of_weight is None else of_weight[: head.valid_vocab]
-        tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies)
-        for part, ids, entropy, normalizer, g, h in zip(
+        tokens = (hidden, labels, entropies, normalizers, of_logprobs, of_entropies, other_ids, of_others)
+        for part, ids, entropy, normalizer, g, h, *others in zip(
             *(tensor.split(head.chunk_tokens) for tensor in tokens), strict=True
         ):
-            given = (ids, normalizer, entropy, g, h if ctx.entropy_gradient else None)
+            of_entropy, beside = h if ctx.entropy_gradient else None, tuple(others) if others[0].shape[1] else None
+            given = (ids, normalizer, entropy, g, of_entropy, beside)
             gradient = head.passes.gradient(head_logits(part, rows, fp32=head.fp32), *given)
             of_hidden.append(head_backward(gradient, part, rows, of_rows, fp32=head.fp32))
             del gradient  # before the next chunk's logits are there
-        return torch.cat(of_hidden), of_weight if adds is None else None, None, None, None
+        return torch.cat(of_hidden), of_weight if adds is None else None, None, None, None, None
 
 
 class PackedPolicy(nn.Module):
@@ -154,11 +174,11 @@ class PackedPolicy(nn.Module):
         """The transformer blocks, the units of sharding and of activation checkpointing."""
         return [module for module in self.lm.modules() if type(module).__name__ in (self.lm._no_split_modules or ())]
 
-    def forward(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-probabilities [R], entropies [R]) of the row's response tokens, float32.
+    def forward(self, row: PackedRow, temperature: float) -> TokenScores:
+        """Scores of the row's response tokens, float32; K ids as in row.others.
 
-        Of a prompt alone, R = 0: its shared prompt is filled, and what is returned of it is its last hidden state,
-        twice.
+        Of a prompt alone, R = 0: its shared prompt is filled, and what is returned of it is its last hidden state, in
+        every place.
         """
         shared = row.cuts.shared
         hidden = self.lm.base_model(
@@ -169,7 +189,7 @@ class PackedPolicy(nn.Module):
         elif shared is not None:
             last = hidden[-1]
             shared.end(last)
-            return last, last
+            return last, last, last, last
         return_freed_memory()  # logits are larger than anything that the layers have left
         return token_logprobs(
             hidden[row.predictor_index],
@@ -182,6 +202,7 @@ class PackedPolicy(nn.Module):
             head_fp32=self.head_fp32,
             entropy_gradient=self.entropy_gradient,
             weight_gradient=self.head_gradient,
+            others=row.others,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from infsample_rl.model.row_cuts import RowCuts, Segment, build_cuts
 from infsample_rl.model.shared_prompt import SharedPrompt
-from infsample_rl.types import TrainingSample
+from infsample_rl.types import ReferenceTokens, TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,15 @@ class PackedRow:
     predictor_index: Tensor
     labels: Tensor  # [R] int64, the response tokens
     sequence_ids: Tensor  # [R] int64, 0..N-1, the response of each token
+    others: Tensor | int = 0  # ids [R, K] int64 that are scored beside each label, or the number K of the likeliest
+
+
+class ReferenceScores(NamedTuple):
+    """What the reference says of R response tokens."""
+
+    logprobs: Tensor  # [R] float32
+    ids: Tensor  # [R, K] int64, its likeliest ids; K = 0 where nothing reads them
+    likely: Tensor  # [R, K] float32, their log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +54,7 @@ class TrainingRow:
     row: PackedRow
     advantages: Tensor  # [R] float32
     engine_logprobs: Tensor  # [R] float32
-    reference_logprobs: Tensor | None  # [R] float32, None without a KL term in the loss
+    reference: ReferenceScores | None  # None where the loss has no KL term and no teacher, or reads its own
 
 
 def pack_row(
@@ -113,7 +123,7 @@ def pack_samples(
     `shared`: the prompt of them all, which has been run.
     """
     groups = [list(group) for _, group in groupby(samples, key=lambda sample: sample.prompt_index)]
-    references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    references = [sample.reference for sample in samples if sample.reference is not None]
     if len(references) not in (0, len(samples)):
         raise ValueError(
             f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must"
@@ -126,8 +136,13 @@ def pack_samples(
         ),
         advantages=advantages.repeat_interleave(lengths).to(device),
         engine_logprobs=_floats([sample.engine_logprobs for sample in samples], device),
-        reference_logprobs=_floats(references, device) if references else None,
+        reference=_reference_scores(references, device) if references else None,
     )
+
+
+def _reference_scores(references: Sequence[ReferenceTokens], device: torch.device | str) -> ReferenceScores:
+    logprobs, ids, likely = zip(*references, strict=True)
+    return ReferenceScores(_floats(logprobs, device), _ids(ids, device), _floats(likely, device))
 
 
 def _ids(parts: Sequence[np.ndarray], device: torch.device | str) -> Tensor:

@@ -31,8 +31,11 @@ def load_tokenizer(model: ModelConfig, setting: str = "model.path") -> PreTraine
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError where a distillation's teacher, reference.path, has another tokenizer than the policy: token ids are
-    all that it is given."""
+    """ValueError where a distillation's teacher, reference.path, has another tokenizer than the policy, since token ids
+    are all that it is given, or is asked for more ids than there are."""
+    ids, top_k = len(tokenizer) - len(config.rollout.bad_token_ids), config.objective.teacher_top_k
+    if top_k > ids:
+        raise ValueError(f"objective.distill_top_k must be <= {ids:,}, the ids that may be drawn, got {top_k:,}")
     if not config.objective.distills or config.reference.path in (None, config.model.path):
         return
     own = config.model.tokenizer_path or config.model.path

@@ -163,6 +163,7 @@ def row_lines(config: Config, model: ModelOutline) -> Lines:
         on_gpu=config.cluster.learner_gpus > 0,
         flex_attention=config.cluster.learner_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
+        top_k=config.objective.teacher_top_k,
         adds_head_gradient=not sharded and not (config.learner.offload_optimizer and config.cluster.learner_gpus > 0),
     )
     whole_group = config.data.max_prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens

@@ -122,6 +122,7 @@ def reference_lines(config: Config, model: ModelOutline) -> dict[str, int]:
         flex_attention=config.cluster.reference_gpus > 0 and takes_flex_attention(model.kv.head_dim, dtype),
         head_fp32=config.model.lm_head_fp32,
         with_gradient=False,
+        top_k=config.objective.teacher_top_k,
     )
     lengths = (config.data.max_prompt_tokens, config.rollout.max_new_tokens)
     row = row_groups(*lengths, config.reference.max_tokens_per_micro_batch, config.rollout.micro_group, 1)

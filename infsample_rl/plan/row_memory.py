@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from infsample_rl.config import LearnerConfig
+from infsample_rl.learner.loss import likely_kl
 from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
 from infsample_rl.model.loading import build_outline
 from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every
@@ -57,6 +58,7 @@ class RowSettings:
     flex_attention: bool  # false: SDPA, as on the CPU
     head_fp32: bool = False
     with_gradient: bool = True  # false: a reference's row
+    top_k: int = 0  # ids that are scored beside every label
     adds_head_gradient: bool = False  # to the sum, as UnshardedBackend does, not through autograd
 
     def decisive(self) -> tuple[Any, ...]:
@@ -65,7 +67,7 @@ class RowSettings:
         read = (learner.activation_checkpointing, learner.recompute_granularity, learner.logprob_chunk_tokens)
         adapters = str([value for name, value in sorted(vars(learner).items()) if name.startswith("lora_")])
         flags = (self.masters, self.on_gpu, self.flex_attention, self.head_fp32, self.with_gradient)
-        return (*read, adapters, self.dtype, *flags, self.adds_head_gradient)
+        return (*read, adapters, self.dtype, *flags, self.adds_head_gradient, self.top_k)
 
 
 def fullest_moment(settings: RowSettings, groups: RowGroups, *, in_passes: bool = False) -> dict[str, int]:
@@ -149,27 +151,33 @@ def _trace(
     ):
         _follow(policy, trace)
         if in_passes:
-            _run_passes(policy, groups, trace, scored)
+            _run_passes(policy, groups, trace, scored, settings.top_k)
         else:
-            _run(policy, _on_meta(_pack(groups)), trace, scored)
+            _run(policy, _on_meta(_pack(groups)), trace, scored, settings.top_k)
     return trace.fullest
 
 
-def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace, scored: int | None) -> None:
-    row = replace(row, predictor_index=row.predictor_index[:scored], labels=row.labels[:scored])
+def _run(policy: PackedPolicy, row: PackedRow, trace: MemoryTrace, scored: int | None, top_k: int) -> None:
+    labels = row.labels[:scored]
+    others = labels.new_empty(len(labels), top_k) if torch.is_grad_enabled() else top_k
     trace.moment = "forward"
-    logprobs, _ = policy(row, 1.0)
+    logprobs, _, _, likely = policy(
+        replace(row, predictor_index=row.predictor_index[:scored], labels=labels, others=others), 1.0
+    )
     if logprobs.requires_grad:
         trace.moment = "head"
-        logprobs.sum().backward()
+        loss = logprobs.sum()
+        if top_k > 0:
+            loss = loss + likely_kl(likely, torch.empty_like(likely), "reverse").sum()
+        loss.backward()
 
 
-def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace, scored: int | None) -> None:
+def _run_passes(policy: PackedPolicy, groups: RowGroups, trace: MemoryTrace, scored: int | None, top_k: int) -> None:
     ((prompt_tokens, _),) = groups
     prompt = _on_meta(pack_prompt(np.zeros(prompt_tokens, np.int32), "cpu"))
     policy(prompt, 1.0)
     for _ in range(2):  # the second finds the gradient that the first has left with the prompt
-        _run(policy, _on_meta(_pack(groups, prompt.cuts.shared)), trace, scored)
+        _run(policy, _on_meta(_pack(groups, prompt.cuts.shared)), trace, scored, top_k)
     trace.moment = "layer"
     prompt.cuts.shared.gradient_carrier().backward()
 

@@ -18,6 +18,7 @@ from infsample_rl.plan.processes import ProcessPlan, device_of, plan_processes
 from infsample_rl.plan.rollout_memory import parked_bytes
 
 SAMPLE_TOKEN_BYTES = 16  # id, log-probability, that of a truncated distribution, the reference's: 4 each
+LIKELY_TOKEN_BYTES = 8  # of a teacher: id and log-probability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,8 @@ def plan_run(config: Config, lengths: Path | None = None) -> RunPlan:
         decode=decode_time(config, model, sampling, lengths),
         host_bytes=sum(role.process.count * role.process.sum_bytes for role in roles if role.process.gpus == 0),
         host_room=host().memory_bytes,
-        waiting_bytes=SAMPLE_TOKEN_BYTES * config.samples_per_step * config.rollout.max_new_tokens,
+        waiting_bytes=(SAMPLE_TOKEN_BYTES + LIKELY_TOKEN_BYTES * config.objective.teacher_top_k)
+        * (config.samples_per_step * config.rollout.max_new_tokens),
     )
 
 

@@ -178,7 +178,7 @@ def test_trl_takes_the_same_step_from_the_same_samples(tiny_qwen3):
             response_ids=np.asarray(ids, np.int32),
             advantage=advantages[number],
             engine_logprobs=np.zeros(len(ids), np.float32),
-            reference_logprobs=None,
+            reference=None,
         )
         for number, ids in enumerate(seen)
     ]

@@ -11,6 +11,7 @@ from infsample_rl.cluster.colocated import TurnLock
 from infsample_rl.cluster.messages import seal
 from infsample_rl.cluster.reference_actors import ReferenceCalls
 from infsample_rl.types import ReferenceReport, ReferenceResult, RowWork
+from tests.tiny_models import reference_tokens
 
 ROWS = seal([RowWork(row=None, prompt_ids={}, totals=totals, row_id=None) for totals in (None, "totals", "totals")])
 
@@ -38,7 +39,8 @@ def test_a_reference_workers_progress_grows_with_every_micro_group_of_a_call(fak
     def logprobs(prompt, completions):
         seen.append(calls.progress())
         return ReferenceResult(
-            logprobs=[np.zeros(3, np.float32)], report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7)
+            tokens=[reference_tokens(np.zeros(3, np.float32))],
+            report=ReferenceReport(kl_sums=[0.5], peak_memory_bytes=7),
         )
 
     calls.worker = SimpleNamespace(logprobs=logprobs)

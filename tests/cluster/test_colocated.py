@@ -59,7 +59,7 @@ def training_samples(completions):
             response_ids=each.token_ids,
             advantage=1.0 if each.token_ids.sum() % 2 else -1.0,
             engine_logprobs=each.logprobs,
-            reference_logprobs=None,
+            reference=None,
         )
         for each in completions
     ]

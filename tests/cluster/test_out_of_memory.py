@@ -60,7 +60,7 @@ def test_a_learner_row_that_does_not_fit_names_phase_plan_and_settings(tiny_qwen
         response_ids=ids,
         advantage=1.0,
         engine_logprobs=np.full(RESPONSE_TOKENS, -5.0, np.float32),
-        reference_logprobs=None,
+        reference=None,
     )
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)

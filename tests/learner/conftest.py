@@ -31,7 +31,7 @@ from infsample_rl.config import (
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.types import LossTotals, TrainingSample
-from tests.tiny_models import TINY_SIZES, save_words
+from tests.tiny_models import TINY_SIZES, reference_tokens, save_words
 
 TEMPERATURE = 0.7
 VALID_VOCAB = 60  # the model's head has 64 rows
@@ -95,7 +95,7 @@ def make_samples(lm, *, seed=0, prompts=3, group_size=4, with_reference=True):
                     response_ids=response_ids,
                     advantage=float(generator.normal()),
                     engine_logprobs=engine,
-                    reference_logprobs=engine + noise if with_reference else None,
+                    reference=reference_tokens(engine + noise) if with_reference else None,
                 )
             )
     return samples
@@ -115,7 +115,7 @@ def plain_gradients(lm, samples, objective):
     for sample in samples:
         logprobs, _ = plain_logprobs(lm, sample.prompt_ids, sample.response_ids)
         advantages = torch.full_like(logprobs, sample.advantage)
-        reference = torch.from_numpy(sample.reference_logprobs)
+        reference = torch.from_numpy(sample.reference.logprobs)
         ids = torch.zeros(len(logprobs), dtype=torch.long)
         loss, _ = policy_loss(
             logprobs,

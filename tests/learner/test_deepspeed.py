@@ -15,6 +15,7 @@ from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.checkpoint import SavedState
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.types import LossTotals
+from tests.tiny_models import reference_tokens
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
 
@@ -77,7 +78,8 @@ def with_infinite_gradient(samples):
     """The samples and provisional totals with which the loss is finite and its gradient is not: 3.2e38 / TEMPERATURE is
     beyond float32."""
     last = samples[-1]
-    arrays = {name: getattr(last, name)[:1] for name in ("response_ids", "engine_logprobs", "reference_logprobs")}
+    arrays = {name: getattr(last, name)[:1] for name in ("response_ids", "engine_logprobs")}
+    arrays["reference"] = reference_tokens(last.reference.logprobs[:1])
     return [*samples[:-1], replace(last, advantage=3.2e38, **arrays)], LossTotals(
         num_sequences=1, num_tokens=1, length_normalizer=16
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from infsample_rl.config import ObjectiveConfig
 from infsample_rl.config.loading import ConfigError, load_config
-from infsample_rl.learner.loss import policy_loss
+from infsample_rl.learner.loss import likely_kl, policy_loss
+from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
-from infsample_rl.types import LossTotals
-from tests.tiny_models import save_words
+from infsample_rl.types import LossTotals, Prompt
+from tests.tiny_models import assert_tensors_close, finished, save_words
 
 TOKENS, VOCAB = 5, 7
 
@@ -58,6 +62,91 @@ def test_the_reverse_kl_is_trls_loss_at_beta_1():
     assert peer.item() == pytest.approx(reverse_kl(logits(0), logits(1)).item(), rel=1e-12)
 
 
+def distribution(seed, kind="student"):
+    """Of a student, or of a teacher whose likeliest ids hold most."""
+    return (logits(seed) * (3.0 if kind == "teacher" else 1.0)).log_softmax(-1)
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("reverse", 1), ("forward", 0)])
+def test_of_all_ids_it_is_the_whole_kl_and_trls_loss(kind, beta):
+    student, teacher = logits(0).requires_grad_(), distribution(1, "teacher")
+    ids = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row)) for row in range(TOKENS)])
+    own = likely_kl(student.log_softmax(-1).gather(-1, ids), teacher.gather(-1, ids), kind).sum()
+    pair = (teacher, student.log_softmax(-1)) if kind == "reverse" else (student.log_softmax(-1), teacher)
+    wanted = F.kl_div(*pair, reduction="sum", log_target=True)
+    assert own.item() == pytest.approx(wanted.item(), rel=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(each, student)[0] for each in (own, wanted)), rtol=0, atol=1e-12)
+    trainer = pytest.importorskip("trl.experimental.gkd").GKDTrainer
+    labels = torch.zeros(1, TOKENS, dtype=torch.long)
+    peer = trainer.generalized_jsd_loss(student.detach()[None], teacher[None], labels=labels, beta=beta)
+    assert own.item() / TOKENS == pytest.approx(peer.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def test_of_fewer_ids_it_is_less_and_never_below_zero(kind):
+    student, teacher = distribution(0), distribution(1, "teacher")
+    found = []
+    for k in range(1, VOCAB + 1):
+        likely, ids = teacher.topk(k)
+        found.append(likely_kl(student.gather(-1, ids), likely, kind))
+        assert likely_kl(likely, likely, kind).abs().max() < 1e-12
+    for fewer, more in zip(found, found[1:], strict=False):
+        assert (fewer >= 0).all() and (fewer <= more + 1e-12).all()
+    assert (found[2] < found[-1]).all()
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def test_where_float32_leaves_no_rest_its_gradient_stays_small(kind):
+    exact = torch.randn(50, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    student = exact.float().requires_grad_()
+    teacher = (exact + 0.01).float().log_softmax(-1)  # the same
+    likely_kl(student.log_softmax(-1), teacher, kind).sum().backward()
+    assert student.grad.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_learner_follows_the_teacher_wherever_it_is(tools, tied_policy, untied_policy, kind, epochs):
+    """By what reference workers say of every sample, and by a teacher on the learner ranks: the same loss, KL and
+    gradient, which are the plain ones."""
+    objective = ObjectiveConfig(
+        loss="dapo", kl="none", reward_coef=0.0, distill_coef=0.5, distill_top_k=6, distill_kl=kind, epochs=epochs
+    )
+    config = tools.make_config(untied_policy)
+    config = replace(config, objective=objective, reference=replace(config.reference, path=tied_policy))
+    samples = tools.make_samples(tools.load_plain(untied_policy), with_reference=False)
+    worker, given = ReferenceWorker(config), []
+    for sample in samples:
+        prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
+        completion = finished(0, 0, sample.response_ids.tolist())
+        given.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
+    here = replace(config, reference=replace(config.reference, placement="learner"))
+    totals = tools.totals_of(samples)
+    found = []
+    for of, rows in ((config, given), (here, samples)):
+        calls = [("accumulate", (row, totals, number)) for number, row in enumerate(tools.cut(rows, 2))]
+        step = ("step", {"totals": totals, "is_last": epochs == 1})
+        found.append(tools.run_here(of, [*calls, ("gradients", ()), step, *(calls if epochs > 1 else ())]))
+    assert found[0][3]["learner/kl"] == pytest.approx(found[1][3]["learner/kl"], rel=1e-5)
+    student, teacher = tools.load_plain(untied_policy), tools.load_plain(tied_policy)
+    total = 0.0
+    for sample in samples:
+        ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids]).astype(np.int64))[None]
+        places = slice(len(sample.prompt_ids) - 1, -1)
+        own, likely = (
+            (lm(input_ids=ids).logits[0, places, : tools.VALID_VOCAB] / tools.TEMPERATURE).log_softmax(-1)
+            for lm in (student, teacher)
+        )
+        values, likeliest = likely.detach().topk(6)
+        total = total + likely_kl(own.gather(-1, likeliest), values, kind).sum() / totals.num_tokens
+    (0.5 * total).backward()
+    wanted = {name: parameter.grad for name, parameter in student.named_parameters()}
+    for results in found:
+        assert results[3]["learner/kl"] == pytest.approx(total.item(), rel=1e-4)
+        assert results[3]["learner/loss"] == pytest.approx(0.5 * total.item(), rel=1e-4)
+        assert_tensors_close(results[2], wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_with_a_reward_both_gradients_add_up():
     token = torch.arange(TOKENS) % VOCAB
     student, teacher = logits(0).requires_grad_(), logits(1).log_softmax(-1)
@@ -85,6 +174,12 @@ def test_with_a_reward_both_gradients_add_up():
         (["reference.path=x", "objective.dynamic_sampling=true"], "objective.dynamic_sampling must be false with"),
         (["reference.path=x", "objective.distill_coef=0"], "objective.distill_coef must be > 0 with"),
         (["reference.path=x", "objective.distill_coef=-1"], "objective.distill_coef must be >= 0, got -1"),
+        (["reference.path=x", "objective.distill_top_k=-1"], "objective.distill_top_k must be >= 0, got -1"),
+        (
+            ["reference.path=x", "objective.distill_top_k=0", "objective.distill_kl=forward"],
+            "objective.distill_top_k must be > 0 with objective.distill_kl=forward",
+        ),
+        (["reference.path=x", "objective.distill_kl=jsd"], "objective.distill_kl must be one of"),
     ],
 )
 def test_what_cannot_distill_is_refused(settings, said):
@@ -105,7 +200,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     own = f"model.tokenizer_path={tmp_path / 'same'}"
     configs = {
-        name: load_config(["objective=distill", own, f"reference.path={tmp_path / name}"])
+        name: load_config(["objective=distill", "objective.distill_top_k=9", own, f"reference.path={tmp_path / name}"])
         for name in ("same", "shorter", "empty")
     }
     tokenizer = load_tokenizer(configs["same"].model)
@@ -114,3 +209,15 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path):
         check_teacher(configs["shorter"], tokenizer)
     with pytest.raises(ValueError, match="reference.path"):
         check_teacher(configs["empty"], tokenizer)
+
+
+def test_more_likely_ids_than_may_be_drawn_are_refused(tmp_path):
+    save_words(tmp_path, 12)
+    config = load_config(
+        ["objective=distill", f"model.path={tmp_path}", f"reference.path={tmp_path}", "objective.distill_top_k=11"]
+    )
+    tokenizer = load_tokenizer(config.model)
+    check_teacher(config, tokenizer)
+    config.rollout.bad_token_ids = [3, 4]
+    with pytest.raises(ValueError, match=r"objective.distill_top_k must be <= 10, the ids that may be drawn, got 11"):
+        check_teacher(config, tokenizer)

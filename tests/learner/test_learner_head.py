@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from infsample_rl.config import LearnerConfig
+from tests.tiny_models import reference_tokens
 
 BAD = [0, 7, 31]
 LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
@@ -22,12 +23,9 @@ def masked_samples(tools, path):
         ids[[token in BAD for token in ids]] = 8
         with torch.no_grad():
             engine, entropy = tools.plain_logprobs(lm, sample.prompt_ids, ids)
-        samples.append(
-            (
-                replace(sample, response_ids=ids, engine_logprobs=engine.numpy(), reference_logprobs=engine.numpy()),
-                entropy,
-            )
-        )
+        engine = engine.numpy()
+        own = replace(sample, response_ids=ids, engine_logprobs=engine, reference=reference_tokens(engine))
+        samples.append((own, entropy))
     return [sample for sample, _ in samples], torch.cat([entropy for _, entropy in samples]).mean().item()
 
 

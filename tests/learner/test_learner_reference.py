@@ -50,7 +50,7 @@ def with_reference(config, samples):
     for sample in samples:
         prompt = Prompt(prompt_index=0, row=0, messages=[], text="", token_ids=sample.prompt_ids)
         completion = finished(0, 0, sample.response_ids, sample.engine_logprobs)
-        found.append(replace(sample, reference_logprobs=worker.logprobs(prompt, [completion]).logprobs[0]))
+        found.append(replace(sample, reference=worker.logprobs(prompt, [completion]).tokens[0]))
     return found
 
 
@@ -165,17 +165,27 @@ def test_rows_are_seen_once_a_step():
 
     def forward(row, temperature):
         seen.append(temperature)
-        return torch.full((2,), -float(len(seen))), torch.zeros(2)
+        return (
+            torch.full((2,), -float(len(seen))),
+            torch.zeros(2),
+            torch.zeros(2, row.others),
+            torch.zeros(2, row.others),
+        )
 
     row = pack_row([(np.array([5], np.int32), [np.array([1, 2], np.int32)])], "cpu")
-    reference = ReferencePolicy(forward, 0.7)
-    assert reference.logprobs(row, (0, 0)).tolist() == [-1, -1]
-    assert reference.logprobs(row, (1, 0)).tolist() == [-2, -2]
+    reference = ReferencePolicy(forward, 0.7, 5)
+
+    def logprobs(number):
+        scores = reference.scores(row, (number, 0))
+        assert scores.ids.shape == scores.likely.shape == (2, 5)
+        return scores.logprobs.tolist()
+
+    assert [logprobs(0), logprobs(1)] == [[-1, -1], [-2, -2]]
     reference.end_update(is_last=False)
-    assert reference.logprobs(row, (1, 0)).tolist() == [-2, -2] and reference.logprobs(row, (0, 0)).tolist() == [-1, -1]
-    assert reference.logprobs(row, None).tolist() == [0, 0]  # a row of weight zero: nobody else computes now
+    assert [logprobs(1), logprobs(0)] == [[-2, -2], [-1, -1]]
+    assert reference.scores(row, None) is None  # a row of weight zero: nobody else computes now
     reference.end_update(is_last=True)
-    assert reference.logprobs(row, (0, 0)).tolist() == [-3, -3] and seen == [0.7] * 3
+    assert logprobs(0) == [-3, -3] and seen == [0.7] * 3
 
 
 def check_offload(tools, path, device, samples):

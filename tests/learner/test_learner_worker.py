@@ -10,6 +10,7 @@ import torch
 from infsample_rl.config import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
+from tests.tiny_models import reference_tokens
 
 LEARNER = LearnerConfig(lr=1e-3, warmup_steps=2, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
 
@@ -29,7 +30,7 @@ def test_metrics_of_an_update_are_means_over_its_tokens(tools, untied_policy, sa
     with torch.no_grad():
         outputs = [tools.plain_logprobs(lm, sample.prompt_ids, sample.response_ids) for sample in samples]
     logprobs, entropy = (torch.cat(values) for values in zip(*outputs, strict=True))
-    difference = logprobs - torch.from_numpy(np.concatenate([sample.reference_logprobs for sample in samples]))
+    difference = logprobs - torch.from_numpy(np.concatenate([sample.reference.logprobs for sample in samples]))
     assert step["learner/kl"] == pytest.approx((torch.expm1(-difference) + difference).mean().item(), rel=1e-4)
     assert step["learner/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-5)
     assert step["learner/logprob_diff_mean"] == pytest.approx(5e-5, rel=0.05)
@@ -85,7 +86,7 @@ def test_a_nonfinite_loss_stops_or_skips(tools, untied_policy, samples, kind):
     last = (
         replace(samples[-1], advantage=math.nan)
         if kind == "nan"
-        else replace(samples[-1], reference_logprobs=nothing_likely)
+        else replace(samples[-1], reference=reference_tokens(nothing_likely))
     )
     broken = [*samples[:-1], last]
     totals = tools.totals_of(samples)

@@ -19,6 +19,7 @@ from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_prompt, pack_samples
 from infsample_rl.types import LossTotals, TrainingSample
+from tests.tiny_models import reference_tokens
 
 VOCAB, TEMPERATURE, NORMALIZER = 24, 0.7, 8
 GROUP_SIZES = (4, 3, 2)
@@ -69,12 +70,12 @@ def samples(policy):
                 "response_ids": ids,
                 "advantage": 0.0,
             }
-            blank = TrainingSample(**numbers, engine_logprobs=noise[0], reference_logprobs=noise[0])
+            blank = TrainingSample(**numbers, engine_logprobs=noise[0], reference=reference_tokens(noise[0]))
             with torch.no_grad():
                 logprobs = policy(pack_samples([blank], "cpu").row, TEMPERATURE)[0]
             old[prompt, index] = logprobs + torch.from_numpy(noise[2])
             own = logprobs.numpy().astype(np.float32)
-            made.append(replace(blank, engine_logprobs=own + noise[0], reference_logprobs=own + noise[1]))
+            made.append(replace(blank, engine_logprobs=own + noise[0], reference=reference_tokens(own + noise[1])))
     return made, old
 
 
@@ -108,7 +109,7 @@ def gradient_of(policy, rows, old, objective, totals, pass_tokens=None):
 
 def accumulate(policy, samples, shared, old, objective, totals):
     packed = pack_samples(samples, "cpu", shared)
-    logprobs, entropy = policy(packed.row, TEMPERATURE)
+    logprobs, entropy, *_ = policy(packed.row, TEMPERATURE)
     loss, _ = policy_loss(
         *(
             logprobs,
@@ -118,7 +119,7 @@ def accumulate(policy, samples, shared, old, objective, totals):
         ),
         objective=objective,
         totals=totals,
-        ref_logprobs=packed.reference_logprobs,
+        ref_logprobs=packed.reference.logprobs,
         engine_logprobs=packed.engine_logprobs,
         entropy=entropy,
     )

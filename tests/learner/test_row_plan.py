@@ -12,7 +12,7 @@ from infsample_rl.learner.row_plan import (
     split_passes,
 )
 from infsample_rl.types import ReferenceReport, ReferenceResult, SampleSpec
-from tests.tiny_models import finished, training_sample
+from tests.tiny_models import finished, reference_tokens, training_sample
 
 
 def specs(prompt, lengths, first=0):
@@ -126,9 +126,10 @@ def test_assemble_takes_the_samples_of_the_row_with_their_references():
     micro_groups = [[finished(0, 2, [7, 8]), finished(0, 0, [9])], [finished(1, 0, [5])]]
     references = [
         ReferenceResult(
-            logprobs=[np.array([-1, -2], np.float32), np.array([-3], np.float32)], report=ReferenceReport([0.0, 0.0], 0)
+            tokens=[reference_tokens(np.array(logprobs, np.float32)) for logprobs in ([-1, -2], [-3])],
+            report=ReferenceReport([0.0, 0.0], 0),
         ),
-        ReferenceResult(logprobs=[np.array([-4], np.float32)], report=ReferenceReport([0.0], 0)),
+        ReferenceResult(tokens=[reference_tokens(np.array([-4], np.float32))], report=ReferenceReport([0.0], 0)),
     ]
     row = [
         SampleSpec(prompt_index=0, sample_index=0, length=1, advantage=0.75),
@@ -140,8 +141,8 @@ def test_assemble_takes_the_samples_of_the_row_with_their_references():
     assert [sample.prompt_ids.tolist() for sample in samples] == [[1, 2], [3]]
     assert [sample.advantage for sample in samples] == [0.75, -1.0]
     assert [sample.engine_logprobs.tolist() for sample in samples] == [[-9.0], [-5.0]]
-    assert [sample.reference_logprobs.tolist() for sample in samples] == [[-3.0], [-4.0]]
-    assert [sample.reference_logprobs for sample in assemble(row, prompts, micro_groups, [])] == [None, None]
+    assert [sample.reference.logprobs.tolist() for sample in samples] == [[-3.0], [-4.0]]
+    assert [sample.reference for sample in assemble(row, prompts, micro_groups, [])] == [None, None]
 
 
 def test_assemble_refuses_missing_samples_and_wrong_lengths():

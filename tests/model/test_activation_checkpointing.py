@@ -38,7 +38,7 @@ def run(every, granularity="full", row=SHORT_PROMPT):
     prompt, responses = row
     packed = pack_row([(np.arange(prompt), [np.arange(length) for length in responses])], "cpu")
     with MemoryTrace(lm.parameters()) as trace:
-        logprobs, _ = policy(packed, 0.7)
+        logprobs = policy(packed, 0.7)[0]
         trace.moment = "after"
         torch.empty(0)  # a moment is seen when something is made in it
         kept = trace.fullest["after"].total()

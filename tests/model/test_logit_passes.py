@@ -34,11 +34,16 @@ def compare(rows, dtype, masked, of_entropy, run=lambda function: function):
     for one, other in zip(own, fused, strict=True):
         torch.testing.assert_close(other, one, rtol=0, atol=max(1e-12, TOLERANCE[g.dtype]))
     h = h if of_entropy else None
-    gradient = passes.gradient(logits.clone(), labels, own[2], own[1], g, h)
-    found = run(fused_gradient)(logits, labels, own[2], own[1], g, h, mask, 0.7)
-    assert found.dtype == dtype and gradient.dtype == g.dtype
-    torch.testing.assert_close(found.to(g.dtype), gradient, rtol=TOLERANCE[dtype], atol=TOLERANCE[g.dtype])
-    assert masked is None or found[:, masked].abs().sum() == 0
+    for others in (None, (torch.randint(8, 38, (rows, 3)), torch.ones(rows, 3, dtype=g.dtype))):
+        gradient = passes.gradient(logits.clone(), labels, own[2], own[1], g, h, others)
+        of_all = g if others is None else g + 3
+        found = run(fused_gradient)(logits, labels, own[2], own[1], g, of_all, h, mask, 0.7)
+        found = passes.add_others_(found, others)
+        assert found.dtype == dtype and gradient.dtype == g.dtype
+        most = 3 / 0.7 if others else 0.0  # of one id, rounded when it is added
+        atol = TOLERANCE[g.dtype] + TOLERANCE[dtype] * most
+        torch.testing.assert_close(found.to(g.dtype), gradient, rtol=TOLERANCE[dtype], atol=atol)
+        assert masked is None or found[:, masked].abs().sum() == 0
 
 
 @pytest.mark.parametrize("of_entropy", [False, True])
@@ -75,7 +80,7 @@ def test_on_a_gpu_it_is_that_of_the_cpu_and_a_chunk_exists_once(dtype, head_fp32
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            logprobs, entropies = token_logprobs(*inputs, labels.to(device), **settings)
+            logprobs, entropies, *_ = token_logprobs(*inputs, labels.to(device), **settings)
             gradients = torch.autograd.grad((logprobs + 0.1 * entropies).sum(), inputs)
             found[device] = [tensor.detach().float().cpu() for tensor in (logprobs, entropies, *gradients)]
             del logprobs, entropies, gradients

@@ -64,8 +64,8 @@ def test_training_samples_share_the_prompt_of_their_neighbours_only():
     assert packed.row.input_ids.tolist() == [[1, 2, 5, 6, 7, 1, 2, 8, 1, 2, 9]]
     assert packed.advantages.tolist() == [0.5, 1.0, 1.0, 0.5, 0.5]
     assert packed.engine_logprobs.tolist() == [-5.0, -6.0, -7.0, -8.0, -9.0]
-    assert packed.reference_logprobs.tolist() == [-10.0, -12.0, -14.0, -16.0, -18.0]
-    assert pack_samples([sample(0, [5], reference=False)], "cpu").reference_logprobs is None
+    assert packed.reference.logprobs.tolist() == [-10.0, -12.0, -14.0, -16.0, -18.0]
+    assert pack_samples([sample(0, [5], reference=False)], "cpu").reference is None
     with pytest.raises(ValueError, match="1 of 2 samples of a row have reference log-probabilities"):
         pack_samples([sample(0, [5]), sample(0, [6], reference=False)], "cpu")
     with pytest.raises(ValueError, match="none may be empty"):
@@ -81,7 +81,7 @@ def test_packed_forward_and_backward_equal_one_sample_at_a_time(kept_copies, mon
     row = pack_row(groups, "cpu")
     assert row.cuts.recompute == (kept_copies == 0.0)
     weights = torch.randn(len(row.labels), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    logprobs, entropy = policy(row, 0.7)
+    logprobs, entropy, *_ = policy(row, 0.7)
     (logprobs * weights).sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
     lm.zero_grad()
@@ -117,7 +117,7 @@ def test_a_group_in_passes_behind_its_shared_prompt_equals_one_sample_at_a_time(
         found = []
         for end, lengths in zip(ends, passes, strict=True):
             part = pack_row([(prompt, responses[end - len(lengths) : end])], "cpu", row.cuts.shared)
-            logprobs, entropy = policy(part, 0.7)
+            logprobs, entropy, *_ = policy(part, 0.7)
             done = sum(len(values) for values, _ in found)
             (logprobs * weights[done : done + len(logprobs)]).sum().backward()
             found.append((logprobs.detach(), entropy))
@@ -204,7 +204,7 @@ def test_a_head_is_multiplied_in_whole_steps_and_ids_beyond_the_tokenizer_get_no
         policy = PackedPolicy(
             model, valid_vocab=valid, chunk_tokens=4, bad_token_ids=[] if valid == 100 else range(100, 128)
         )
-        logprobs, _ = policy(row, 0.7)
+        logprobs, *_ = policy(row, 0.7)
         head = policy.lm.get_output_embeddings().weight
         (gradient,) = torch.autograd.grad(logprobs.sum(), head)
         assert (policy._head_rows, gradient[100:].abs().max().item()) == (128, 0.0)
@@ -216,7 +216,7 @@ def test_a_head_is_multiplied_in_whole_steps_and_ids_beyond_the_tokenizer_get_no
 def test_ids_beyond_the_tokenizer_get_no_probability():
     hidden, weight = torch.ones(1, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [50.0, 50.0]])
     settings = {"temperature": 1.0, "chunk_tokens": 4, "valid_vocab": 2}
-    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([0]), **settings)
+    logprobs, entropy, *_ = token_logprobs(hidden, weight, torch.tensor([0]), **settings)
     assert logprobs.item() == pytest.approx(-np.log(2))
     assert entropy.item() == pytest.approx(np.log(2))
     policy = PackedPolicy(tiny(), valid_vocab=60, chunk_tokens=4)

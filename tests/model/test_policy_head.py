@@ -84,7 +84,7 @@ def test_logits_never_exist_for_more_than_a_chunk():
     hidden, weight = torch.randn(200, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     labels = torch.arange(200)
     with LargestFloat32() as forward_and_backward:
-        logprobs, _ = token_logprobs(hidden, weight, labels, temperature=0.9, chunk_tokens=16, valid_vocab=1000)
+        logprobs, *_ = token_logprobs(hidden, weight, labels, temperature=0.9, chunk_tokens=16, valid_vocab=1000)
         logprobs.sum().backward()
     assert forward_and_backward.largest == 16 * 1000
     expected = (hidden @ weight.T / 0.9).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
@@ -94,7 +94,7 @@ def test_logits_never_exist_for_more_than_a_chunk():
 def test_a_chunks_logits_are_gone_before_the_next_are_there():
     hidden, weight = (torch.randn(rows, 8, device="meta", requires_grad=True) for rows in (64, 1000))
     with MemoryTrace([hidden, weight]) as trace:
-        logprobs, _ = token_logprobs(
+        logprobs, *_ = token_logprobs(
             hidden, weight, torch.arange(64, device="meta"), temperature=0.9, chunk_tokens=16, valid_vocab=1000
         )
         trace.moment = "head"
@@ -111,7 +111,7 @@ def test_the_policy_is_the_softmax_over_the_ids_that_are_left():
     labels = torch.tensor(left)[torch.randint(0, 17, (9,), generator=torch.Generator().manual_seed(3))]
     masked = masked_index(bad, 20, "cpu")
     settings = {"temperature": 0.7, "chunk_tokens": 4, "valid_vocab": 20, "masked": masked}
-    logprobs, entropy = token_logprobs(hidden, weight, labels, **settings)
+    logprobs, entropy, *_ = token_logprobs(hidden, weight, labels, **settings)
     table = (hidden @ weight[left].T / 0.7).log_softmax(-1)
     expected = table.gather(-1, torch.tensor([[left.index(label)] for label in labels.tolist()]))[:, 0]
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-12)
@@ -120,13 +120,40 @@ def test_the_policy_is_the_softmax_over_the_ids_that_are_left():
     torch.testing.assert_close(own, plain, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("chunk_tokens", [4, 9])
+def test_other_ids_are_scored_beside_the_labels_with_their_gradient(chunk_tokens):
+    hidden, weight = random_head(9, vocab=20, size=8, dtype=torch.float64)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    left = [token for token in range(20) if token not in (2, 3, 19)]
+    numbers = torch.Generator().manual_seed(3)
+    labels = torch.tensor(left)[torch.randint(0, 17, (9,), generator=numbers)]
+    settings = {"temperature": 0.7, "chunk_tokens": chunk_tokens, "valid_vocab": 20}
+    settings |= {"masked": masked_index([2, 3, 19], 20, "cpu"), "entropy_gradient": True}
+    table = torch.full((9, 20), -torch.inf, dtype=torch.float64)
+    table = table.index_copy(1, torch.tensor(left), (hidden @ weight[left].T / 0.7).log_softmax(-1))
+    with torch.no_grad():
+        _, _, ids, likely = token_logprobs(hidden, weight, labels, **settings, others=5)
+    assert torch.equal(ids, table.topk(5).indices)
+    torch.testing.assert_close(likely, table.topk(5).values, rtol=0, atol=1e-12)
+    ids[0, 0] = labels[0]  # an id may be the label too
+    logprobs, entropy, same, likely = token_logprobs(hidden, weight, labels, **settings, others=ids)
+    assert torch.equal(same, ids)
+    weights = torch.randn(9, 5, generator=numbers, dtype=torch.float64)
+    entropies = -(table.exp() * table.nan_to_num(neginf=0.0)).sum(-1)
+    plain = table.gather(-1, labels[:, None]).sum() + 0.3 * entropies.sum() + (weights * table.gather(-1, ids)).sum()
+    own = logprobs.sum() + 0.3 * entropy.sum() + (weights * likely).sum()
+    for found, wanted in zip(*(torch.autograd.grad(each, [hidden, weight]) for each in (own, plain)), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
+
+
 def test_a_masked_id_gets_no_gradient_and_a_row_of_weight_zero_gives_none():
     hidden, weight = (tensor.requires_grad_() for tensor in random_head(1, vocab=6, size=4, dtype=torch.float32))
     settings = {"temperature": 1.0, "chunk_tokens": 4, "valid_vocab": 6, "masked": masked_index([0, 5], 6, "cpu")}
-    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([1]), **settings)
+    logprobs, *_ = token_logprobs(hidden, weight, torch.tensor([1]), **settings)
     (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     assert gradient[[0, 5]].abs().sum() == 0 and gradient[[1, 2, 3, 4]].abs().sum(-1).min() > 0
-    dummy, _ = token_logprobs(hidden, weight, torch.tensor([0]), **settings)
+    dummy, *_ = token_logprobs(hidden, weight, torch.tensor([0]), **settings)
     assert dummy.item() == -math.inf  # the learner's filling rows name id 0, whatever it is
     for gradient in torch.autograd.grad((dummy * 0.0).sum(), (hidden, weight)):
         assert gradient.abs().sum() == 0
@@ -160,7 +187,7 @@ def test_a_packed_row_with_masked_ids_and_a_float32_head():
     assert "masked" not in policy.state_dict()  # checkpoints stay those of the model
     states = []
     lm.base_model.register_forward_hook(lambda *arguments: states.append(arguments[2].last_hidden_state[0, 1:4]))
-    logprobs, entropy = policy(
+    logprobs, entropy, *_ = policy(
         pack_row([(torch.tensor([5, 9]).numpy(), [torch.tensor([11, 4, 7]).numpy()])], "cpu"), 0.8
     )
     (hidden,) = states

@@ -31,6 +31,7 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.processes import plan_processes, plan_role
 from infsample_rl.plan.rollout_memory import most_rows
 from infsample_rl.plan.row_memory import RowSettings, _fewest_scored, _trace, fullest_moment
+from infsample_rl.plan.run_plan import plan_run
 from tests.tiny_models import save_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
         assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
 
 
-@pytest.mark.parametrize(("on_gpu", "head_fp32"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("on_gpu", "head_fp32", "top_k"), [(False, False, 5), (True, False, 0), (True, True, 0)])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -120,7 +121,7 @@ def test_a_deep_model_extended_from_shallow_ones_is_the_same_as_traced_whole(eve
         pytest.param(("learner.lora_rank=4",), marks=pytest.mark.slow),
     ],
 )
-def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(overrides, on_gpu, head_fp32):
+def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(overrides, on_gpu, head_fp32, top_k):
     config, model = settings("learner.logprob_chunk_tokens=16", *overrides)
     wide = Qwen3Config(**model.architecture.to_dict() | {"vocab_size": 20_000})
     row = RowSettings(
@@ -131,6 +132,7 @@ def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(ov
         on_gpu=on_gpu,
         flex_attention=on_gpu,
         head_fp32=head_fp32,
+        top_k=top_k,
     )
     for groups, in_passes in (([(20, [30] * 6), (20, [10])], False), ([(20, [30] * 6)], True)):
         total = sum(sum(lengths) for _, lengths in groups)
@@ -138,6 +140,22 @@ def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(ov
         extended = fullest_moment(row, groups, in_passes=in_passes)
         whole = _trace(row, wide.num_hidden_layers, groups, in_passes)
         assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
+
+
+def test_what_a_teachers_likely_ids_take_is_counted():
+    config, model = settings()
+    shape = {"model": model, "dtype": torch.float32, "learner": config.learner, "masters": False, "on_gpu": False}
+    without, beside = (
+        sum(fullest_moment(RowSettings(**shape, flex_attention=False, top_k=top_k), [(20, [100] * 4)]).values())
+        for top_k in (0, 40)
+    )
+    assert beside - without >= 400 * 40 * (8 + 4), "their ids and their log-probabilities"
+    for top_k in (0, 40):
+        distill = load_config(
+            ["objective=distill", f"reference.path={config.model.path}", f"objective.distill_top_k={top_k}"]
+        )
+        tokens = distill.samples_per_step * distill.rollout.max_new_tokens
+        assert plan_run(distill).waiting_bytes == (16 + 8 * top_k) * tokens
 
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
