@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from infsample_rl.config import LearnerConfig
 from infsample_rl.learner.backend import Backend
 from infsample_rl.learner.checkpoint import KINDS, SavedState
+from infsample_rl.learner.cpu_adam import cpu_adam
 from infsample_rl.learner.deepspeed_config import engine_config
 from infsample_rl.learner.optimizer import build_optimizer, set_lr
 from infsample_rl.model.logprobs import PackedPolicy
@@ -67,7 +68,7 @@ class DeepSpeedBackend(Backend):
         config = engine_config(policy, learner, dtype)
         read = set() if slices is None else self._partition(policy, slices, config, device=device, dtype=dtype)
         optimizer = build_optimizer(self.masters.values(), learner)
-        self.optimizer = _cpu_adam(optimizer) if learner.offload_optimizer else optimizer
+        self.optimizer = cpu_adam(optimizer) if learner.offload_optimizer else optimizer
         self.policy, *_ = deepspeed.initialize(model=policy, optimizer=self.optimizer, config=config)
         self.zero: Any = self.policy.optimizer
         self._make_moments()
@@ -249,20 +250,3 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     groups._release_process_group_references()  # those of an earlier learner in this process, whose ranks have parted
     return deepspeed
-
-
-def _cpu_adam(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same AdamW with its step in DeepSpeed's C++, the only one ZeRO takes for masters in host memory."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-    settings = optimizer.defaults
-    try:
-        return DeepSpeedCPUAdam(
-            groups, lr=settings["lr"], betas=settings["betas"], eps=settings["eps"], adamw_mode=True
-        )
-    except RuntimeError as error:
-        raise ValueError(
-            "learner.offload_optimizer=true with learner.backend=deepspeed compiles DeepSpeed's CPU Adam, which failed "
-            f"here ({error.__cause__ or error}): install g++ and ninja, or take learner.backend=fsdp"
-        ) from error

@@ -13,6 +13,7 @@ import torch
 
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.checkpoint import SavedState
+from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.types import LossTotals
 from tests.tiny_models import reference_tokens
@@ -269,9 +270,7 @@ def test_a_checkpoint_goes_from_two_fsdp_ranks_to_deepspeed_and_to_one_rank(runs
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles DeepSpeed's CPU Adam")
 def test_an_optimizer_in_host_memory_does_the_same(tools, tied_policy, tmp_path):
-    from deepspeed.ops.op_builder import CPUAdamBuilder
-
-    CPUAdamBuilder().load()  # a minute of g++ the first time, beyond the patience of run_ranks
+    compile_cpu_adam()  # minutes of g++ the first time, beyond the patience of run_ranks
     # Its arithmetic rounds otherwise than torch's; after two steps some weights are other bfloat16 numbers.
     runs = {dtype: eventful_run(tools, tied_policy, count) for dtype, count in (("float32", 7), ("bfloat16", 3))}
     scenarios, plain = {}, {}

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 
 from infsample_rl.commands.chaos import differences
 from infsample_rl.commands.disturbance import Target, send
+from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from infsample_rl.observe.phases import phase_of
 from tests.real_runs import same_everywhere
 
@@ -78,6 +79,8 @@ def test_no_bit_changes_with(no_kl, plain, changes):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in SUMS])
 def test_the_update_is_that_of_one_rank_with(no_kl, plain, name):
+    if "offload" in name:
+        compile_cpu_adam()  # minutes of g++ the first time
     run = no_kl(*SUMS[name], "run.checkpoint_every=2")
     for row, wanted in zip(run.rows, plain.rows, strict=True):
         close(row, wanted)
