@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from infsample_rl.config import Config, ObjectiveConfig
+from infsample_rl.learner.divergence import kl_estimate, likely_kl
 from infsample_rl.types import LossTotals
 
 MOST_LOG_RATIO = 80.0  # whose exponential is finite in float32
 SCALED_TOKENS = 4096
-REST = 1e-6  # probability
 
 
 def loss_scale(config: Config) -> float:
@@ -161,35 +161,6 @@ def _clipped_objective(
         return ratio.clamp(max=high).detach() * advantages * logprobs, ratio > high
     unclipped, clipped = ratio * advantages, ratio.clamp(low, high) * advantages
     return torch.minimum(unclipped, clipped), ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """Per-token estimates of KL(policy || reference), d = logprob - ref_logprob (Schulman, "Approximating KL
-    divergence").
-
-    k1 = d: unbiased, but its gradient is zero on average, so as a loss it only adds noise. k2 = d^2 / 2: the right
-    gradient on policy. k3 = exp(-d) + d - 1: unbiased and never negative, GRPO's choice (arXiv 2402.03300, equation 4).
-    """
-    difference = logprobs - ref_logprobs
-    if kind == "k1":
-        return difference
-    if kind == "k2":
-        return difference.square() / 2
-    return torch.expm1(-difference) + difference
-
-
-def likely_kl(policy: Tensor, teacher: Tensor, kind: str) -> Tensor:
-    """KL [T] of two distributions from their log-probabilities [T, K] of the same K ids, all other ids taken as one:
-    "reverse" KL(policy || teacher), "forward" KL(teacher || policy).
-
-    Of all ids it is the whole KL; of fewer it is never more, and 0 where the two agree on each of the K (the log-sum
-    inequality).
-    """
-    first, second = (policy, teacher) if kind == "reverse" else (teacher, policy)
-    # Below REST float32 tells no rest from none: it counts as so much on both sides, without gradient.
-    rests = [(1 - each.exp().sum(-1)).clamp(min=REST) for each in (first, second)]
-    of_rest = rests[0] * (rests[0].log() - rests[1].log())
-    return (first.exp() * (first - second)).sum(-1) + of_rest
 
 
 def engine_weights(

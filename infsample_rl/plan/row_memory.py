@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from infsample_rl.config import LearnerConfig
-from infsample_rl.learner.loss import likely_kl
+from infsample_rl.learner.divergence import likely_kl
 from infsample_rl.learner.unsharded_backend import gradient_sum, move_gradient
 from infsample_rl.model.loading import build_outline
 from infsample_rl.model.logprobs import PackedPolicy, checkpoint_every

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from infsample_rl.config import ObjectiveConfig
 from infsample_rl.config.loading import ConfigError, load_config
-from infsample_rl.learner.loss import likely_kl, policy_loss
+from infsample_rl.learner.divergence import likely_kl
+from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.reference import ReferenceWorker
 from infsample_rl.model.tokenizer import check_teacher, load_tokenizer
 from infsample_rl.types import LossTotals, Prompt

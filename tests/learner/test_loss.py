@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from infsample_rl.config import ObjectiveConfig
-from infsample_rl.learner.loss import effective_sample_size, engine_mismatch, kl_estimate, policy_loss
+from infsample_rl.learner.divergence import kl_estimate
+from infsample_rl.learner.loss import effective_sample_size, engine_mismatch, policy_loss
 from infsample_rl.types import LossTotals
 
 # Two sequences: A (2 tokens, advantage 1) with ratios 1.5 and 0.5, B (1 token, advantage -2) with ratio 0.5.

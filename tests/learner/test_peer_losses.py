@@ -20,7 +20,8 @@ from torch import Tensor
 
 from infsample_rl.config import ObjectiveConfig
 from infsample_rl.learner.advantage import group_advantages, overlong_penalty
-from infsample_rl.learner.loss import effective_sample_size, kl_estimate, policy_loss
+from infsample_rl.learner.divergence import kl_estimate
+from infsample_rl.learner.loss import effective_sample_size, policy_loss
 from infsample_rl.types import LossTotals
 
 verl = pytest.importorskip("verl", minversion="0.9.1")
