@@ -150,12 +150,16 @@ def test_what_a_teachers_likely_ids_take_is_counted():
         for top_k in (0, 40)
     )
     assert beside - without >= 400 * 40 * (8 + 4), "their ids and their log-probabilities"
+    planned = []
     for top_k in (0, 40):
         distill = load_config(
             ["objective=distill", f"reference.path={config.model.path}", f"objective.distill_top_k={top_k}"]
         )
         tokens = distill.samples_per_step * distill.rollout.max_new_tokens
-        assert plan_run(distill).waiting_bytes == (16 + 8 * top_k) * tokens
+        plan = plan_run(distill)
+        assert plan.waiting_bytes == (16 + 8 * top_k) * tokens
+        planned.append({role.process.role: role.process.sum_bytes for role in plan.roles})
+    assert planned[1]["learner"] > planned[0]["learner"] and planned[1]["rollout"] == planned[0]["rollout"]
 
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
