@@ -28,10 +28,12 @@ class LogitPasses(NamedTuple):
     def arguments_of(self, logits: Tensor, ids: Tensor | int) -> tuple[Tensor, Tensor]:
         """`ids` [R, K] and the softmax's arguments there, float32, of logits [R, V] before another pass; of a number K
         the K likeliest ids of every row."""
+        if not isinstance(ids, Tensor) and ids == 0:  # topk of none may sort all on a GPU
+            ids = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
         if isinstance(ids, Tensor):
             found = logits.gather(-1, ids)
         else:
-            if ids > 0 and self.masked is not None:
+            if self.masked is not None:
                 logits.index_fill_(-1, self.masked, -math.inf)
             found, ids = logits.topk(ids, dim=-1)
         return ids, found.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

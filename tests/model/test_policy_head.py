@@ -120,6 +120,15 @@ def test_the_policy_is_the_softmax_over_the_ids_that_are_left():
     torch.testing.assert_close(own, plain, rtol=0, atol=1e-12)
 
 
+def test_where_no_other_ids_are_asked_for_none_are_looked_for(monkeypatch):
+    """A GPU's topk sorts all of a few long rows, for no id too."""
+    monkeypatch.setattr(torch.Tensor, "topk", lambda *_, **__: pytest.fail("topk"))
+    hidden, weight = random_head(9, vocab=20, size=8, dtype=torch.float32)
+    settings = {"temperature": 0.7, "chunk_tokens": 4, "valid_vocab": 20, "masked": masked_index([3], 20, "cpu")}
+    _, _, ids, likely = token_logprobs(hidden, weight, torch.zeros(9, dtype=torch.int64), **settings)
+    assert ids.shape == likely.shape == (9, 0)
+
+
 @pytest.mark.parametrize("chunk_tokens", [4, 9])
 def test_other_ids_are_scored_beside_the_labels_with_their_gradient(chunk_tokens):
     hidden, weight = random_head(9, vocab=20, size=8, dtype=torch.float64)
