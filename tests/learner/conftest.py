@@ -1,12 +1,8 @@
-"""A tiny policy, samples of it, the plain one-sample-at-a-time GRPO they are compared with, and learner ranks as
-processes."""
+"""A tiny policy, samples of it, the plain one-sample-at-a-time GRPO they are compared with."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import pickle
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +27,7 @@ from infsample_rl.config import (
 from infsample_rl.learner.loss import policy_loss
 from infsample_rl.learner.optimizer import lr_at
 from infsample_rl.types import LossTotals, TrainingSample
+from tests.learner_ranks import Scenario, run_scenario
 from tests.tiny_models import TINY_SIZES, reference_tokens, save_words
 
 TEMPERATURE = 0.7
@@ -47,12 +44,6 @@ if importlib.util.find_spec("deepspeed") is not None:
 SLOW_BACKENDS = ("fsdp last_row", "fsdp shard_ranks 1", "deepspeed zero 1", "deepspeed zero 2")
 # Rows of the two ranks in each of ten updates.
 DEALS = [(3, 1), (1, 0), (2, 2), (0, 3), (1, 1), (3, 0), (1, 3), (0, 1), (4, 1), (2, 0)]
-
-_spec = importlib.util.spec_from_file_location("rank_main", Path(__file__).with_name("rank_main.py"))
-rank_main = importlib.util.module_from_spec(_spec)
-sys.modules["rank_main"] = rank_main
-_spec.loader.exec_module(rank_main)
-Scenario = rank_main.Scenario
 
 
 def save_tiny_policy(folder: Path, *, tied: bool) -> str:
@@ -163,42 +154,7 @@ def large_update(path, dtype, loss):
 
 def run_here(config, calls, **settings):
     """Run a scenario as the only rank, in this process."""
-    return rank_main.run_scenario(Scenario(config, calls, **settings), 0, 1)
-
-
-def start_ranks(folder: Path, scenarios, world_size: int) -> list[subprocess.Popen]:
-    """Start scenarios on `world_size` processes."""
-    job = folder / "job.pickle"
-    job.write_bytes(pickle.dumps(scenarios))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, rank_main.__file__, str(job)]
-    return [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-
-
-def end_ranks(ranks: list[subprocess.Popen]) -> list[str]:
-    """Wait for all; what each said. None is left behind when one hangs."""
-    try:
-        return [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-
-
-def run_ranks(folder: Path, scenarios, world_size: int):
-    """Run scenarios on `world_size` processes; results[rank][name] is the list of its calls' results."""
-    ranks = start_ranks(folder, scenarios, world_size)
-    outputs = end_ranks(ranks)
-    assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(outputs)
-    return [pickle.loads((folder / f"job.{rank}").read_bytes()) for rank in range(world_size)]
+    return run_scenario(Scenario(config, calls, **settings), 0, 1)
 
 
 def pytest_generate_tests(metafunc):

@@ -13,6 +13,7 @@ from infsample_rl.learner import checkpoint
 from infsample_rl.learner.checkpoint import SavedState, save_pretrained_folder, save_training_state, write_progress
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.buckets import shapes_of
+from tests.learner_ranks import Scenario, run_ranks
 
 pytestmark = pytest.mark.slow  # checkpoints of one, two and three ranks, written by real processes
 
@@ -52,14 +53,14 @@ def travels(tools, tied_policy, tmp_path_factory):
         return [("states", ()), *update(tools, batches[3], (2, 1), lockstep=lockstep), ("states", ())]
 
     scenarios = {
-        "goes on": tools.Scenario(two, [*goes_on, ("save", (places[2],)), *resumed_at(True)], checkpoint=places[1]),
-        "resumed": tools.Scenario(two, resumed_at(True), checkpoint=places[2]),
-        "last_row": tools.Scenario(free, resumed_at(False), checkpoint=places[2]),
+        "goes on": Scenario(two, [*goes_on, ("save", (places[2],)), *resumed_at(True)], checkpoint=places[1]),
+        "resumed": Scenario(two, resumed_at(True), checkpoint=places[2]),
+        "last_row": Scenario(free, resumed_at(False), checkpoint=places[2]),
     }
-    found[2] = tools.run_ranks(folder, scenarios, 2)[0]
+    found[2] = run_ranks(folder, scenarios, 2)[0]
     calls = [("states", ()), *update(tools, batches[3], (1, 0, 1)), ("save", (places[3],)), ("states", ())]
-    scenario = tools.Scenario(three, calls, checkpoint=places[2])
-    found[3] = tools.run_ranks(folder, {"goes on": scenario}, 3)[0]["goes on"]
+    scenario = Scenario(three, calls, checkpoint=places[2])
+    found[3] = run_ranks(folder, {"goes on": scenario}, 3)[0]["goes on"]
     found["back at 1"] = tools.run_here(
         one, [("states", ()), *update(tools, batches[4], (1,)), ("states", ())], checkpoint=places[3]
     )
@@ -179,12 +180,12 @@ def test_a_rank_that_cannot_write_fails_on_all_and_leaves_them_in_step(tools, ti
     config = tools.make_config(tied_policy, learner=replace(LEARNER, **learner), objective=objective, ranks=2)
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
     first, second = update(tools, samples, (2, 1)), update(tools, samples, (1, 2))
-    scenarios = {"without": tools.Scenario(config, [*first, *second, ("parameters", ())])}
+    scenarios = {"without": Scenario(config, [*first, *second, ("parameters", ())])}
     for _, name in OCCUPIED:
         (tmp_path / name.replace("/", "_") / name).mkdir(parents=True)  # where a file is to be
         saves = ("failing_save", (str(tmp_path / name.replace("/", "_")),))
-        scenarios[name] = tools.Scenario(config, [*first, saves, *second, ("parameters", ())])
-    found = tools.run_ranks(tmp_path, scenarios, 2)
+        scenarios[name] = Scenario(config, [*first, saves, *second, ("parameters", ())])
+    found = run_ranks(tmp_path, scenarios, 2)
     for rank, name in OCCUPIED:
         said = [next(result for result in of_rank[name] if isinstance(result, str)) for of_rank in found]
         assert said[0] == said[1] and f"could not be written by rank {rank}: " in said[0]
@@ -203,8 +204,8 @@ def test_a_disk_slower_than_a_collective_may_be_does_not_end_the_ranks(tools, ti
     config = replace(config, cluster=replace(config.cluster, progress_timeout_s=30.0))
     samples = tools.make_samples(tools.load_plain(tied_policy), seed=3)
     saves = ("slow_save", (str(tmp_path / "saved"), 25.0))
-    found = tools.run_ranks(
-        tmp_path, {"slow": tools.Scenario(config, [saves, *update(tools, samples, (2, 1)), ("parameters", ())])}, 2
+    found = run_ranks(
+        tmp_path, {"slow": Scenario(config, [saves, *update(tools, samples, (2, 1)), ("parameters", ())])}, 2
     )
     assert all(torch.equal(tensor, found[1]["slow"][-1][name]) for name, tensor in found[0]["slow"][-1].items())
     assert SavedState(tmp_path / "saved").num_updates == 0

@@ -16,6 +16,7 @@ from infsample_rl.learner.checkpoint import SavedState
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.types import LossTotals
+from tests.learner_ranks import Scenario, run_ranks
 from tests.tiny_models import reference_tokens
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
@@ -159,22 +160,20 @@ def runs(tools, odd_policy, tied_policy, tmp_path_factory):
     }
     start = str(folder / "fsdp")
     ranks = {
-        "fsdp": tools.Scenario(
-            config(tied_policy), [*first[0], *second[0], ("save", (start,)), *third[0], *fourth[0], *END]
-        ),
+        "fsdp": Scenario(config(tied_policy), [*first[0], *second[0], ("save", (start,)), *third[0], *fourth[0], *END]),
     }
     for stage in STAGES:
-        ranks[f"eventful {stage}"] = tools.Scenario(config(odd_policy, stage=stage), two + END)
-        ranks[f"bf16 {stage}"] = tools.Scenario(
+        ranks[f"eventful {stage}"] = Scenario(config(odd_policy, stage=stage), two + END)
+        ranks[f"bf16 {stage}"] = Scenario(
             config(tied_policy, stage=stage, dtype="bfloat16"), first[0] + second[0] + remembered_two + END
         )
         for offload in (False, True):
-            ranks[f"rowless {stage} {offload}"] = tools.Scenario(
+            ranks[f"rowless {stage} {offload}"] = Scenario(
                 config(tied_policy, stage=stage, offload=offload), rowless[0]
             )
         calls = [*third[0], ("save", (str(folder / str(stage)),)), *END]
-        ranks[f"resumed {stage}"] = tools.Scenario(config(tied_policy, stage=stage), calls, checkpoint=start)
-    results = tools.run_ranks(folder, ranks, 2)
+        ranks[f"resumed {stage}"] = Scenario(config(tied_policy, stage=stage), calls, checkpoint=start)
+    results = run_ranks(folder, ranks, 2)
     for stage in STAGES:
         here[f"resumed {stage}"] = tools.run_here(
             config(tied_policy), fourth[1] + END, checkpoint=str(folder / str(stage))
@@ -281,6 +280,6 @@ def test_an_optimizer_in_host_memory_does_the_same(tools, tied_policy, tmp_path)
         for stage in STAGES:
             learner = replace(LEARNER, backend="deepspeed", zero_stage=stage, offload_optimizer=True)
             config = tools.make_config(tied_policy, learner=learner, objective=OBJECTIVE, dtype=dtype)
-            scenarios[f"{dtype} {stage}"] = tools.Scenario(config, two + END)
-    for name, found in tools.run_ranks(tmp_path, scenarios, 2)[0].items():
+            scenarios[f"{dtype} {stage}"] = Scenario(config, two + END)
+    for name, found in run_ranks(tmp_path, scenarios, 2)[0].items():
         assert_same_run(found, plain[name.split()[0]])

@@ -16,6 +16,7 @@ from infsample_rl.learner.optimizer import build_optimizer, load_moments, moment
 from infsample_rl.model.logprobs import PackedPolicy
 from infsample_rl.model.packing import pack_samples
 from infsample_rl.types import LossTotals
+from tests.learner_ranks import Scenario, end_ranks, run_ranks, start_ranks
 from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
@@ -97,8 +98,8 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
                 if any(ranks)
                 else []
             )
-        scenarios[f"{name}, random"] = tools.Scenario(config, calls)
-        scenarios[f"{name}, two updates"] = tools.Scenario(config, two_updates(tools, samples, lockstep=lockstep))
+        scenarios[f"{name}, random"] = Scenario(config, calls)
+        scenarios[f"{name}, two updates"] = Scenario(config, two_updates(tools, samples, lockstep=lockstep))
         config = tools.make_config(untied_policy, learner=learner, objective=OBJECTIVE, dtype="bfloat16", ranks=2)
         calls = [
             *tools.waves(tools.deal(bf16, (3, 0)), totals, lockstep=lockstep),
@@ -106,15 +107,15 @@ def two_ranks(tools, samples, untied_policy, tmp_path_factory):
             ("parameters", ()),
             ("full_parameters", ()),
         ]
-        scenarios[f"{name}, bf16"] = tools.Scenario(config, calls)
+        scenarios[f"{name}, bf16"] = Scenario(config, calls)
     config = tools.make_config(untied_policy, learner=LAST_ROW, objective=OBJECTIVE, ranks=2)
-    scenarios["free"] = tools.Scenario(config, free_ranks(tools, samples, folder))
+    scenarios["free"] = Scenario(config, free_ranks(tools, samples, folder))
     config = tools.make_config(
         untied_policy, learner=replace(EVERY_ROW, offload_optimizer=True), objective=OBJECTIVE, ranks=2
     )
     calls = [*tools.waves(tools.deal(samples, (3, 1)), totals), ("step", (totals,)), ("parameters", ())]
-    scenarios["offload"] = tools.Scenario(config, calls)
-    return tools.run_ranks(folder, scenarios, 2)
+    scenarios["offload"] = Scenario(config, calls)
+    return run_ranks(folder, scenarios, 2)
 
 
 def assert_equal_gradients(found, expected, factor=1.0):
@@ -192,13 +193,13 @@ def test_four_ranks_in_pairs_that_share_a_policy_give_the_plain_update(tools, sa
     for name, learner in (("every_row", EVERY_ROW), ("last_row", LAST_ROW)):
         config = tools.make_config(untied_policy, learner=replace(learner, shard_ranks=2), objective=OBJECTIVE, ranks=4)
         calls = tools.waves(deal, totals, lockstep=name == "every_row")
-        scenarios[name] = tools.Scenario(config, [*calls, ("gradients", ()), ("step", (totals,)), ("parameters", ())])
+        scenarios[name] = Scenario(config, [*calls, ("gradients", ()), ("step", (totals,)), ("parameters", ())])
     _, gradients = tools.plain_gradients(tools.load_plain(untied_policy), samples, OBJECTIVE)
     config = tools.make_config(untied_policy, learner=EVERY_ROW, objective=OBJECTIVE)
     parameters = tools.run_here(config, [("accumulate", (samples, totals)), ("step", (totals,)), ("parameters", ())])[
         -1
     ]
-    for rank in tools.run_ranks(tmp_path, scenarios, 4):
+    for rank in run_ranks(tmp_path, scenarios, 4):
         for results in rank.values():
             assert_equal_gradients(results[-3], gradients)
             assert_tensors_close(results[-1], parameters, rtol=1e-4, atol=2e-5)
@@ -219,9 +220,9 @@ def test_a_rank_that_dies_in_its_backward_pass_ends_the_others_with_an_error(
         *tools.waves(tools.deal(samples, (1, 1)), totals),
         ("step", (totals,)),
     ]
-    ranks = tools.start_ranks(tmp_path, {"dies": tools.Scenario(config, calls)}, 2)
-    outputs = tools.end_ranks(ranks)
-    assert [rank.returncode for rank in ranks] == [1, -9], "\n".join(outputs)
+    ranks = start_ranks(tmp_path, {"dies": Scenario(config, calls)}, 2)
+    outputs = end_ranks(tmp_path, ranks)
+    assert [rank.exitcode for rank in ranks] == [1, -9], "\n".join(outputs)
     assert "RuntimeError" in outputs[0] and "Timed out" not in outputs[0]
 
 

@@ -9,6 +9,7 @@ import torch
 from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.learner.row_plan import split_passes
 from infsample_rl.types import LossTotals
+from tests.learner_ranks import Scenario, run_ranks
 from tests.tiny_models import assert_tensors_close
 
 OBJECTIVE = ObjectiveConfig(kl_coef=0.1)
@@ -47,7 +48,7 @@ def ten_updates(tools, path, settings, history, folder, deal=None):
         )
         calls.append(("step", (tools.totals_of(samples),)))
     calls += [("save", (str(folder),)), ("parameters", ()), ("export_weights", (3,))]
-    return tools.Scenario(tools.make_config(path, learner=learner, objective=OBJECTIVE, ranks=2), calls)
+    return Scenario(tools.make_config(path, learner=learner, objective=OBJECTIVE, ranks=2), calls)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,7 @@ def two_ranks(tools, plain, paths, tmp_path_factory):
     samples = plain["tied"][0][0][0]
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE)
     scenarios = {
-        name: tools.Scenario(
-            config, [*tools.waves(tools.deal(samples, counts), tools.totals_of(samples)), ("gradients", ())]
-        )
+        name: Scenario(config, [*tools.waves(tools.deal(samples, counts), tools.totals_of(samples)), ("gradients", ())])
         for name, counts in DEALS.items()
     }
     quick = [backend for backend in tools.BACKENDS if backend not in tools.SLOW_BACKENDS]
@@ -82,21 +81,21 @@ def two_ranks(tools, plain, paths, tmp_path_factory):
         ("export_weights", (1,)),
     ]
     checkpointed = replace(LEARNER, activation_checkpointing=1)
-    scenarios["bf16"] = tools.Scenario(
+    scenarios["bf16"] = Scenario(
         tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16"), calls
     )
     for dtype in ("float32", "float16"):
         config, samples, provisional, totals = tools.large_update(untied_policy, dtype, "dr_grpo")
         calls = [*tools.waves(tools.deal(samples, (2, 1)), provisional), ("step", (totals,))]
-        scenarios[dtype] = tools.Scenario(config, calls)
-    return tools.run_ranks(folder, scenarios, 2), folder
+        scenarios[dtype] = Scenario(config, calls)
+    return run_ranks(folder, scenarios, 2), folder
 
 
 @pytest.fixture(scope="module")
 def two_ranks_of_the_others(tools, plain, paths, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks_of_the_others")
     slow = [backend for backend in tools.BACKENDS if backend in tools.SLOW_BACKENDS]
-    return tools.run_ranks(folder, of_backends(tools, slow, plain, paths, folder), 2), folder
+    return run_ranks(folder, of_backends(tools, slow, plain, paths, folder), 2), folder
 
 
 @pytest.fixture

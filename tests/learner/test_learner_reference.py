@@ -12,9 +12,11 @@ import torch
 
 from infsample_rl.config import ClusterConfig, LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.learner.reference import ReferencePolicy, ReferenceWorker, keep_in_host_memory, load_frozen_policy
+from infsample_rl.learner.worker import LearnerWorker
 from infsample_rl.model.packing import pack_row, pack_samples
 from infsample_rl.plan.placement import worker_groups
 from infsample_rl.types import Prompt
+from tests.learner_ranks import Scenario, run_ranks
 from tests.tiny_models import assert_tensors_close, finished
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
@@ -115,8 +117,8 @@ def two_ranks(tools, tied_policy, frozen, samples, tmp_path_factory):
         for way, settings in WAYS.items():
             step = two_epochs(tools, samples, [(3, 1), (0, 2)], lockstep=way != "fsdp last_row")
             config = config_of(tools, tied_policy, frozen, kind, settings=settings, ranks=2)
-            scenarios[kind, way] = tools.Scenario(config, [*step, *step, ("parameters", ())])
-    return tools.run_ranks(tmp_path_factory.mktemp("reference_ranks"), scenarios, 2)
+            scenarios[kind, way] = Scenario(config, [*step, *step, ("parameters", ())])
+    return run_ranks(tmp_path_factory.mktemp("reference_ranks"), scenarios, 2)
 
 
 def steps_of(results):
@@ -155,7 +157,7 @@ def test_no_reference_is_loaded_without_a_kl_in_the_loss(tools, tied_policy):
             tools.make_config(tied_policy, learner=LEARNER, objective=objective),
             reference=replace(HERE, path="nowhere"),
         )
-        worker = tools.rank_main.LearnerWorker(config, 0, 1, 10)
+        worker = LearnerWorker(config, 0, 1, 10)
         worker.setup(None)
         assert worker.reference is None
 

@@ -14,6 +14,7 @@ from infsample_rl.config import LearnerConfig, ObjectiveConfig
 from infsample_rl.model.lora import ReceivedAdapters, add_adapters
 from infsample_rl.model.weight_sync.sync import load_published
 from infsample_rl.types import LossTotals
+from tests.learner_ranks import Scenario, run_ranks
 from tests.tiny_models import assert_tensors_close
 
 pytestmark = pytest.mark.slow  # real processes for minutes; test_learner_ranks.py has every backend in `make test`
@@ -58,21 +59,19 @@ def two_ranks(tools, plain, tied_policy, tmp_path_factory):
     for name, settings in TWO_RANKS.items():
         config = tools.make_config(tied_policy, learner=replace(LEARNER, **settings), objective=OBJECTIVE, ranks=2)
         calls = updates(tools, plain[0], tools.DEALS, lockstep=name != "fsdp last_row")
-        scenarios[name] = tools.Scenario(
+        scenarios[name] = Scenario(
             config, [*calls, ("parameters", ()), ("export_weights", (3,)), ("save", (str(folder / name),))]
         )
     samples, totals = plain[-1], tools.totals_of(plain[-1])
     config = tools.make_config(tied_policy, learner=LEARNER, objective=OBJECTIVE, ranks=2)
     calls = [*tools.waves([[samples], []], totals), ("step", (totals,)), ("parameters", ())]
-    scenarios["resumed"] = tools.Scenario(config, calls, checkpoint=str(folder / "fsdp"))
+    scenarios["resumed"] = Scenario(config, calls, checkpoint=str(folder / "fsdp"))
     bf16 = tools.make_samples(tools.load_plain(tied_policy, torch.bfloat16))
     checkpointed = replace(LEARNER, activation_checkpointing=2)
     config = tools.make_config(tied_policy, learner=checkpointed, objective=OBJECTIVE, dtype="bfloat16", ranks=2)
     calls = [*tools.waves(tools.deal(bf16, (2, 1)), tools.totals_of(bf16)), ("step", (tools.totals_of(bf16),))]
-    scenarios["bf16"] = tools.Scenario(
-        config, [("parameters", ()), *calls, ("parameters", ()), ("export_weights", (1,))]
-    )
-    return tools.run_ranks(folder, scenarios, 2), folder
+    scenarios["bf16"] = Scenario(config, [("parameters", ()), *calls, ("parameters", ()), ("export_weights", (1,))])
+    return run_ranks(folder, scenarios, 2), folder
 
 
 def exported(tools, path, published, dtype=torch.float32):

@@ -14,6 +14,7 @@ from infsample_rl.config import LearnerConfig, ModelConfig
 from infsample_rl.learner.policy_loading import load_policy
 from infsample_rl.model.loading import load_model
 from infsample_rl.model.weight_slices import NotSliceable, load_outline, materialize
+from tests.learner_ranks import Scenario, run_ranks
 
 KK_TINY = str(Path(infsample_rl.__file__).parent / "assets" / "kk_tiny" / "policy")
 LEARNER = LearnerConfig(lr=1e-3, max_tokens_per_micro_batch=256, logprob_chunk_tokens=7)
@@ -46,12 +47,12 @@ def two_ranks(tools, tied_policy, untied_policy, tmp_path_factory):
         for name, path in paths.items():
             learner, dtype = replace(LEARNER, **settings), DTYPES[name]
             config = tools.make_config(path, learner=learner, dtype=dtype, ranks=2)
-            scenarios[sharded, name] = tools.Scenario(config, calls["whole"])
+            scenarios[sharded, name] = Scenario(config, calls["whole"])
         for name in ("tied", "untied"):
             learner = replace(LORA, **settings)
             config = tools.make_config(paths[name], learner=learner, dtype="bfloat16", ranks=2)
-            scenarios[sharded, "LoRA", name] = tools.Scenario(config, calls["LoRA"])
-    return paths, tools.run_ranks(folder, scenarios, 2)
+            scenarios[sharded, "LoRA", name] = Scenario(config, calls["LoRA"])
+    return paths, run_ranks(folder, scenarios, 2)
 
 
 @pytest.mark.parametrize("name", DTYPES)

@@ -1,16 +1,18 @@
-"""Runs learner scenarios as one rank of several: `python rank_main.py JOB.pickle RANK WORLD_SIZE`; results go to
-JOB.RANK."""
+"""Learner ranks as processes: forks of one that has imported what they need, once for a whole run of tests."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -169,11 +171,53 @@ def run_scenario(scenario: Scenario, rank: int, world_size: int, ports: Path | N
     return results
 
 
-if __name__ == "__main__":
-    sys.modules["rank_main"] = sys.modules["__main__"]  # the name under which the scenarios were pickled
-    job, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    scenarios = pickle.loads(job.read_bytes())
+def _live(folder: Path, rank: int, world_size: int, environment: dict[str, str]) -> None:
+    """The life of a rank: its scenarios, one after another, what it prints, and what they gave."""
+    with open(folder / f"said.{rank}", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    scenarios = pickle.loads((folder / "scenarios").read_bytes())
     answers = {}
     for number, (name, scenario) in enumerate(scenarios.items()):
-        answers[name] = run_scenario(scenario, rank, world_size, job.with_suffix(f".ports{number}"))
-    job.with_suffix(f".{rank}").write_bytes(pickle.dumps(answers))
+        answers[name] = run_scenario(scenario, rank, world_size, folder / f"ports.{number}")
+    (folder / f"answers.{rank}").write_bytes(pickle.dumps(answers))
+
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [__name__, "infsample_rl.learner.fsdp_backend", "deepspeed"]
+)  # what is missing is left out
+
+
+def start_ranks(folder: Path, scenarios: dict[Any, Scenario], world_size: int) -> list[BaseProcess]:
+    """Start scenarios on `world_size` processes."""
+    (folder / "scenarios").write_bytes(pickle.dumps(scenarios))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    ranks = [FORKS.Process(target=_live, args=(folder, rank, world_size, environment)) for rank in range(world_size)]
+    with mock.patch.dict(os.environ, environment):  # the first of all starts the process that they are forks of
+        for rank in ranks:
+            rank.start()
+    return ranks
+
+
+def end_ranks(folder: Path, ranks: list[BaseProcess]) -> list[str]:
+    """Wait for all; what each said. None is left behind when one hangs."""
+    deadline = time.monotonic() + 240.0
+    try:
+        for number, rank in enumerate(ranks):
+            rank.join(max(0.0, deadline - time.monotonic()))
+            assert rank.exitcode is not None, f"rank {number} hangs"
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(folder / f"said.{number}").read_text() for number in range(len(ranks))]
+
+
+def run_ranks(folder: Path, scenarios: dict[Any, Scenario], world_size: int) -> list[dict[Any, list[Any]]]:
+    """Run scenarios on `world_size` processes; results[rank][name] is the list of its calls' results."""
+    ranks = start_ranks(folder, scenarios, world_size)
+    said = end_ranks(folder, ranks)
+    assert [rank.exitcode for rank in ranks] == [0] * world_size, "\n".join(said)
+    return [pickle.loads((folder / f"answers.{rank}").read_bytes()) for rank in range(world_size)]
