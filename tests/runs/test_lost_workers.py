@@ -103,21 +103,28 @@ def throttle(pid: int, *, on_s: float, off_s: float) -> None:
 
 
 def hit(
-    settings: list[str], folder: Path, places: list[tuple[str, str]], number: int, *changes: str, said: str = ""
+    settings: list[str],
+    folder: Path,
+    places: list[tuple[str, str]],
+    numbers: int | list[int],
+    *changes: str,
+    said: str = "",
 ) -> str:
-    """Send signal `number` to a worker in a phase, once a step is done, at each of the places in turn, the next when
-    the run has `said` that it went on, to a process that was not there before; what the run, which must end well,
-    printed."""
+    """Send a signal to a worker in a phase, once a step is done, at each of the places in turn, the next when the run
+    has `said` that it went on; of a kind that was hit before, to a process that was not there then. What the run,
+    which must end well, printed."""
+    numbers = numbers if isinstance(numbers, list) else [numbers] * len(places)
     run = folder / "run"
     target = chaos.Target(command(settings, run, *changes), run)
     printed = Path(target._log.name)
     try:
         wait_for(lambda: steps_done(run) >= 1, target)
         old = set[int]()
-        for count, place in enumerate(places):
+        for count, (place, number) in enumerate(zip(places, numbers, strict=True)):
             wait_for(lambda count=count: len(re.findall(said, printed.read_text())) >= count, target)
             os.kill(wait_for(lambda place=place, old=old: first_in(target, *place, old), target), number)
-            old = {pid for pid, _ in target.processes()}
+            kind = place[0].split()[0]  # of a reference worker and its ranks
+            old = old | {pid for pid, roles in target.processes() if any(role.split()[0] == kind for role in roles)}
         assert target.driver.wait(timeout=400) == 0, printed.read_text()[-3000:]
         return printed.read_text()
     finally:
@@ -161,12 +168,13 @@ def test_workers_are_forked_and_start_by_themselves_once_the_fork_server_is_dead
     assert chaos.differences(undisturbed, run) == []
 
 
-@pytest.mark.parametrize(("role", "phase"), [("rollout", "decode"), ("reward", "idle"), ("reference", "reference")])
-def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path, role, phase):
-    output = hit(
-        settings, tmp_path, [(role, phase)], signal.SIGSTOP, "cluster.progress_timeout_s=15", "reward.timeout_s=5"
-    )
-    assert "it has not moved for" in output and "its process does not answer" in output and "started again" in output
+def test_a_worker_that_hangs_is_named_with_where_it_stands_and_replaced(settings, undisturbed, tmp_path):
+    places = [("rollout", "decode"), ("reward", "idle"), ("reference", "reference")]
+    patience = ("cluster.progress_timeout_s=15", "reward.timeout_s=5")
+    output = hit(settings, tmp_path, places, signal.SIGSTOP, *patience, said="worker .* started again")
+    for role, _ in places:
+        assert re.search(f"{role} worker .: it has not moved for .*; its process does not answer", output), output
+        assert re.search(f"{role} worker .: .*started again", output), output
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
@@ -207,14 +215,12 @@ def test_a_learner_rank_that_hangs_is_lost_once_its_collective_runs_out_of_time(
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(
-    settings, undisturbed, tmp_path, number
-):
+def test_a_rollout_worker_lost_as_weights_come_by_broadcast_leaves_the_learner_in_step(settings, undisturbed, tmp_path):
     # the last: it may be through
     broadcast = ("cluster.weight_sync=broadcast", "cluster.progress_timeout_s=24")
-    output = hit(settings, tmp_path, [("rollout", "sync")], number, *broadcast)
-    assert re.search("rollout worker .: .* started again", output) and "going back to" not in output, output[-3000:]
+    said, signals = "rollout worker .: .* started again", [signal.SIGKILL, signal.SIGSTOP]
+    output = hit(settings, tmp_path, [("rollout", "sync")] * 2, signals, *broadcast, said=said)
+    assert len(re.findall(said, output)) == 2 and "going back to" not in output, output[-3000:]
     assert chaos.differences(undisturbed, tmp_path / "run") == []
 
 
@@ -401,11 +407,14 @@ def test_a_slow_workers_samples_that_have_not_started_go_to_an_idle_one(settings
     assert chaos.differences(undisturbed, run) == []
 
 
-@pytest.mark.parametrize(("kills", "settings"), [(10, []), (5, ["run.max_staleness=1"])], ids=["", "asynchronous"])
-def test_disturbances_of_the_default_experiment_change_nothing(short_path, kills, settings):
+@pytest.mark.parametrize(
+    ("steps", "kills", "settings"), [(12, 10, []), (8, 4, ["run.max_staleness=1"])], ids=["", "asynchronous"]
+)
+def test_disturbances_of_the_default_experiment_change_nothing(short_path, steps, kills, settings):
     seed = date.today().toordinal()  # no seed is tuned to
     print(f"seed={seed}")
-    arguments = [sys.executable, "-m", "infsample_rl.chaos", "steps=12", f"kills={kills}", f"seed={seed}", "json=true"]
+    arguments = [sys.executable, "-m", "infsample_rl.chaos", f"steps={steps}", f"kills={kills}"]
+    arguments += [f"seed={seed}", "json=true"]
     environment = os.environ | {"TMPDIR": short_path}
     done = subprocess.run([*arguments, *settings], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
