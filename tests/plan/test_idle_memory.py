@@ -50,7 +50,13 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("experiment", experiments())
+OTHER_DATA = ("gsm8k_qwen3", "kk_qwen3")  # of the models and settings that math_qwen3 has
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith(OTHER_DATA) else ()) for name in experiments()],
+)
 def test_every_shipped_experiment_uses_the_memory_that_is_free_or_is_the_papers(experiment, folders):
     folder = next((folders[name] for name in SHAPES if name in experiment), None)
     own = [f"+experiment={experiment}", *([f"model.path={folder}"] if folder else [])]

@@ -85,7 +85,7 @@ def test_adapters_take_the_place_of_gradients_and_moments():
     [
         (0, "full"),
         pytest.param(1, "full", marks=pytest.mark.slow),
-        (3, "full"),
+        pytest.param(3, "full", marks=pytest.mark.slow),
         pytest.param(1, "selective", marks=pytest.mark.slow),
         (3, "selective"),
     ],

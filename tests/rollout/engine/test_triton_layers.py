@@ -111,11 +111,7 @@ def assert_as_exact_as_torch(steps):
 
 @pytest.mark.parametrize(
     "variant",
-    [
-        "qwen3",
-        "qwen2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name not in ("qwen3", "qwen2")),
-    ],
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != "qwen3")],
 )
 def test_layers_in_triton_are_as_exact_as_transformers_modules(interpreted, make_variant, variant):
     assert_as_exact_as_torch(interpreted(both_steps, *build(make_variant, variant, torch.float16), torch.float16))

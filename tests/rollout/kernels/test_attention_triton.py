@@ -126,7 +126,7 @@ def test_one_prompt_in_one_split_and_in_many(interpreted, tokens, splits):
     assert_right(interpreted(paged_attention, **case), case)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("dtype", [pytest.param(FLOAT32, marks=pytest.mark.slow), BFLOAT16])
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(interpreted, dtype):
     own = (5, 80, 16, 150, 33, 7, 64, 1)
     case = make_case((100, 40), (5, 3), own, heads=(2, 4), dtype=dtype)

@@ -52,7 +52,13 @@ def test_longest_first_nearly_reaches_the_bound_and_shortest_first_does_not(name
     assert lpt <= 0.92 * infinite
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in LENGTHS.glob("*.jsonl*")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=pytest.mark.slow if "codegen" in path.name else ())
+        for path in sorted(LENGTHS.glob("*.jsonl*"))
+    ],
+)
 def test_the_papers_schedule_takes_at_most_a_twentieth_more_than_arrival(name):
     options = SimulateOptions(lengths=[name])
     workload = load(LENGTHS / name, options)
