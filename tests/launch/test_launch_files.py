@@ -106,6 +106,9 @@ def test_the_images_are_staged_pinned_and_not_root():
     assert found.index(("USER", "1000")) > runtime and not any(
         name == "RUN" for name, _ in found[found.index(("FROM", "runtime AS cpu")) :]
     )
+    build = found.index(("FROM", "base AS build"))
+    first_install = next(number for number, (_, words) in enumerate(found) if "uv pip install" in words)
+    assert build < found.index(("ENV", "UV_COMPILE_BYTECODE=1")) < first_install, "uv by itself compiles nothing"
     assert ("COPY", "--from=build-cpu /venv /venv") in found and ("COPY", "--from=build-cuda /venv /venv") in found
 
 
