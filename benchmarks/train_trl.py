@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer on a workload: a script for the interpreter that has TRL (rivals.trl_python). Standard library, trl
-and what it brings only.
+and what it brings only. With `held_out` in the spec the run is evaluated too.
 
 train_trl.py SPEC RESULT, both JSON: a string, and the file to write. The caller ends the process group. Written for trl
 1.16: the trainer's own methods are timed, and its tokenising of prompts is replaced so that it trains on exactly the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import runpy
 import sys
 import tempfile
 import time
@@ -83,30 +84,79 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Rewards:
-    """The reward function: train_ours.reward_of of the tokens, kept for the report."""
+    """The reward function, kept for the report: last_number of the file `reward`, or train_ours.reward_of of the
+    tokens."""
 
     __name__ = "reward"  # TRL names its metrics by it
 
-    def __init__(self, clock: Steps) -> None:
+    def __init__(self, clock: Steps, reward: str | None) -> None:
         self.clock = clock
+        self.of_text = runpy.run_path(reward)["last_number"] if reward else None
 
     def __call__(
         self, prompts: list[str], completions: list[str], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
         """Rewards of one generation batch."""
-        rewards = [sum(ids) % 1000 / 1000 for ids in completion_ids]
+        if self.of_text is None:
+            rewards = [sum(ids) % 1000 / 1000 for ids in completion_ids]
+        else:
+            rewards = self.of_text(prompts, completions, columns["answer"])
         self.clock.rewards += rewards
         self.clock.lengths += [len(ids) for ids in completion_ids]
         return rewards
 
 
+class HeldOut(TrainerCallback):
+    """Before the first step, and after every so many, the mean reward of so many samples of every held-out problem."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec, self.found = spec["held_out"], list[tuple[int, float]]()
+        self.rows, self.max_new_tokens = 4 * spec["rows"], spec["max_new_tokens"]
+        self.reward = runpy.run_path(spec["reward"])["last_number"]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The model as it was given."""
+        self.evaluate(0, given["model"], given["processing_class"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """After Steps has kept the step, whose seconds this is no part of."""
+        if state.global_step % self.spec["every"] == 0 or state.global_step == state.max_steps:
+            self.evaluate(state.global_step, given["model"], given["processing_class"])
+
+    @torch.no_grad()
+    def evaluate(self, step: int, model: Any, tokenizer: Any) -> None:
+        """Sample at temperature 1, as in training, with noise that training does not use."""
+        samples = self.spec["samples"]
+        prompts = [ids for ids in self.spec["prompts"] for _ in range(samples)]
+        answers = [answer for answer in self.spec["answers"] for _ in range(samples)]
+        texts = list[str]()
+        with torch.random.fork_rng():
+            torch.manual_seed(step)
+            for start in range(0, len(prompts), self.rows):
+                batch = tokenizer.pad(
+                    {"input_ids": prompts[start : start + self.rows]}, padding_side="left", return_tensors="pt"
+                )
+                drawn = model.generate(
+                    **batch,
+                    **{"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+                    max_new_tokens=self.max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                )
+                texts += tokenizer.batch_decode(drawn[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        rewards = self.reward(prompts, texts, answers)
+        self.found.append((step, sum(rewards) / len(rewards)))
+
+
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Every step of the run with its seconds, phases, rewards and lengths, and the most memory it held."""
+    """Every step of the run with its seconds, phases, rewards and lengths, the most memory it held, and the held-out
+    accuracy [(step, mean reward)]."""
     imported = status_bytes("VmRSS")
-    clock = run_trainer(spec, TimedTrainer, [])
+    held_out = [HeldOut(spec)] if "held_out" in spec else []
+    clock = run_trainer(spec, TimedTrainer, held_out)
     on_cuda = spec["device"] != "cpu" and torch.cuda.is_available()
     return {
         "steps": clock.steps,
+        "held_out": [found for callback in held_out for found in callback.found],
         "peak_memory_bytes": device_bytes() if on_cuda else status_bytes("VmHWM") - imported,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "versions": {
@@ -124,15 +174,18 @@ def run_trainer(spec: dict[str, Any], trainer_class: type[TimedTrainer], callbac
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     clock = Steps()
+    columns = {"prompt": [str(number) for number in range(len(spec["prompts"]))]}
+    if "answers" in spec:
+        columns["answer"] = spec["answers"]
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_class(
             prompts=spec["prompts"],
             clock=clock,
             callbacks=[clock, *callbacks],
             model=model,
-            reward_funcs=[Rewards(clock)],
+            reward_funcs=[Rewards(clock, spec.get("reward"))],
             args=arguments_of(spec, folder),
-            train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(spec["prompts"]))]}),
+            train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
         )
         if trainer.args.device.type == "cuda":

@@ -69,23 +69,22 @@ class TrainOptions(ModelOptions):
                 f"nearest that works is {longest}"
             )
         if "trl" in self.rivals:
-            self.trl_interpreter()
+            trl_interpreter(self.trl_python, instead="rivals=[]")
 
-    def trl_interpreter(self) -> str:
-        """The interpreter that runs TRL; ValueError when there is none."""
-        if self.trl_python is None:
-            if importlib.util.find_spec("trl") is None:
-                raise ValueError(
-                    "rivals=[trl] needs TRL, which this interpreter lacks: give rivals.trl_python=PYTHON, or rivals=[]"
-                )
-            return sys.executable
-        found = shutil.which(self.trl_python)
-        if found is None:
-            raise ValueError(
-                f"rivals.trl_python={self.trl_python}: there is no such interpreter; give the path of one that has "
-                "TRL, or rivals=[]"
-            )
-        return found
+
+def trl_interpreter(python: str | None, *, instead: str) -> str:
+    """The interpreter that runs TRL, rivals.trl_python; ValueError, which says what to give instead, where there is
+    none."""
+    if python is None:
+        if importlib.util.find_spec("trl") is None:
+            raise ValueError(f"TRL is not in this interpreter: give rivals.trl_python=PYTHON, or {instead}")
+        return sys.executable
+    found = shutil.which(python)
+    if found is None:
+        raise ValueError(
+            f"rivals.trl_python={python}: there is no such interpreter; give the path of one that has TRL, or {instead}"
+        )
+    return found
 
 
 ARITHMETIC = {  # configs/data/arithmetic.yaml
@@ -129,13 +128,18 @@ def measure_run(options: TrainOptions, run: Run) -> dict[str, Any]:
     spec, limits = run.spec | run.settings, {"threads": options.threads, "timeout_s": options.timeout_s}
     if run.name == "ours":
         return measure("train_ours.main", spec, **limits, environment=preload())
+    return measure_trl(trl_interpreter(options.trl_python, instead="rivals=[]"), spec, **limits)
+
+
+def measure_trl(interpreter: str, spec: Spec, *, threads: int, timeout_s: float) -> dict[str, Any]:
+    """Run TRL in a process of its own; RuntimeError when that fails."""
     # Without its folder on the path: TRL's imports would find our process.py and models.py there (Python 3.11 or
     # newer).
     environment = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if spec["device"] == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [options.trl_interpreter(), str(TRL_SCRIPT)]
-    return run_script(command, spec, **limits, environment=environment | preload())
+    command, environment = [interpreter, str(TRL_SCRIPT)], environment | preload()
+    return run_script(command, spec, threads=threads, timeout_s=timeout_s, environment=environment)
 
 
 def preload() -> dict[str, str]:
