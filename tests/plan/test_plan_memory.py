@@ -142,7 +142,7 @@ def test_a_row_extended_from_few_chunks_of_logits_is_the_same_as_traced_whole(ov
         assert sum(extended.values()) == max(sum(found.values()) for found in whole.values())
 
 
-def test_what_a_teachers_likely_ids_take_is_counted():
+def test_what_a_teachers_likely_ids_take_is_counted(tmp_path):
     config, model = settings()
     shape = {"model": model, "dtype": torch.float32, "learner": config.learner, "masters": False, "on_gpu": False}
     without, beside = (
@@ -150,16 +150,18 @@ def test_what_a_teachers_likely_ids_take_is_counted():
         for top_k in (0, 40)
     )
     assert beside - without >= 400 * 40 * (8 + 4), "their ids and their log-probabilities"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 1}
+    path = save_policy(tmp_path, "qwen3", 4000, **sizes, num_key_value_heads=1, head_dim=16)  # its head is the fullest
     planned = []
     for top_k in (0, 40):
-        distill = load_config(
-            ["objective=distill", f"reference.path={config.model.path}", f"objective.distill_top_k={top_k}"]
-        )
+        own = [f"model.path={path}", f"reference.path={path}", f"objective.distill_top_k={top_k}"]
+        distill = load_config(["objective=distill", *own])
         tokens = distill.samples_per_step * distill.rollout.max_new_tokens
         plan = plan_run(distill)
         assert plan.waiting_bytes == (16 + 8 * top_k) * tokens
         planned.append({role.process.role: role.process.sum_bytes for role in plan.roles})
-    assert planned[1]["learner"] > planned[0]["learner"] and planned[1]["rollout"] == planned[0]["rollout"]
+    grown = {role for role in planned[0] if planned[1][role] > planned[0][role]}
+    assert grown == {"learner", "reference"} and planned[1]["rollout"] == planned[0]["rollout"]
 
 
 def test_a_pass_behind_its_prompt_takes_what_a_row_of_as_many_tokens_takes_and_the_prompts_gradient():
