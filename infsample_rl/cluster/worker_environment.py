@@ -11,6 +11,7 @@ from ray._private.services import JEMALLOC_SO
 
 from infsample_rl.config import Config
 
+PACKAGE = Path(__file__).resolve().parents[2]  # the folder that has this package
 TENSOR_ROLES = ("rollout", "reference", "learner")
 
 # oneDNN keeps up to 1,024 products it has compiled for 16 bits, with buffers of the size of a weight, and rows differ
@@ -19,10 +20,16 @@ TENSOR_ROLES = ("rollout", "reference", "learner")
 FEW_COMPILED_PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48"}
 
 
+def is_installed() -> bool:
+    """Whether this package lies among those of an interpreter, which finds it by itself; another interpreter must not
+    be led there, where it would find its libraries in other versions."""
+    return PACKAGE.name in ("site-packages", "dist-packages")
+
+
 def worker_environment(config: Config) -> dict[str, str]:
     """Of every worker."""
     threads = str(config.cluster.threads_per_worker)
-    package = str(Path(__file__).resolve().parents[2])
+    package = "" if is_installed() else str(PACKAGE)
     python_path = os.pathsep.join(path for path in (package, os.environ.get("PYTHONPATH", "")) if path)
     environment = {
         "OMP_NUM_THREADS": threads,

@@ -97,9 +97,11 @@ def test_the_images_are_staged_pinned_and_not_root():
     stages = [arguments.split() for name, arguments in found if name == "FROM"]
     parents = {stage[2]: stage[0] for stage in stages}
     assert parents["cpu"] == parents["cuda"] == "runtime" and parents["build-cpu"] == parents["build-cuda"] == "build"
+    assert parents["vllm"] == "cuda" and ("COPY", "--from=build-vllm /venv-vllm /venv-vllm") in found
     arguments = dict(argument.split("=", 1) for name, argument in found if name == "ARG")
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-bookworm(@sha256:[0-9a-f]{64})?", arguments["BASE"])
     assert f"TORCH ?= {arguments['TORCH']}\n" in (ROOT / "Makefile").read_text()
+    assert f'VLLM="{arguments["VLLM"]}"' in (ROOT / "Makefile").read_text()
     users = [argument for name, argument in found if name == "USER"]
     assert users == ["1000"], "a number, which runAsNonRoot can check"
     runtime = found.index(("FROM", "base AS runtime"))

@@ -74,6 +74,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
+        self._http.handle_error = lambda *_: None  # clients are cut off on purpose
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
 
