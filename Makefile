@@ -24,7 +24,7 @@ READY := $(VENV)/.ready
 VLLM ?= -r requirements-vllm.lock
 VLLM_VENV := .venv-vllm
 
-.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm tables docs reference smollm2 lock clean
+.PHONY: run test test-all test-matrix lint gpu gpu-evidence vllm tables results docs reference smollm2 lock clean
 
 run: $(READY) $(if $(findstring smollm2,$(EXPERIMENT)),smollm2)
 	$(BIN)/python -m infsample_rl.main +experiment=$(EXPERIMENT) $(ARGS)
@@ -59,6 +59,10 @@ vllm: $(VLLM_VENV)/.ready
 tables: $(READY)
 	$(BIN)/python -m benchmarks.tables out=docs/results/paper_tables.md
 	$(BIN)/python -m benchmarks.memory "groups=[8,16,32,64,256,1024]" "slots=[1,2,4]" out=docs/results
+
+# The commands of a page of docs/results/ again: make results PAGE=engine ARGS="FOLDER=... PYTHON=...".
+results: $(READY)
+	$(BIN)/python scripts/rerun_results.py $(PAGE) $(ARGS)
 
 # The documentation's site, build/docs/index.html, with a builder in an environment of its own. The pages of docs/reference/ are written
 # from the code by `make reference`.
