@@ -8,13 +8,15 @@ drawn at random, each before one comes again, evenly over all steps. A driver th
 
   json=true   one JSON object on stdout instead of the table
 
-Exit 1 if the runs differ in a weight, a reward, a length, a loss or a kept completion, bit for bit; 2 for a bad
-argument. What is killed when depends on the machine too: `seed` alone does not repeat it.
+Exit 1 if the runs differ in a weight, a reward, a length, a loss or a kept completion, bit for bit or, where the run
+is not deterministic (run.deterministic), as with rollout.engine=vllm, by more than rounding; 2 for a bad argument. What
+is killed when depends on the machine too: `seed` alone does not repeat it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -26,9 +28,12 @@ from typing import Any
 
 from infsample_rl.commands.disturbance import CELLS, Disturber, Hit, Target
 from infsample_rl.config.command_line import option, parse_with_settings, print_table, run_command
+from infsample_rl.config.loading import load_config
 from infsample_rl.observe.records import read_records
 
+PLACE = ("step", "prompt_index", "sample_index")  # of a kept completion
 COMPARED = ("reward", "response", "learner")  # metrics that neither time nor restarts may change
+ROUNDING = 1e-3  # of a figure, and a tenth of it absolutely, in a run that is not deterministic
 
 
 @dataclass(kw_only=True)
@@ -41,28 +46,66 @@ class ChaosOptions:
     json: bool = option(False, "print one JSON object")
 
 
-def differences(undisturbed: Path, disturbed: Path) -> list[str]:
+def differences(undisturbed: Path, disturbed: Path, *, exact: bool = True) -> list[str]:
     """What differs between two runs, in words: weights of the last checkpoint, metrics that are not times or counts of
-    restarts, kept completions."""
+    restarts, kept completions. Unless `exact`, what rounding may do is no difference, nor is the completions' order."""
     found, runs = [], (undisturbed, disturbed)
     checkpoints = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in runs]
     if checkpoints[0].name != checkpoints[1].name:
         found.append(f"the last checkpoints are {checkpoints[0].name} and {checkpoints[1].name}")
     for path in sorted(checkpoints[0].rglob("*.safetensors")):
         name = path.relative_to(checkpoints[0])
-        if path.read_bytes() != (checkpoints[1] / name).read_bytes():
+        if not _same_tensors(path, checkpoints[1] / name, exact):
             found.append(f"{name} differs")
     rows = [{record["step"]: record for record in read_records(run / "metrics.jsonl")} for run in runs]
     if list(rows[0]) != list(rows[1]):
         found.append(f"metrics.jsonl has steps {list(rows[0])} and {list(rows[1])}")
     for step in rows[0].keys() & rows[1].keys():
         names = [name for name in rows[0][step] if name.split("/")[0] in COMPARED]
-        found += [f"step {step}: {name} differs" for name in names if rows[0][step][name] != rows[1][step].get(name)]
+        found += [
+            f"step {step}: {name} differs"
+            for name in names
+            if not _same(rows[0][step][name], rows[1][step].get(name), exact)
+        ]
     kept = [list(read_records(run / "completions.jsonl")) for run in runs]
-    if kept[0] != kept[1]:
-        steps = sorted({record["step"] for own, other in (kept, kept[::-1]) for record in own if record not in other})
+    if not exact:
+        kept = [sorted(own, key=lambda record: [record[name] for name in PLACE]) for own in kept]
+    if not _same(*kept, exact):
+        steps = sorted(
+            {
+                record["step"]
+                for own, other in (kept, kept[::-1])
+                for record in own
+                if not any(_same(record, another, exact) for another in other)
+            }
+        )
         found.append(f"completions.jsonl differs in steps {steps}" if steps else "completions.jsonl has another order")
     return found
+
+
+def _same(value: Any, other: Any, exact: bool) -> bool:
+    """Whether two values of JSON are equal or, unless `exact`, differ in their floats by rounding alone."""
+    if exact or type(value) is not type(other):
+        return bool(value == other)
+    if isinstance(value, float):
+        return math.isclose(value, other, rel_tol=ROUNDING, abs_tol=ROUNDING / 10)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_same(value[name], other[name], exact) for name in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(_same(*pair, exact) for pair in zip(value, other, strict=True))
+    return bool(value == other)
+
+
+def _same_tensors(path: Path, other: Path, exact: bool) -> bool:
+    """Whether two safetensors files are the same or, unless `exact`, hold tensors that differ by rounding alone."""
+    if exact or path.read_bytes() == other.read_bytes():
+        return path.read_bytes() == other.read_bytes()
+    from safetensors.torch import load_file
+
+    own, others = load_file(path), load_file(other)
+    return own.keys() == others.keys() and all(
+        tensor.allclose(others[name], rtol=0, atol=ROUNDING / 10) for name, tensor in own.items()
+    )
 
 
 def table_of(hits: list[Hit], step_s: float) -> list[dict[str, Any]]:
@@ -80,6 +123,7 @@ def table_of(hits: list[Hit], step_s: float) -> list[dict[str, Any]]:
 
 def _run(arguments: list[str]) -> int:
     options, settings = parse_with_settings(arguments, ChaosOptions)
+    exact = load_config(settings).is_deterministic
     folder = Path(tempfile.mkdtemp(prefix="chaos_"))
     runs = [folder / name / "run" for name in ("undisturbed", "disturbed")]
     for run in runs:
@@ -100,7 +144,7 @@ def _run(arguments: list[str]) -> int:
     finally:
         target.end()
     seconds.append(time.monotonic() - started - seconds[0])
-    found, table = differences(*runs), table_of(hits, step_s)
+    found, table = differences(*runs, exact=exact), table_of(hits, step_s)
     missed = [" ".join(cell) for cell in CELLS if all(hit.cell != cell for hit in hits)]
     if options.json:
         times = dict(zip(("undisturbed_s", "disturbed_s"), seconds, strict=True))
@@ -114,7 +158,8 @@ def _run(arguments: list[str]) -> int:
             f"{len(hits)} kills, {target.starts} starts of the driver; {seconds[0]:.0f} s undisturbed, "
             f"{seconds[1]:.0f} s with kills"
         )
-        print(*(found or ["the same weights, rewards and samples, bit for bit"]), f"in {folder}", sep="\n")
+        how = "bit for bit" if exact else "up to rounding"
+        print(*(found or [f"the same weights, rewards and samples, {how}"]), f"in {folder}", sep="\n")
     return 1 if found else 0
 
 

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save
 
 from infsample_rl.commands.chaos import differences, main, table_of
 from infsample_rl.commands.disturbance import CELLS, PHASES, Cell, Hit, tear
@@ -22,7 +24,8 @@ def write_run(folder, *, weights=b"weights", reward=0.5, seconds=1.0, response="
         (checkpoint / "model.safetensors").write_bytes(weights)
         (checkpoint / "config.json").write_text("{}")
     metrics = [{"step": step, "reward/mean": reward, "timing/step": seconds, "cluster/restarts": 0} for step in steps]
-    completions = [{"step": step, "prompt_index": 0, "response": response} for step in steps]
+    place = {"prompt_index": 0, "sample_index": 0}
+    completions = [{"step": step, **place, "response": response, "reward": reward} for step in steps]
     for name, records in (("metrics", metrics), ("completions", completions)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
@@ -33,12 +36,34 @@ def write_run(folder, *, weights=b"weights", reward=0.5, seconds=1.0, response="
     [
         ({"seconds": 9.0}, []),
         ({"weights": b"weightS"}, ["model.safetensors differs"]),
-        ({"reward": 0.25}, ["step 1: reward/mean differs", "step 2: reward/mean differs"]),
+        (
+            {"reward": 0.25},
+            [
+                "step 1: reward/mean differs",
+                "step 2: reward/mean differs",
+                "completions.jsonl differs in steps [1, 2]",
+            ],
+        ),
         ({"response": "no"}, ["completions.jsonl differs in steps [1, 2]"]),
     ],
 )
 def test_weights_metrics_and_completions_are_compared_and_times_are_not(tmp_path, changes, found):
     assert differences(write_run(tmp_path / "a"), write_run(tmp_path / "b", **changes)) == found
+
+
+def test_rounding_is_no_difference_where_a_run_is_not_deterministic(tmp_path):
+    own, near, far = (
+        write_run(tmp_path / name, reward=reward, weights=save({"w": torch.full((2,), weight)}))
+        for name, reward, weight in (("own", 0.5, 1.0), ("near", 0.5001, 1.00005), ("far", 0.51, 1.001))
+    )
+    records = (near / "completions.jsonl").read_text().splitlines()
+    (near / "completions.jsonl").write_text("\n".join(reversed(records)) + "\n")
+    assert differences(own, near, exact=False) == []
+    expected = ["model.safetensors differs", "step 1: reward/mean differs", "step 2: reward/mean differs"]
+    assert differences(own, far, exact=False) == [*expected, "completions.jsonl differs in steps [1, 2]"]
+    assert len(differences(own, near)) == 4
+    other = write_run(tmp_path / "other", response="no", weights=save({"w": torch.ones(2)}))
+    assert differences(own, other, exact=False) == ["completions.jsonl differs in steps [1, 2]"]
 
 
 def test_a_step_that_is_missing_is_a_difference(tmp_path):
