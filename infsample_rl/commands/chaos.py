@@ -70,7 +70,7 @@ def differences(undisturbed: Path, disturbed: Path, *, exact: bool = True) -> li
     kept = [list(read_records(run / "completions.jsonl")) for run in runs]
     if not exact:
         kept = [sorted(own, key=lambda record: [record[name] for name in PLACE]) for own in kept]
-    if not _same(*kept, exact):
+    if not _same(kept[0], kept[1], exact):
         steps = sorted(
             {
                 record["step"]
