@@ -30,6 +30,13 @@ class WorkerPhases(NamedTuple):
     until: float  # time.time()
 
 
+class EpisodeStart(NamedTuple):
+    """What the environments of a prompt's samples begin with, all alike."""
+
+    seed: int
+    columns: dict[str, Any]  # of the row
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """One problem of a step, ready to sample."""
@@ -41,6 +48,7 @@ class Prompt:
     token_ids: np.ndarray  # [prompt tokens] int32
     columns: dict[str, Any] = field(default_factory=dict)  # every other field of the row, for the reward functions
     source: str = ""  # its name among data.sources
+    start: EpisodeStart | None = None  # None: there is no environment
 
     @property
     def place(self) -> int | str:
@@ -67,18 +75,37 @@ class Forecast(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What an environment says of a trajectory that has ended."""
+
+    reward: float | None  # None: the environment failed, or gives none
+    failure: str  # what failed, with its message; "": nothing
+    turns: int  # that the policy sampled
+    calls: int  # of tools
+    waited_s: float  # for the environment, in all
+
+
+@dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained."""
+    """One finished sample of one prompt. The stop token is in token_ids: it was sampled, it is counted and trained. Of
+    a trajectory of several turns token_ids has the observations too, which were not sampled."""
 
     prompt_index: int
     sample_index: int
     token_ids: np.ndarray  # [tokens] int32
-    logprobs: np.ndarray  # [tokens] float32, of softmax(logits / temperature) over the whole vocabulary
+    # [tokens] float32, of softmax(logits / temperature) over the whole vocabulary; NaN where nothing was sampled
+    logprobs: np.ndarray
     sampling_logprobs: np.ndarray | None  # [tokens] float32 of the truncated distribution (top_p, top_k, min_p)
     finish_reason: str  # "stop": a stop token; "length": cut at max_new_tokens
     policy_version: int  # version of the weights that sampled it
     stays: list[RowStay] = field(default_factory=list)  # when it decoded, and in which row
     forecast: Forecast | None = None
+    episode: Episode | None = None  # None: there is no environment
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[tokens] bool: the tokens that the policy drew; the others were observed."""
+        return ~np.isnan(self.logprobs)
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +121,7 @@ class RolloutWork:
     prompt_index: int
     prompt_ids: np.ndarray  # [prompt tokens] int32
     sample_indices: list[int]
+    start: EpisodeStart | None = None  # None: there is no environment
 
 
 class StreamOrder(NamedTuple):
@@ -118,6 +146,8 @@ class MicroGroupHeader:
     worker: int = 0  # index of the rollout worker
     forecasts: list[Forecast | None] = field(default_factory=list)  # of each sample; empty: none was made
     stays: list[list[RowStay]] = field(default_factory=list)  # of each sample; empty: not wanted of this prompt
+    observed: list[int] = field(default_factory=list)  # tokens of each sample that it did not sample; empty: none
+    episodes: list[Episode | None] = field(default_factory=list)  # of each sample; empty: there is no environment
     num_waiting: int = 0  # samples of the same stream that had not started then
 
 
@@ -149,11 +179,11 @@ class ReferenceReport(NamedTuple):
 
 
 class ReferenceTokens(NamedTuple):
-    """What the reference says of one completion's tokens, of softmax(logits / temperature)."""
+    """What the reference says of a completion's sampled tokens S, of softmax(logits / temperature)."""
 
-    logprobs: np.ndarray  # [tokens] float32
-    ids: np.ndarray  # [tokens, K] int32, its likeliest ids; K = objective.distill_top_k
-    likely: np.ndarray  # [tokens, K] float32, their log-probabilities
+    logprobs: np.ndarray  # [S] float32
+    ids: np.ndarray  # [S, K] int32, its likeliest ids; K = objective.distill_top_k
+    likely: np.ndarray  # [S, K] float32, their log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +241,13 @@ class TrainingSample:
     prompt_ids: np.ndarray  # [prompt tokens] int32
     response_ids: np.ndarray  # [tokens] int32
     advantage: float
-    engine_logprobs: np.ndarray  # [tokens] float32
-    reference: ReferenceTokens | None  # only when the loss has a KL term or a teacher
+    engine_logprobs: np.ndarray  # [tokens] float32, NaN where a token was observed, not sampled: it is not trained
+    reference: ReferenceTokens | None  # of the sampled tokens, only when the loss has a KL term or a teacher
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[tokens] bool, as Completion's."""
+        return ~np.isnan(self.engine_logprobs)
 
 
 class SampleSpec(NamedTuple):
@@ -229,7 +264,7 @@ class LossTotals:
     """Denominators of the loss, of the whole update, so that any split into rows and ranks sums to the same loss."""
 
     num_sequences: int  # samples with a reward
-    num_tokens: int  # their response tokens
+    num_tokens: int  # their sampled tokens
     length_normalizer: int  # dr_grpo's constant: max_new_tokens
 
 

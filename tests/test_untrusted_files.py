@@ -22,6 +22,7 @@ UNPICKLES = {
     "data/generate.py",
     "data/sources.py",
     "reward/function_process.py",
+    "reward/environment_process.py",
     "cluster/messages.py",
     "model/weight_sync/link.py",
 }

@@ -44,9 +44,10 @@ class RolloutCalls(Observed):
     def __init__(self, secrets: Secrets, config: Config, index: int):
         take_secrets(secrets)
         with lasting_imports():
+            from infsample_rl.cluster.environments import environments_of
             from infsample_rl.rollout.worker import RolloutWorker
 
-        self.rollout = RolloutWorker(config, index)
+        self.rollout = RolloutWorker(config, index, environments=environments_of(config))
         self.observe("rollout", index)
 
     def stream(self, order: bytes) -> Iterator[bytes | MicroGroupHeader | list[Completion] | StreamEnd]:

@@ -131,9 +131,14 @@ class MicroGroups:
             finish_reasons=[completion.finish_reason for completion in completions],
             policy_version=completions[0].policy_version,
             finished_at=time.time(),
+            observed=[int((~completion.sampled).sum()) for completion in completions],
+            episodes=[completion.episode for completion in completions],
         )
         work = RolloutWork(
-            prompt_index=prompt.prompt_index, prompt_ids=np.asarray(prompt.token_ids, np.int32), sample_indices=samples
+            prompt_index=prompt.prompt_index,
+            prompt_ids=np.asarray(prompt.token_ids, np.int32),
+            sample_indices=samples,
+            start=prompt.start,
         )
         return self.enter(Finished(header, ray.put(completions), work))
 

@@ -13,6 +13,7 @@ import threading
 
 from transformers import PreTrainedModel
 
+from infsample_rl.cluster.environments import environments_of
 from infsample_rl.config import Config
 from infsample_rl.learner.unsharded_backend import UnshardedBackend
 from infsample_rl.learner.worker import LearnerWorker
@@ -38,7 +39,8 @@ class ColocatedWorker:
         found = self.learner.setup(checkpoint, meeting)
         self.shares_weights = isinstance(self.learner.backend, UnshardedBackend) and self.config.learner.lora_rank == 0
         model = share_parameters(self.learner.policy.lm) if self.shares_weights else None
-        self.rollout = RolloutWorker(self.config, self.rank, model, reserved_bytes=self._learner_growth())
+        reserved, environments = self._learner_growth(), environments_of(self.config)
+        self.rollout = RolloutWorker(self.config, self.rank, model, reserved_bytes=reserved, environments=environments)
         return found | {
             "engine": "shares the learner's weights" if self.shares_weights else "has its own copy of the weights"
         }

@@ -107,4 +107,9 @@ def settle(owed: dict[int, RolloutWork], prompt_index: int, samples: list[int]) 
 
 
 def _work(prompt: Prompt, samples: range) -> RolloutWork:
-    return RolloutWork(prompt_index=prompt.prompt_index, prompt_ids=prompt.token_ids, sample_indices=list(samples))
+    return RolloutWork(
+        prompt_index=prompt.prompt_index,
+        prompt_ids=prompt.token_ids,
+        sample_indices=list(samples),
+        start=prompt.start,
+    )

@@ -264,6 +264,8 @@ def _check_out(path: Path, config: Config) -> None:
 def _run(arguments: list[str]) -> int:
     checkpoint, options, overrides = split_arguments(arguments)
     config = evaluation_config(checkpoint, options, overrides)
+    if config.environment.is_set:
+        raise ValueError("evaluate takes single turns, environment.factory is set: a run evaluates (run.eval_every)")
     if options.out is not None:
         _check_out(Path(options.out).absolute(), config)
     needs = check_reward_functions(config.reward)

@@ -10,6 +10,7 @@ from infsample_rl.config.fields import check_bounds, parse_bytes, read_entry, se
 
 ISOLATIONS = ("none", "limits", "sandbox")
 JUDGE = "judge"
+ENVIRONMENT = "environment"  # what a trajectory's environment gave it
 JUDGE_FORMS = ("score", "pairwise", "rubric")
 NAME = r"[A-Za-z_]\w*"  # of an environment variable
 SMALLEST_MEMORY = 256 * 2**20  # Python with the rules' own libraries

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from infsample_rl.config.cluster import ClusterConfig
 from infsample_rl.config.data import DataConfig
+from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.config.fields import kv_pages
 from infsample_rl.config.learner import LearnerConfig, ObjectiveConfig, ReferenceConfig
 from infsample_rl.config.pairs import check_pairs
-from infsample_rl.config.reward import RewardConfig, read_function
+from infsample_rl.config.reward import ENVIRONMENT, RewardConfig, read_function
 from infsample_rl.config.rollout import VLLM_CPU_BLOCK, RolloutConfig
 from infsample_rl.config.run import LoggingConfig, ModelConfig, RunConfig
 
@@ -65,6 +66,11 @@ PAIRS = (
     ("rollout.engine=vllm learner.lora_rank>0", "learner.lora_publish=merged", "vLLM is given whole weights"),
     ("run.deterministic=true", "rollout.kv_dtype=auto", "rounded KV need not repeat bitwise"),
 )
+TURNS = (  # where trajectories have an environment
+    ("", "rollout.schedule=token_budget", "samples that wait for their environment give up their slot"),
+    ("", "rollout.engine=native", "vLLM samples single turns alone"),
+    ("", "data.apply_chat_template=true", "a turn's observation is rendered by the chat template"),
+)
 TIMELINE_PROMPTS = 2  # of a step, whose samples' timelines are kept
 
 
@@ -77,6 +83,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -88,7 +95,7 @@ class Config:
             pages = -(-self.rollout.page_size // VLLM_CPU_BLOCK)
             self.rollout = replace(self.rollout, page_size=pages * VLLM_CPU_BLOCK)
         self._find_rewards()
-        check_pairs(PAIRS, **vars(self))
+        check_pairs(PAIRS if not self.environment.is_set else (*PAIRS, *TURNS), **vars(self))
         if self.objective.distills and self.reference.path is None:
             raise ValueError(
                 f"objective.distill_coef={self.objective.distill_coef:g} needs a teacher: give reference.path"
@@ -126,9 +133,13 @@ class Config:
                 raise ValueError(f"data.sources[{index}].reward and reward.functions are empty: name a function")
             new = [name for name in entry.reward if not any(function.is_called(name) for function in functions)]
             functions += [read_function(f"data.sources[{index}].reward", name) for name in dict.fromkeys(new)]
+        if not functions and self.environment.factory is not None:
+            functions = [read_function("reward.functions", ENVIRONMENT)]
         if not functions:
             raise ValueError("reward.functions is empty: give one, e.g. reward.functions=[gsm8k]")
         self.reward = replace(self.reward, functions=functions)
+        if self.environment.factory is None and any(function.name == ENVIRONMENT for function in functions):
+            raise ValueError("reward.functions: environment needs environment.factory, whose get_reward it is")
 
     def rewards_of(self, source: str) -> list[int]:
         """Places in reward.functions of those that score prompts of a source, by its name in DataConfig.parts."""

@@ -4,6 +4,7 @@ them are gone."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from infsample_rl.controller.recording import Fetch, joined, split
-from infsample_rl.types import Completion
+from infsample_rl.types import Completion, Episode
 
 FILE = "ahead.safetensors"
 
@@ -41,6 +42,7 @@ def write_ahead(folder: Path, micro_groups: list[list[Completion]]) -> None:
     facts = {
         "policy_version": completions[0].policy_version,
         "finish_reasons": [completion.finish_reason for completion in completions],
+        "episodes": [completion.episode and asdict(completion.episode) for completion in completions],
     }
     save_file(arrays, folder / FILE, metadata={"facts": json.dumps(facts)})
 
@@ -64,8 +66,9 @@ def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
             sampling_logprobs=None if truncated is None else truncated[place],
             finish_reason=reason,
             policy_version=facts["policy_version"],
+            episode=episode and Episode(**episode),
         )
-        for place, reason in enumerate(facts["finish_reasons"])
+        for place, (reason, episode) in enumerate(zip(facts["finish_reasons"], facts["episodes"], strict=True))
     ]
     numbered = zip(arrays["micro_groups"].tolist(), completions, strict=True)
     return [[completion for _, completion in group] for _, group in groupby(numbered, key=lambda pair: pair[0])]

@@ -17,6 +17,7 @@ from infsample_rl.cluster.worker_secrets import check_reward_environment
 from infsample_rl.config import Config
 from infsample_rl.controller import checkpoints
 from infsample_rl.controller.folders import check_folders
+from infsample_rl.controller.openings import Openings
 from infsample_rl.controller.start_table import (
     context_warnings,
     derived_table,
@@ -24,10 +25,11 @@ from infsample_rl.controller.start_table import (
     setting_warnings,
 )
 from infsample_rl.data.prompts import PromptStream, build_eval_prompts, build_train_prompts
+from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.learner.optimizer import check_optimizer
 from infsample_rl.model.architecture import check_full_attention, context_of, last_hidden_size
 from infsample_rl.model.disk import check_disk_folder
-from infsample_rl.model.generation import load_generation_config
+from infsample_rl.model.generation import load_generation_config, stop_ids_of
 from infsample_rl.model.loading import load_model_config
 from infsample_rl.model.lora import check_lora
 from infsample_rl.model.policy_head import masked_index
@@ -39,6 +41,7 @@ from infsample_rl.observe.versions import write_versions
 from infsample_rl.plan.at_start import FILE, plan_at_start
 from infsample_rl.plan.placement import Node, refusal, total_cpus
 from infsample_rl.reward.columns import Needs, check_columns
+from infsample_rl.reward.environment_host import EnvironmentHost
 from infsample_rl.reward.worker import check_reward_functions
 from infsample_rl.rollout.engine.stop_strings import StopStrings
 from infsample_rl.rollout.length_prediction.run_bert import RunBert
@@ -61,6 +64,7 @@ class Start:
     warnings: list[str]  # what the user should know of the settings before the run begins
     probe: RunProbe | RunBert | None  # what of the run learns lengths
     lock: TextIO | None  # of the run folder, once it is there; held while the process lives
+    openings: Openings
     plan: str | None = None  # plan.json
 
 
@@ -89,7 +93,10 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
     trained = check_lora(config, architecture, checkpoint)
     _check_tokens(config, tokenizer, architecture)
     context = context_of(architecture)
-    prompts, held_out = build_train_prompts(config, tokenizer, context), build_eval_prompts(config, tokenizer, context)
+    environments = EnvironmentHost(config) if config.environment.is_set else None
+    offered = _check_turns(config, tokenizer, architecture, environments)
+    prompts = build_train_prompts(config, tokenizer, context, offered)
+    held_out = build_eval_prompts(config, tokenizer, context, offered)
     check_columns(config, needs, [prompt for rows in prompts.sources.values() for prompt in rows])
     check_columns(config, needs, held_out, evaluation=True)
     probe: RunProbe | RunBert | None = None
@@ -106,6 +113,7 @@ def _prepare(config: Config, run_dir: Path, lock: TextIO | None) -> Start:
         warnings=damages,
         probe=probe,
         lock=lock,
+        openings=Openings(config, tokenizer, environments),
     )
     config.check_warmup(start.total_steps)
     if checkpoint is not None:
@@ -225,6 +233,20 @@ def _check_this_machine(config: Config) -> None:
         raise ValueError(problem)
     if config.rollout.park_folder is not None:
         check_disk_folder("rollout.preemption", config.rollout.park_folder)
+
+
+def _check_turns(
+    config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig, host: EnvironmentHost | None
+) -> list[dict[str, Any]]:
+    """The tools that prompts offer. ValueError for a chat template that cannot go on with a trajectory."""
+    if host is None:
+        return []
+    if config.rollout.stop_strings:
+        raise ValueError("rollout.stop_strings must be empty with an environment, whose turns end with a stop token")
+    stops = stop_ids_of(load_generation_config(config.model, architecture), tokenizer, config.rollout.stop_token_ids)
+    for data in config.data.parts.values():
+        TurnTemplate.of(tokenizer, data.chat_template_kwargs, host.tools, stops)
+    return host.tools
 
 
 def _check_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, architecture: PretrainedConfig) -> None:

@@ -65,6 +65,7 @@ class Driver:
             log=log,
             interruption=interruption,
             prompts=start.prompts,
+            openings=start.openings,
             probe=start.probe,
             expected_lengths=ExpectedLengths(start.expected_lengths),
             step=start.step,
@@ -101,6 +102,7 @@ class Driver:
                 ends.callback(run.cluster.stop)
                 ends.callback(lambda: run.log.close(failed=failed))
                 ends.callback(self._timeline.close)
+                ends.callback(run.openings.close)
             # Ray has put back what there was before it; a second SIGTERM changes nothing now
             run.interruption.install()
         seconds = time.monotonic() - started

@@ -42,8 +42,10 @@ class Evaluation:
     def evaluate(self) -> Metrics:
         """Sample and score the held-out problems with the current weights."""
         run, started, samples = self._run, time.time(), self._run.config.run.eval_samples
-        groups = StepGroups(self._prompts, run.config, group_size=samples, step=run.step, with_reference=False)
-        start_rollout(run, self._prompts, samples, batch=run.step, evaluation=True)
+        # episodes of their own, the same at every evaluation
+        prompts = run.openings.open(self._prompts, position=-len(self._prompts))
+        groups = StepGroups(prompts, run.config, group_size=samples, step=run.step, with_reference=False)
+        start_rollout(run, prompts, samples, batch=run.step, evaluation=True)
         for arrival in run.cluster.traffic.arrivals():
             enter_samples(run, arrival, groups)
         show_number(run, groups)

@@ -14,6 +14,7 @@ from operator import attrgetter
 from infsample_rl.config import Config
 from infsample_rl.learner.advantage import group_advantages, overlong_penalty
 from infsample_rl.types import (
+    Episode,
     Forecast,
     LossTotals,
     MaybeNone,
@@ -31,7 +32,7 @@ class SampleRecord:
     """One sample as the driver knows it."""
 
     sample_index: int
-    length: int
+    length: int  # tokens of its response
     finish_reason: str
     micro_group: int  # key of the micro-group that holds its tokens
     position: int  # place in that micro-group
@@ -41,6 +42,8 @@ class SampleRecord:
     rewarded: bool = False  # the reward worker has answered
     referenced: bool = False
     advantage: float = 0.0
+    observed: int = 0  # tokens of its response that it did not sample
+    episode: Episode | None = None  # None: there is no environment
     worker: int = 0  # rollout worker that sampled it
     forecast: Forecast | MaybeNone = None
     stays: list[RowStay] = field(default_factory=list)
@@ -136,6 +139,10 @@ class StepGroups:
                 zip(header.sample_indices, header.lengths, header.finish_reasons, strict=True)
             )
         ]
+        for record, observed in zip(records, header.observed, strict=False):
+            record.observed = observed
+        for record, episode in zip(records, header.episodes, strict=False):
+            record.episode = episode
         for record, forecast in zip(records, header.forecasts, strict=False):
             record.forecast = forecast
         for record, stays in zip(records, header.stays, strict=False):
@@ -248,7 +255,7 @@ def loss_totals(groups: list[Group], config: Config) -> LossTotals:
     samples = [sample for group in groups for sample in group.trained_samples()]
     return LossTotals(
         num_sequences=len(samples),
-        num_tokens=sum(sample.length for sample in samples),
+        num_tokens=sum(sample.length - sample.observed for sample in samples),
         length_normalizer=config.rollout.max_new_tokens,
     )
 

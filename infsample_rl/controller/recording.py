@@ -110,18 +110,20 @@ def read_recording(run_dir: Path, step: int) -> RecordedStep:
 
 def _groups_of(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Group]:
     columns = (arrays[name].tolist() for name in ("sample_indices", "lengths", "rewards", "advantages"))
+    unsampled = [int(np.isnan(own).sum()) for own in split(arrays["logprobs"], arrays["lengths"])]
     samples = iter(
         SampleRecord(
             sample_index=index,
             length=length,
+            observed=observed,
             finish_reason=reason,
             micro_group=0,
             position=position,
             reward=None if math.isnan(reward) else reward,
             advantage=advantage,
         )
-        for position, (reason, index, length, reward, advantage) in enumerate(
-            zip(facts["finish_reasons"], *columns, strict=True)
+        for position, (reason, observed, index, length, reward, advantage) in enumerate(
+            zip(facts["finish_reasons"], unsampled, *columns, strict=True)
         )
     )
     prompt_ids = split(arrays["prompt_ids"], arrays["prompt_lengths"])

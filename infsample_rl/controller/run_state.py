@@ -10,11 +10,12 @@ from infsample_rl.cluster.cluster import Cluster
 from infsample_rl.cluster.dealing import ExpectedLengths
 from infsample_rl.cluster.interruption import Interruption
 from infsample_rl.config import Config
+from infsample_rl.controller.openings import Openings
 from infsample_rl.data.prompts import PromptStream
 from infsample_rl.observe.run_log import RunLogger
 from infsample_rl.rollout.length_prediction.run_bert import RunBert
 from infsample_rl.rollout.length_prediction.run_probe import RunProbe
-from infsample_rl.types import WeightSyncReport
+from infsample_rl.types import Prompt, WeightSyncReport
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +29,7 @@ class RunState:
     log: RunLogger
     interruption: Interruption
     prompts: PromptStream
+    openings: Openings
     probe: RunProbe | RunBert | None
     expected_lengths: ExpectedLengths
     step: int  # updates done = version of the weights that sample now
@@ -36,6 +38,11 @@ class RunState:
     def is_due(self, every: int) -> bool:
         """Whether this step is the last one, or one of `every` so many; 0: the last one only."""
         return self.step == self.total_steps or (every > 0 and self.step % every == 0)
+
+    def next_prompts(self, count: int | None = None, first_index: int = 0) -> list[Prompt]:
+        """As PromptStream.next_batch, each with the beginning of its episode."""
+        position = self.prompts.position
+        return self.openings.open(self.prompts.next_batch(count, first_index), position=position)
 
     def publish_weights(self) -> WeightSyncReport:
         """Bring every engine to the learner's weights and to what predicts lengths."""

@@ -117,6 +117,7 @@ def derived_table(
         ("learner", _learner_text(config)),
         *([("engine", _engine_text(config))] if rollout_interpreter(config) else []),
         ("schedule", _schedule_text(config, architecture)),
+        *([("environment", _environment_text(config))] if config.environment.is_set else []),
         ("length predictor", _predictor_text(config)),
         ("micro-group", f"{rollout.micro_group} samples"),
         ("KV of a token", f"{per_token:,} bytes{_compression_text(config, architecture)}"),
@@ -145,6 +146,11 @@ def _schedule_text(config: Config, architecture: PretrainedConfig) -> str:
         return text
     drafts = config.rollout.speculate
     return text + (", drafts tokens where they pay" if drafts == "auto" else f", up to {drafts} drafted tokens each")
+
+
+def _environment_text(config: Config) -> str:
+    own = config.environment
+    return f"{', '.join(filter(None, [own.factory, *own.tools]))}; up to {own.max_turns} turns"
 
 
 def _engine_text(config: Config) -> str:

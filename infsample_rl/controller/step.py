@@ -56,7 +56,7 @@ class TrainingStep:
         """The groups of the next prompts, empty; `version` of the weights that sample them, by default those of now."""
         run = self._run
         version = run.step if version is None else version
-        prompts, size = run.prompts.next_batch(), run.config.rollout.group_size
+        prompts, size = run.next_prompts(), run.config.rollout.group_size
         with_reference = run.config.objective.needs_reference and run.config.reference.placement == "workers"
         return StepGroups(prompts, run.config, group_size=size, step=version, with_reference=with_reference)
 
@@ -83,7 +83,7 @@ class TrainingStep:
                     waves.finish()
             rounds.append(run.cluster.rollout.ends)
             missing = 0 if is_last else wanted - len(groups.trained())
-            prompts = run.prompts.next_batch(missing, len(groups.groups))
+            prompts = run.next_prompts(missing, len(groups.groups))
             groups.extend(prompts)
         if len(groups.trained()) < wanted:
             found = f"{len(groups.trained())} of {wanted} groups have a signal"

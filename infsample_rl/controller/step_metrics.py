@@ -60,7 +60,21 @@ def sample_metrics(groups: StepGroups) -> Metrics:
     if groups.with_reference:
         metrics["memory/reference_peak_bytes"] = groups.reference_peak_bytes
     by_source = {f"reward/mean/{source}": mean for source, mean in _means_by_source(groups).items()}
-    return metrics | _component_means(samples) | by_source
+    return metrics | _component_means(samples) | by_source | _episode_metrics(samples)
+
+
+def _episode_metrics(samples: list[SampleRecord]) -> Metrics:
+    """What environments did, where there are any."""
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    if not episodes:
+        return {}
+    return {
+        "environment/turns_mean": statistics.fmean(episode.turns for episode in episodes),
+        "environment/calls_mean": statistics.fmean(episode.calls for episode in episodes),
+        "environment/failed": sum(bool(episode.failure) for episode in episodes),
+        "environment/waited_s_mean": statistics.fmean(episode.waited_s for episode in episodes),
+        "environment/observed_tokens": sum(sample.observed for sample in samples),
+    }
 
 
 def _means_by_source(groups: StepGroups) -> Metrics:

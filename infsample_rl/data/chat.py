@@ -8,6 +8,7 @@ import inspect
 import logging
 import re
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -19,21 +20,13 @@ from infsample_rl.data.rows import first_rows, one_line, report_bad_rows
 from infsample_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
+Tools = Sequence[dict[str, Any]]  # the schemas that a chat template takes
 
 
-def render(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
+def render(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools = ()) -> Prompt:
     """One problem as a prompt, whatever its length. BadRow when the template refuses it or nothing is left of it."""
     messages = chat_messages(problem, data)
-    if is_plain(tokenizer, data):
-        text = "\n\n".join(message["content"] for message in messages)
-    else:
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **data.chat_template_kwargs
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise BadRow(f"cannot be used: the chat template refuses it ({one_line(error)})") from error
-    token_ids = _token_ids(text, tokenizer, data)
+    text, token_ids = _rendered(messages, tokenizer, data, tools)
     if not token_ids:
         raise BadRow("renders to no token")
     return Prompt(
@@ -46,7 +39,40 @@ def render(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
     )
 
 
-def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
+def with_opening(prompt: Prompt, opening: str, tokenizer: Any, data: DataConfig, tools: Tools) -> Prompt:
+    """A prompt whose last user message goes on with what its environment says at the beginning. ValueError where it is
+    above data.max_prompt_tokens then, or the template refuses it."""
+    messages = [dict(message) for message in prompt.messages]
+    last = messages[_last_user(messages)]
+    last["content"] = f"{last['content']}\n\n{opening}" if last["content"] else opening
+    try:
+        text, token_ids = _rendered(messages, tokenizer, data, tools)
+    except BadRow as error:
+        raise ValueError(f"row {prompt.row} with what its environment says {error}") from None
+    if len(token_ids) > data.max_prompt_tokens:
+        raise ValueError(
+            f"row {prompt.row} has {len(token_ids)} tokens with what its environment says, data.max_prompt_tokens must "
+            f"be >= {len(token_ids)}, got {data.max_prompt_tokens}"
+        )
+    return dataclasses.replace(prompt, messages=messages, text=text, token_ids=np.asarray(token_ids, dtype=np.int32))
+
+
+def _rendered(messages: list[dict[str, str]], tokenizer: Any, data: DataConfig, tools: Tools) -> tuple[str, list[int]]:
+    """Messages as text and its tokens. BadRow when the template refuses them."""
+    if is_plain(tokenizer, data):
+        text = "\n\n".join(message["content"] for message in messages)
+        return text, _token_ids(text, tokenizer, data)
+    offered = {"tools": list(tools)} if tools else {}
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **offered, **data.chat_template_kwargs
+        )
+    except (jinja2.TemplateError, TypeError) as error:
+        raise BadRow(f"cannot be used: the chat template refuses it ({one_line(error)})") from error
+    return text, _token_ids(text, tokenizer, data)
+
+
+def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig, tools: Tools = ()) -> list[Prompt]:
     """All problems as prompts, prompt_index counting up; those above data.max_prompt_tokens raise, go, or lose the
     start of their question. ValueError for a misspelt keyword of the template, and for bad rows as data.bad_rows says.
     """
@@ -54,11 +80,11 @@ def render_all(problems: list[Problem], tokenizer: Any, data: DataConfig) -> lis
     prompts, faults = [], []
     for problem in problems:
         try:
-            prompts.append(render(problem, tokenizer, data))
+            prompts.append(render(problem, tokenizer, data, tools))
         except BadRow as error:
             faults.append((problem.row, str(error)))
     report_bad_rows(faults, len(problems), problems[0].origin, data.bad_rows)
-    fitting = _fit(prompts, problems, tokenizer, data)
+    fitting = _fit(prompts, problems, tokenizer, data, tools)
     return [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(fitting)]
 
 
@@ -112,7 +138,9 @@ def _token_ids(text: str, tokenizer: Any, data: DataConfig) -> list[int]:
     return ids
 
 
-def _fit(prompts: list[Prompt], problems: list[Problem], tokenizer: Any, data: DataConfig) -> list[Prompt]:
+def _fit(
+    prompts: list[Prompt], problems: list[Problem], tokenizer: Any, data: DataConfig, tools: Tools
+) -> list[Prompt]:
     """Do to prompts above data.max_prompt_tokens what data.long_prompts says, and say so."""
     limit, origin = data.max_prompt_tokens, problems[0].origin
     long = {prompt.row: len(prompt.token_ids) for prompt in prompts if len(prompt.token_ids) > limit}
@@ -131,14 +159,14 @@ def _fit(prompts: list[Prompt], problems: list[Problem], tokenizer: Any, data: D
     logger.warning("%s: %s, as %s: rows %s", origin, data.long_prompts, counted, first_rows(list(long)))
     if data.long_prompts == "truncate":
         by_row = {problem.row: problem for problem in problems}
-        return [_truncated(by_row[p.row], tokenizer, data) if p.row in long else p for p in prompts]
+        return [_truncated(by_row[p.row], tokenizer, data, tools) if p.row in long else p for p in prompts]
     kept = [prompt for prompt in prompts if prompt.row not in long]
     if not kept:
         raise ValueError(f"{origin}: {counted}, so data.long_prompts=drop leaves none")
     return kept
 
 
-def _truncated(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
+def _truncated(problem: Problem, tokenizer: Any, data: DataConfig, tools: Tools) -> Prompt:
     """The prompt with the longest end of its question that fits; template, system prompt and instruction stay whole."""
     index = _last_user(problem.messages)
     question = problem.messages[index]["content"]
@@ -146,7 +174,7 @@ def _truncated(problem: Problem, tokenizer: Any, data: DataConfig) -> Prompt:
     def cut(start: int) -> Prompt:
         messages = [dict(message) for message in problem.messages]
         messages[index]["content"] = question[start:]
-        return render(dataclasses.replace(problem, messages=messages), tokenizer, data)
+        return render(dataclasses.replace(problem, messages=messages), tokenizer, data, tools)
 
     # bisected, as tokens of a part are not a part of the tokens
     starts, limit = range(len(question)), data.max_prompt_tokens

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from infsample_rl.config import Config, DataConfig
-from infsample_rl.data.chat import render_all
+from infsample_rl.data.chat import Tools, render_all
 from infsample_rl.data.sources import load_problems
 from infsample_rl.types import Prompt
 
@@ -133,8 +133,9 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool, source: int
     return np.random.RandomState([seed, epoch, source] if source else [seed, epoch]).permutation(num_rows)
 
 
-def build_train_prompts(config: Config, tokenizer: Any, context_length: int | None) -> PromptStream:
-    """Load, render and check all training prompts. `context_length`: the model's, none when it has no bound.
+def build_train_prompts(config: Config, tokenizer: Any, context_length: int | None, tools: Tools = ()) -> PromptStream:
+    """Load, render and check all training prompts. `context_length`: the model's, none when it has no bound. `tools`:
+    what the chat template offers the model.
 
     ValueError in one line for anything that cannot work: the sources, their rows, the template's keywords, the lengths.
     """
@@ -146,13 +147,13 @@ def build_train_prompts(config: Config, tokenizer: Any, context_length: int | No
     sources = {}
     for name, data in config.data.parts.items():
         problems = load_problems(data, evaluation=False)
-        sources[name] = _of_source(name, render_all(problems, tokenizer, data))
+        sources[name] = _of_source(name, render_all(problems, tokenizer, data, tools))
         _check_context(sources[name], config, context_length, problems[0].origin)
     weights = [entry.weight for entry in config.data.sources] or [1.0]
     return PromptStream(sources, weights, data=config.data, seed=config.run.seed)
 
 
-def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None) -> list[Prompt]:
+def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | None, tools: Tools = ()) -> list[Prompt]:
     """The first run.eval_prompts prompts of data.eval_source, of each where there are several data.sources, in its
     order; none without one. Checked like the training prompts."""
     count, found = config.run.eval_prompts, list[Prompt]()
@@ -162,7 +163,7 @@ def build_eval_prompts(config: Config, tokenizer: Any, context_length: int | Non
         problems = load_problems(data, evaluation=True, limit=count)
         if data.long_prompts != "drop":  # where long ones are dropped, later ones take their place
             problems = problems[:count]
-        prompts = render_all(problems, tokenizer, data)[:count]
+        prompts = render_all(problems, tokenizer, data, tools)[:count]
         _check_context(prompts, config, context_length, problems[0].origin)
         found += _of_source(name, prompts)
     return [dataclasses.replace(prompt, prompt_index=index) for index, prompt in enumerate(found)]

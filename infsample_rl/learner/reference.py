@@ -67,16 +67,17 @@ class ReferenceWorker:
         reference."""
         tokens: list[ReferenceTokens] = []
         responses = [completion.token_ids for completion in completions]
+        sampled = [completion.sampled for completion in completions]
         # rows of at most max_tokens, each with the prompt once
         for part in runs_within([len(ids) for ids in responses], len(prompt.token_ids), self.max_tokens):
-            row = pack_row([(prompt.token_ids, responses[part])], self.device)
+            row = pack_row([(prompt.token_ids, responses[part])], self.device, sampled=sampled[part])
             logprobs, ids, likely = score(self.policy, row, self.temperature, self.top_k)
-            ends = np.cumsum([len(ids) for ids in responses[part]])[:-1]
+            ends = np.cumsum([mask.sum() for mask in sampled[part]])[:-1]
             flat = (logprobs, ids.to(torch.int32), likely)
             tokens += map(ReferenceTokens, *(np.split(scores.cpu().numpy(), ends) for scores in flat))
         kl_sums = [
-            float(np.sum(completion.logprobs - own.logprobs, dtype=np.float64))
-            for completion, own in zip(completions, tokens, strict=True)
+            float(np.sum(completion.logprobs[mask] - own.logprobs, dtype=np.float64))
+            for completion, own, mask in zip(completions, tokens, sampled, strict=True)
         ]
         return ReferenceResult(tokens=tokens, report=ReferenceReport(kl_sums, self.memory.peak_bytes()))
 

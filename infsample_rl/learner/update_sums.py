@@ -122,7 +122,7 @@ def check_mean(config: Config, sums: UpdateSums, update: int) -> None:
 def _worst_tokens(samples: list[TrainingSample], badness: Tensor, logprobs: Tensor, row: TrainingRow) -> str:
     """The three tokens of largest `badness` [R], named by prompt_index, sample_index and position, with both
     log-probabilities."""
-    names = [(sample, position) for sample in samples for position in range(len(sample.response_ids))]
+    names = [(sample, position) for sample in samples for position in sample.sampled.nonzero()[0].tolist()]
     lines = []
     for token in badness.nan_to_num(nan=math.inf).topk(min(3, len(badness))).indices.tolist():
         sample, position = names[token]

@@ -1,6 +1,6 @@
 """Samples packed into one row of tokens, without padding: learner and reference run the same rows.
 
-Shape letters: T tokens of the row, R response tokens, N responses.
+Shape letters: T tokens of the row, R sampled response tokens, N responses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PackedRow:
     # [R] int64, the position whose hidden state predicts the token: the prompt's last for every first token. Behind a
     # shared prompt that one has the number 0 and position i of the row the number i + 1.
     predictor_index: Tensor
-    labels: Tensor  # [R] int64, the response tokens
+    labels: Tensor  # [R] int64, the response tokens; of a trajectory those that were sampled, not observed
     sequence_ids: Tensor  # [R] int64, 0..N-1, the response of each token
     others: Tensor | int = 0  # ids [R, K] int64 that are scored beside each label, or the number K of the likeliest
 
@@ -61,14 +61,19 @@ def pack_row(
     groups: Sequence[tuple[np.ndarray, Sequence[np.ndarray]]],
     device: torch.device | str,
     shared: SharedPrompt | None = None,
+    sampled: Sequence[np.ndarray] | None = None,
 ) -> PackedRow:
     """Pack (prompt ids, its responses' ids) groups into one row. ValueError for an empty prompt, group or response.
+
+    `sampled`: for each response [tokens] bool, the tokens that are labels; None: all.
 
     `shared`: the one group's prompt, which has been run and is left out of the row: responses [11, 4] and [6] to 3
     prompt tokens have input_ids [[11, 4, 6]], position_ids [[3, 4, 3]], predictor_index [0, 1, 0].
     """
     tokens, positions, predictors, segments = [], [], [], []
     cursor, shift = 0, 0 if shared is None else 1
+    masks = None if sampled is None else iter(sampled)
+    labels, counts = [], []
     for prompt, responses in groups:
         if len(prompt) == 0 or not responses or any(len(response) == 0 for response in responses):
             lengths = [len(response) for response in responses]
@@ -86,18 +91,22 @@ def pack_row(
             spans.append((cursor, end))
             tokens.append(response)
             positions.append(np.arange(len(prompt), len(prompt) + len(response)))
-            predictors.append(np.concatenate([[last], np.arange(cursor, end - 1) + shift]))
+            is_label = slice(None) if masks is None else next(masks)
+            predictors.append(np.concatenate([[last], np.arange(cursor, end - 1) + shift])[is_label])
+            labels.append(response[is_label])
+            counts.append(len(labels[-1]))
             cursor = end
         segments.append(Segment(prompt=prompt_span, responses=spans))
-    spans = [span for segment in segments for span in segment.responses]
-    counts = torch.tensor([end - start for start, end in spans], device=device)
+    if 0 in counts:
+        raise ValueError("cannot pack a response of which no token was sampled")
+    of_responses = torch.tensor(counts, device=device)
     return PackedRow(
         input_ids=_ids(tokens, device)[None],
         position_ids=_ids(positions, device)[None],
         cuts=build_cuts(segments, device, shared),
         predictor_index=_ids(predictors, device),
-        labels=_ids([response for _, responses in groups for response in responses], device),
-        sequence_ids=torch.arange(len(counts), device=device).repeat_interleave(counts),
+        labels=_ids(labels, device),
+        sequence_ids=torch.arange(len(counts), device=device).repeat_interleave(of_responses),
     )
 
 
@@ -128,14 +137,18 @@ def pack_samples(
         raise ValueError(
             f"{len(references)} of {len(samples)} samples of a row have reference log-probabilities: all or none must"
         )
-    lengths = torch.tensor([len(sample.response_ids) for sample in samples])
+    sampled = [sample.sampled for sample in samples]
+    lengths = torch.tensor([int(mask.sum()) for mask in sampled])
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float32)
     return TrainingRow(
         row=pack_row(
-            [(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups], device, shared
+            [(group[0].prompt_ids, [sample.response_ids for sample in group]) for group in groups],
+            device,
+            shared,
+            sampled,
         ),
         advantages=advantages.repeat_interleave(lengths).to(device),
-        engine_logprobs=_floats([sample.engine_logprobs for sample in samples], device),
+        engine_logprobs=_floats([sample.engine_logprobs[sample.sampled] for sample in samples], device),
         reference=_reference_scores(references, device) if references else None,
     )
 

@@ -20,6 +20,7 @@ class Metric(NamedTuple):
 GROUPS = {
     "reward": "What the reward functions said of the step's samples.",
     "response": "Lengths of the step's samples.",
+    "environment": "What environments did, where samples have one.",
     "eval": "Held-out problems, where a step was evaluated (`run.eval_every`); `step` 0 is before training.",
     "learner": "The update. Means are over its tokens; several updates a step are averaged.",
     "rollout": "Sampling. Workers decode side by side: steps and peaks are the largest worker's, counts are added.",
@@ -51,10 +52,15 @@ METRICS = {
     "response/length_std": Metric("tokens", "standard deviation of the length"),
     "response/length_max": Metric("tokens", "longest response"),
     "response/cut": Metric("share", "samples cut at rollout.max_new_tokens"),
-    "response/tokens": Metric("tokens", "all tokens sampled in the step"),
+    "response/tokens": Metric("tokens", "all tokens of the step's responses, observations among them"),
     "response/samples": Metric(
         "samples", "all samples of the step; more than it trains with objective.dynamic_sampling"
     ),
+    "environment/turns_mean": Metric("turns", "mean of a trajectory's turns that the policy sampled"),
+    "environment/calls_mean": Metric("calls", "mean of a trajectory's calls of tools"),
+    "environment/failed": Metric("samples", "samples whose environment timed out, died or raised: they have no reward"),
+    "environment/waited_s_mean": Metric("s", "mean time that a trajectory waited for its environment in all"),
+    "environment/observed_tokens": Metric("tokens", "tokens that environments gave: read, and not trained"),
     "eval/accuracy": Metric("reward", "mean over the samples of all held-out problems that have a reward"),
     "eval/accuracy/<source>": Metric("reward", "eval/accuracy of one source of several in data.sources"),
     "eval/pass@1": Metric("reward", "the same over the first sample of every problem"),

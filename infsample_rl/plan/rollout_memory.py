@@ -21,7 +21,7 @@ from infsample_rl.plan.model_outline import ModelOutline
 from infsample_rl.plan.row_memory import RowSettings, fullest_moment
 from infsample_rl.rollout.engine.cpu_decoder import ANGLES
 from infsample_rl.rollout.engine.cuda_decode import HEAD_ROWS, bucket_of, whole_heads
-from infsample_rl.rollout.engine.decode_loop import LOGITS_AT_A_TIME
+from infsample_rl.rollout.engine.decode_step import LOGITS_AT_A_TIME
 from infsample_rl.rollout.engine.decoder import knows
 from infsample_rl.rollout.engine.kv_cache import stored_dtype
 from infsample_rl.rollout.engine.model_runner import PREFILL_TOKENS

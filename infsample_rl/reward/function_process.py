@@ -34,11 +34,11 @@ _NO_MEMORY = ("annot allocate memory", "an't allocate memory")  # as the C libra
 
 def main(isolation: Isolation) -> None:
     """Serve the process at the other end of stdin and stdout until it closes them."""
-    requests, replies = _own_pipes()
+    requests, replies = own_pipes()
     try:
         isolate(isolation)
     except ValueError as error:
-        _reply(replies, {"error": str(error)})
+        reply(replies, {"error": str(error)})
         os._exit(1)
     functions = _load(requests, replies)
     while True:
@@ -46,13 +46,13 @@ def main(isolation: Isolation) -> None:
             request = requests.recv_bytes()
         except EOFError:
             os._exit(0)  # threads a user's function may have left behind must not hold the process
-        _reply(replies, {})
+        reply(replies, {})
         index, prompt, calls = pickle.loads(request)
         for samples in calls:
-            _reply(replies, _score(functions[index], prompt, samples, isolation))
+            reply(replies, _score(functions[index], prompt, samples, isolation))
 
 
-def _own_pipes() -> tuple[Connection, int]:
+def own_pipes() -> tuple[Connection, int]:
     """Move the pipes away from stdin and stdout: what a reward function prints goes to stderr, what it reads is
     empty."""
     requests, replies = Connection(os.dup(0), writable=False), os.dup(1)
@@ -64,7 +64,7 @@ def _own_pipes() -> tuple[Connection, int]:
     return requests, replies
 
 
-def _reply(replies: int, message: dict[str, Any]) -> None:
+def reply(replies: int, message: dict[str, Any]) -> None:
     """Write one line."""
     line = json.dumps(message).encode() + b"\n"
     while line:
@@ -76,10 +76,10 @@ def _load(requests: Connection, replies: int) -> list[LoadedFunction]:
         functions = [load_function(config) for config in pickle.loads(requests.recv_bytes())]
     except (ValueError, ImportError) as error:  # an ImportError is of a rule's own library
         said = str(error) if isinstance(error, ValueError) else f"reward.functions: {describe_error(error, None)}"
-        _reply(replies, {"error": without_values(said)})
+        reply(replies, {"error": without_values(said)})
         os._exit(1)
     found = {"per_sample": [function.per_sample for function in functions], "needs": [f.needs for f in functions]}
-    _reply(replies, {"pid": os.getpid()} | found)
+    reply(replies, {"pid": os.getpid()} | found)
     return functions
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from infsample_rl.config import RewardFunctionConfig
-from infsample_rl.config.reward import JUDGE
+from infsample_rl.config.reward import ENVIRONMENT, JUDGE
 from infsample_rl.reward.hidden_values import without_values
 from infsample_rl.reward.peer_forms import Called, call_form, check_keywords, columns_of, form_of
 from infsample_rl.reward.user_function import import_function
@@ -56,11 +56,12 @@ class LoadedFunction:
 
 
 def kind_of(name: str) -> str:
-    """ "rule", "user", "model" or "judge"; ValueError with the nearest known name when it is none of them."""
+    """ "rule", "user", "model", "judge" or "environment"; ValueError with the nearest known name when it is none of
+    them."""
     if name in RULES:
         return "rule"
-    if name == JUDGE:
-        return "judge"
+    if name in (JUDGE, ENVIRONMENT):
+        return name
     if name.startswith(MODEL_PREFIX) and name != MODEL_PREFIX:
         return "model"
     path, _, function = name.rpartition(":")
@@ -68,7 +69,7 @@ def kind_of(name: str) -> str:
         return "user"
     if name.rstrip(":").endswith(".py"):
         raise ValueError(f"reward.functions: {name} names no function of the file: give {name.rstrip(':')}:FUNCTION")
-    nearest = difflib.get_close_matches(name, [*RULES, JUDGE], n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(name, [*RULES, JUDGE, ENVIRONMENT], n=1, cutoff=0.5)
     raise ValueError(
         f"reward.functions: unknown name {name!r}; give {', '.join(RULES)}, judge, path/to/file.py:function or "
         f"model:<folder or hub name>{f'; did you mean {nearest[0]}?' if nearest else ''}"

@@ -43,6 +43,7 @@ class Isolation:
     environment: list[str]  # names that were asked for: their values are left out of messages and output
     read: list[str]
     write: list[str]
+    most_processes: int = 1000  # it and all below it, what earlier calls left behind among them
 
 
 def isolation_of(reward: RewardConfig, functions: list[RewardFunctionConfig]) -> Isolation:

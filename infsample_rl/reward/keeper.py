@@ -30,7 +30,6 @@ LOOK_EVERY_MS = 200  # at memory
 # of a function process's stdout and stderr that are passed on in a minute
 OUTPUT_BYTES, OUTPUT_WINDOW_S = 1 << 16, 60.0
 SWEEP_LIMIT_S = 10.0
-MOST_PROCESSES = 1000  # a function process and all below it, what earlier calls left behind among them
 _LINUX = sys.platform.startswith("linux")
 _PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -157,9 +156,13 @@ class _Keeper:
     def _above_limits(self) -> str:
         """What to say when the function process and all it started, orphans too, are or hold more than they may, else
         ""."""
-        limit, tree = self._isolation.memory_bytes, descendants(os.getpid())
-        if len(tree) > MOST_PROCESSES:
-            most = f"at most {MOST_PROCESSES:,} may run at a time"
+        limit, tree, most_processes = (
+            self._isolation.memory_bytes,
+            descendants(os.getpid()),
+            self._isolation.most_processes,
+        )
+        if len(tree) > most_processes:
+            most = f"at most {most_processes:,} may run at a time"
             return f"{len(tree):,} processes, what earlier calls left among them; {most}"
         if sum(_held_bytes(pid) for pid in tree) <= limit:
             return ""

@@ -16,23 +16,26 @@ from infsample_rl.reward.hidden_values import without_values
 
 
 def import_function(path: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the file `path`, imported under a private module name; ValueError in one line if it cannot
-    be had."""
+    """The function `name` of the file `path`; ValueError in one line if it cannot be had."""
+    return import_name(path, name, "reward.functions")
+
+
+def import_name(path: str, name: str, setting: str) -> Callable[..., Any]:
+    """What a setting names of the file `path`, imported under a private module name: a function, or of
+    environment.factory a class. ValueError in one line if it cannot be had."""
+    kind, is_kind = ("class", inspect.isclass) if setting == "environment.factory" else ("function", inspect.isfunction)
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "."
         there = [entry for entry in os.listdir(folder) if entry.endswith(".py")] if os.path.isdir(folder) else []
-        raise ValueError(f"reward.functions: no file {path}{_nearest(os.path.basename(path), there)}")
-    module = _import_file(path)
-    function = vars(module).get(name)
-    if not callable(function) or inspect.isclass(function):
-        found = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__
-        ]
-        listed = f"its functions are {', '.join(found) or 'none'}{_nearest(name, found)}"
-        raise ValueError(f"reward.functions: {path} has no function {name}; {listed}")
-    return function
+        raise ValueError(f"{setting}: no file {path}{_nearest(os.path.basename(path), there)}")
+    module = _import_file(path, setting)
+    found = vars(module).get(name)
+    if not callable(found) or inspect.isclass(found) != (kind == "class"):
+        own = [key for key, value in vars(module).items() if is_kind(value) and value.__module__ == module.__name__]
+        plural = "classes" if kind == "class" else "functions"
+        listed = f"its {plural} are {', '.join(own) or 'none'}{_nearest(name, own)}"
+        raise ValueError(f"{setting}: {path} has no {kind} {name}; {listed}")
+    return found
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -40,7 +43,7 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def _import_file(path: str) -> ModuleType:
+def _import_file(path: str, setting: str) -> ModuleType:
     full = os.path.abspath(path)
     name = "infsample_rl_user_" + "".join(letter if letter.isalnum() else "_" for letter in full)
     if name in sys.modules:
@@ -54,7 +57,7 @@ def _import_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # not what ends this process: Ctrl-C and SIGTERM
-        raise ValueError(f"reward.functions: {path} cannot be imported: {describe_error(error, full)}") from error
+        raise ValueError(f"{setting}: {path} cannot be imported: {describe_error(error, full)}") from error
     return module
 
 

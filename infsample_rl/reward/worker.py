@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infsample_rl.config import Config, RewardConfig
-from infsample_rl.config.reward import JudgeConfig
+from infsample_rl.config.reward import ENVIRONMENT, JudgeConfig
 from infsample_rl.data.fields import RAW_ANSWER
 from infsample_rl.model.tokenizer import load_tokenizer, response_text
 from infsample_rl.observe.phases import phase
@@ -25,7 +25,7 @@ from infsample_rl.reward.functions import component_names, kind_of
 from infsample_rl.reward.hidden_values import hide_values_of
 from infsample_rl.reward.judge import Judge, check_judge
 from infsample_rl.reward.process_pool import CallValues, FunctionProcess, ProcessPool
-from infsample_rl.types import Completion, MaybeNone, Prompt, RewardResult
+from infsample_rl.types import Completion, Episode, MaybeNone, Prompt, RewardResult
 
 if TYPE_CHECKING:  # it imports torch, which rule rewards never need
     from infsample_rl.reward.reward_model import RewardModel
@@ -74,6 +74,7 @@ class _Begun(NamedTuple):
 
     prompt: Prompt
     texts: list[str]
+    episodes: list[Episode | None]
     futures: dict[int, list[Future[list[CallValues]]]]  # place in reward.functions: those of its calls, in order
     started_at: float
 
@@ -99,6 +100,7 @@ class RewardWorker:
 
             device = "cuda" if config.cluster.reward_gpus > 0 else "cpu"
             self._models = {index: RewardModel(functions[index], device) for index in in_models}
+        self._of_environment = {index for index, each in enumerate(functions) if each.name == ENVIRONMENT}
         hide_values_of(judge.key for judge in config.reward.judges if judge.key is not None)
         self._judges = {
             index: Judge(function, config.reward.timeout_s)
@@ -125,7 +127,8 @@ class RewardWorker:
             token_ids = [completion.token_ids.tolist() for completion in completions]
             texts = [response_text(self.tokenizer, ids, self.stop_strings) for ids in token_ids]
             step = completions[0].policy_version if completions else 0
-            begun.append(self._begin(prompt, texts, token_ids, step))
+            episodes = [completion.episode for completion in completions]
+            begun.append(self._begin(prompt, texts, token_ids, step, episodes))
         return list(map(self._finish, begun))
 
     def score_texts(
@@ -133,20 +136,32 @@ class RewardWorker:
     ) -> RewardResult:
         """Rewards of responses given as text; `token_ids` is what TRL's form gets as completion_ids (none: empty),
         `step` counts in its trainer_state."""
-        return self._finish(self._begin(prompt, texts, token_ids or [[] for _ in texts], step))
+        ids = token_ids or [[] for _ in texts]
+        return self._finish(self._begin(prompt, texts, ids, step))
 
-    def _begin(self, prompt: Prompt, texts: list[str], token_ids: list[list[int]], step: int) -> _Begun:
+    def _begin(
+        self,
+        prompt: Prompt,
+        texts: list[str],
+        token_ids: list[list[int]],
+        step: int,
+        episodes: list[Episode | None] | None = None,
+    ) -> _Begun:
         samples = [{"text": text, "token_ids": row} for text, row in zip(texts, token_ids, strict=True)]
-        return _Begun(prompt, texts, self._submit(prompt, samples, step) if samples else {}, time.time())
+        episodes = episodes or [None] * len(texts)
+        return _Begun(prompt, texts, episodes, self._submit(prompt, samples, step) if samples else {}, time.time())
 
     def _finish(self, begun: _Begun) -> RewardResult:
-        prompt, texts, futures, started_at = begun
+        prompt, texts, episodes, futures, started_at = begun
         chosen = self._of_source[prompt.source]
         scored = {self.names[index]: Scored(self.weights[index]) for index in chosen}
         reported: dict[str, list[float | None]] = {}
         for index in (index for index in chosen if index in self._models):  # while the processes run
             of_model = scored[self.names[index]]
             of_model.values, of_model.problems = _model_scores(self._models[index], prompt, texts)
+        for index in (index for index in chosen if index in self._of_environment):
+            own = scored[self.names[index]]
+            own.values, own.problems = _episode_rewards(episodes)
         for index, pieces in futures.items():
             name = self.names[index]
             calls = [call for future in pieces for call in future.result()]
@@ -196,6 +211,16 @@ class RewardWorker:
                 pool.submit(position, pickled, calls[start : start + share]) for start in range(0, len(calls), share)
             ]
         return futures
+
+
+def _episode_rewards(episodes: list[Episode | None]) -> tuple[list[float | None], list[str]]:
+    """What environments gave, and what failed in them."""
+    values = [None if episode is None else episode.reward for episode in episodes]
+    problems = ["there was no environment" if episode is None else episode.failure for episode in episodes]
+    return values, [
+        problem or ("it has no get_reward" if value is None else "")
+        for value, problem in zip(values, problems, strict=True)
+    ]
 
 
 def _model_scores(model: RewardModel, prompt: Prompt, texts: list[str]) -> tuple[list[float | None], list[str]]:

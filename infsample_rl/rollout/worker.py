@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from infsample_rl.config import Config
+from infsample_rl.data.turns import TurnTemplate
 from infsample_rl.model.peak_memory import process_memory
 from infsample_rl.model.tokenizer import load_tokenizer
 from infsample_rl.model.weight_sync.link import WeightLink, join_link
@@ -18,6 +19,7 @@ from infsample_rl.model.weight_sync.store import StoreAddress, open_store
 from infsample_rl.model.weight_sync.sync import load_published, receive_weights
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.engines import open_engine
+from infsample_rl.rollout.environment.episodes import Environments, Episodes
 from infsample_rl.rollout.length_prediction.messages import LengthReport, PublishedLengths
 from infsample_rl.types import (
     Completion,
@@ -34,21 +36,30 @@ class RolloutWorker:
     """Samples the work it is dealt and streams micro-groups; weights are replaced in place between streams."""
 
     def __init__(
-        self, config: Config, worker_index: int, model: PreTrainedModel | None = None, *, reserved_bytes: int = 0
+        self,
+        config: Config,
+        worker_index: int,
+        model: PreTrainedModel | None = None,
+        *,
+        reserved_bytes: int = 0,
+        environments: Environments | None = None,
     ) -> None:
         """Loads the tokenizer and, unless it is given, the model: on a GPU when the settings give workers one, else on
         the CPU.
 
-        `reserved_bytes`: as SamplingEngine's.
+        `reserved_bytes`: as SamplingEngine's. `environments`: of samples of several turns.
         """
         torch.set_num_threads(config.cluster.threads_per_worker)
         self.config, self.worker_index = config, worker_index
         self.memory = process_memory("cuda" if config.cluster.rollout_gpus > 0 else "cpu")
         self.link: WeightLink | MaybeNone = None  # after join_weight_link()
         self._halted = -1  # streams up to this number are to end
-        self.engine = open_engine(
-            config, load_tokenizer(config.model), self.memory, model, reserved_bytes=reserved_bytes
-        )
+        tokenizer = load_tokenizer(config.model)
+        self.engine = open_engine(config, tokenizer, self.memory, model, reserved_bytes=reserved_bytes)
+        self._environments = environments
+        if environments is not None:
+            kwargs, stops = config.data.chat_template_kwargs, self.engine.stop_token_ids
+            self._template = TurnTemplate.of(tokenizer, kwargs, environments.tools, stops)
         if config.is_deterministic and not self.engine.is_exact:
             warnings.warn(
                 f"samples may differ by rounding from run to run: model.path={config.model.path} has no compiled "
@@ -81,6 +92,7 @@ class RolloutWorker:
             temperature=temperature,
             pause_every=pause_every,
             is_halted=lambda: number <= self._halted,
+            turns=self._turns(work),
         )
         while True:
             with phase("decode"):
@@ -90,6 +102,13 @@ class RolloutWorker:
             if micro_group:
                 yield self._header(micro_group, evaluation)
             yield micro_group
+
+    def _turns(self, work: list[RolloutWork]) -> Episodes | None:
+        """What answers the turns of a stream's samples."""
+        if self._environments is None:
+            return None
+        starts = {item.prompt_index: item.start for item in work if item.start is not None}
+        return Episodes(self._environments, self._template, self.config.environment, starts)
 
     @phase("sync")
     def load_weights(
@@ -171,5 +190,7 @@ class RolloutWorker:
             worker=self.worker_index,
             forecasts=[completion.forecast for completion in micro_group],
             stays=[completion.stays for completion in micro_group] if with_stays else [],
+            observed=[int((~completion.sampled).sum()) for completion in micro_group],
+            episodes=[completion.episode for completion in micro_group],
             num_waiting=self.engine.num_waiting,
         )

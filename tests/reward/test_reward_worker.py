@@ -67,7 +67,7 @@ def test_completions_are_decoded_without_special_tokens(open_worker):
 def test_rewards_get_the_text_before_the_first_stop_string(open_worker):
     worker = open_worker("gsm8k", stop_strings=["\n\n", "</a>"])
     given = []
-    worker._begin = lambda prompt, texts, token_ids, step: given.append((texts, [len(row) for row in token_ids]))
+    worker._begin = lambda prompt, texts, token_ids, *_: given.append((texts, [len(row) for row in token_ids]))
     worker._finish = lambda begun: None
     texts = ("3</a>", "4\n\n5</a>", "6</b", "</a")
     worker.score([(PROMPT, [completion_of(worker, index, text) for index, text in enumerate(texts)])])

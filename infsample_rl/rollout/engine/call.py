@@ -124,6 +124,7 @@ class MicroGroups:
             policy_version=self._policy_version,
             stays=self.stays.take(sample),
             forecast=sample.forecast,
+            episode=sample.episode,
         )
 
 

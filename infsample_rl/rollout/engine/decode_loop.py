@@ -12,74 +12,17 @@ from torch import Tensor
 
 from infsample_rl.observe.phases import phase
 from infsample_rl.rollout.engine.call import MicroGroups, RolloutStats, StopRule
-from infsample_rl.rollout.engine.cuda_decode import DecodeGraphs
-from infsample_rl.rollout.engine.model_runner import ModelRunner
-from infsample_rl.rollout.engine.row_batch import RowBatch
+from infsample_rl.rollout.engine.decode_step import DecodeStep, Drafts, Rows
 from infsample_rl.rollout.engine.sampler import Drawn, DrawnTensors, Sampler
 from infsample_rl.rollout.engine.speculation import Speculation
+from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.length_prediction.bert_watch import BertWatch
 from infsample_rl.rollout.length_prediction.watch import Moment, ProbeWatch
-from infsample_rl.rollout.schedule.prompt_group import PromptGroup, Sample
+from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.rollout.schedule.step_planner import StepPlan, StepPlanner
 from infsample_rl.types import Completion, MaybeNone
 
-LOGITS_AT_A_TIME = 2**20  # rows x vocabulary: 4 MB of float32, so that logits do not grow with the rows
-Rows = list[Sample]
-Drafts = list[list[int]]  # of every row
-
-
-class DecodeStep:
-    """One token for every row of a batch: the model's forward and a draw, captured as CUDA graphs or not."""
-
-    def __init__(
-        self, runner: ModelRunner, batch: RowBatch, sampler: Sampler, graphs: DecodeGraphs | MaybeNone
-    ) -> None:
-        """`graphs`: captured steps, whose own batch takes the place of `batch`."""
-        self.runner, self.sampler, self.graphs = runner, sampler, graphs
-        self.batch = batch if graphs is None else graphs.batch
-        self.prompt_logits: dict[PromptGroup, Tensor] = {}  # [V] each, of the resident prompts
-
-    def launch(self, rows: Rows, drafts: Drafts | None = None) -> tuple[DrawnTensors, Tensor | None]:
-        """What is drawn for the Q rows and the tokens drafted after them, and the last hidden states [Q, E] that the
-        model was run for; None: it was not."""
-        batch = self.batch
-        if drafts is not None or batch.is_spread:
-            batch.spread(rows, drafts or [[]] * len(rows))
-        if self.graphs is not None:
-            return self._launch_graph(rows)
-        drawn, hidden = self._run(rows)
-        if not batch.is_spread:  # else every row is written again
-            batch.move_on(drawn.tokens)
-            batch.count_step()
-        return drawn, hidden
-
-    def _launch_graph(self, rows: Rows) -> tuple[DrawnTensors, Tensor]:
-        batch, logits = self.batch, self.prompt_logits
-        starting = {rows[row].group for row in batch.first_rows.values()}
-        drawn = self.graphs.step(
-            {place: logits[group] for place, group in enumerate(batch.groups) if group in starting}
-        )
-        return drawn, self.graphs.hidden[: batch.num_rows]
-
-    def _run(self, rows: Rows) -> tuple[DrawnTensors, Tensor | None]:
-        batch = self.batch
-        logits = {place: self.prompt_logits[rows[row].group] for place, row in batch.first_rows.items()}
-        hidden = None if len(logits) == batch.num_rows else self.runner.decode(batch)
-        size = max(8, LOGITS_AT_A_TIME // self.runner.vocab_size)
-        pieces = [range(start, min(start + size, batch.num_rows)) for start in range(0, batch.num_rows, size)]
-        parts = [self._draw(piece, hidden, logits) for piece in pieces]
-        return parts[0] if len(parts) == 1 else DrawnTensors.join(parts), hidden
-
-    def _draw(self, rows: range, hidden: Tensor | None, first: dict[int, Tensor]) -> DrawnTensors:
-        """Draw for some rows; those in `first` take their prompt's logits. `hidden` None: all do."""
-        batch, place = self.batch, slice(rows.start, rows.stop)
-        if hidden is None:
-            logits = torch.stack([first[row] for row in rows])
-        else:
-            logits = self.runner.logits(hidden[place])
-            for row in first.keys() & rows:
-                logits[row - rows.start] = first[row]
-        return self.sampler.draw(logits, batch.keys[place], batch.positions[place] + 1)
+WAIT_S = 0.2  # for an environment, before a stream looks whether it was halted
 
 
 class DecodeLoop:
@@ -96,9 +39,11 @@ class DecodeLoop:
         run_ahead: bool = False,
         watch: ProbeWatch | BertWatch | MaybeNone = None,
         speculation: Speculation | None = None,
+        turns: Turns | None = None,
     ) -> None:
         """`run_ahead`: launch a repeated step before reading the one before. `watch`: predicts lengths and learns
-        them. `speculation`: drafts tokens; while it does, no step is launched ahead."""
+        them. `speculation`: drafts tokens; while it does, no step is launched ahead. `turns`: what answers a sample
+        that has ended a turn."""
         self.runner, self.planner, self.decode = decode.runner, planner, decode
         self.stops, self.micro_groups, self.watch = stops, micro_groups, watch
         self._parking: Any = planner.parking  # a ParkedKV: the planner keeps count, the loop copies
@@ -106,9 +51,10 @@ class DecodeLoop:
         keeps_first = any(group.settings.schedule == "dynamic_slot" for group in planner.waiting)
         self.run_ahead = run_ahead and not keeps_first
         self.stats = RolloutStats()
-        self.speculation = speculation
+        self.speculation, self.turns = speculation, turns
         self._launched: _Launched | MaybeNone = None
         self._rows: Rows = []
+        self._is_idle = False  # all samples that are left are away
 
     @property
     def is_done(self) -> bool:
@@ -118,12 +64,16 @@ class DecodeLoop:
     def step(self) -> list[list[Completion]]:
         """One running step (more when KV is computed again); the micro-groups it completes."""
         speculation = None if self.speculation is None or self.speculation.rest() else self.speculation
-        plan = self.planner.repeat_step() if speculation is None and self._may_run_ahead() else None
+        answered = self._take_answers()
+        plan = self.planner.repeat_step() if speculation is None and not answered and self._may_run_ahead() else None
         if plan is None:
             self._collect()
             if not self.planner.is_done:
-                self._carry_out(self.planner.next_step())
-                self._launched = self._launch(speculation)
+                planned = self.planner.next_step()
+                self._is_idle = not planned.rows
+                if planned.rows:
+                    self._carry_out(planned)
+                    self._launched = self._launch(speculation)
         else:
             before, self._launched = self._launched, None
             if plan.pages_changed:
@@ -145,6 +95,32 @@ class DecodeLoop:
             self._parking.clear()
         if self.speculation is not None:
             self.speculation.close()
+        if self.turns is not None:
+            self.turns.close()
+
+    def _take_answers(self) -> bool:
+        """Go on with samples that were away, or end them, as they are answered; whether any was. Waits for one where
+        nothing else is left to do."""
+        if self.turns is None:
+            return False
+        planner = self.planner
+        answers = self.turns.take(wait_s=WAIT_S if self._is_idle else 0.0)
+        for sample, observed, episode in answers:
+            room = planner.max_new_tokens - len(sample.tokens)
+            if episode is None and len(observed) < room:
+                sample.tokens.extend(observed)
+                sample.logprobs.extend([math.nan] * len(observed))
+                sample.sampling_logprobs.extend([math.nan] * (len(observed) if self.micro_groups.truncates else 0))
+                sample.finish_reason = ""
+                planner.take_back(sample, len(observed))
+            elif episode is None:  # no token could be sampled behind it
+                sample.finish_reason = "length"
+                self.turns.end(sample, "length")
+            else:
+                sample.episode = episode
+                self._end([sample])
+                planner.end_away(sample)
+        return bool(answers)
 
     def _may_run_ahead(self) -> bool:
         """Whether a step may be launched before the one in flight is read. Not one that ends a sample's prefix: the
@@ -211,12 +187,27 @@ class DecodeLoop:
         for sample in ended:
             sample.finish_reason = reasons[sample]
             sample.num_tokens = len(sample.tokens)  # the planner has counted the step that was launched ahead
+        self.micro_groups.stays.end(ended, self.planner.running_steps)
+        if self.turns is None:
+            self._end(ended)
+            self.planner.end_step(ended)
+        else:
+            for sample in ended:
+                self.planner.send_away(sample)
+                self.turns.end(sample, sample.finish_reason)
+            self.planner.end_step([])
+        self._drop_groups()
+
+    def _end(self, samples: list[Sample]) -> None:
+        """Tell who watches samples that they have ended."""
+        for sample in samples:
             if self.watch is not None:
                 self.watch.ended(sample, len(sample.tokens), cut=sample.finish_reason == "length")
         if self.speculation is not None:
-            self.speculation.end(ended)
-        self.micro_groups.stays.end(ended, self.planner.running_steps)
-        self.planner.end_step(ended)
+            self.speculation.end(samples)
+
+    def _drop_groups(self) -> None:
+        """Let go of what was kept for groups that are done, and of the KV's memory where nobody holds any."""
         prompt_logits = self.decode.prompt_logits
         for group in [group for group in prompt_logits if group.is_done]:
             del prompt_logits[group]

@@ -21,6 +21,7 @@ from infsample_rl.rollout.engine.call import Request, RolloutStats, StopRule, To
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.sampler import EVALUATION, TRAINING, sample_key
 from infsample_rl.rollout.engine.stop_strings import StopStrings
+from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.length_prediction.messages import LengthReport
 from infsample_rl.rollout.length_prediction.replay import ReplaySettings
 from infsample_rl.rollout.schedule.kv_budget import rows_in
@@ -94,7 +95,13 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _new_loop(
-        self, groups: list[PromptGroup], config: RolloutConfig, temperature: float, most_rows: int, watch: Watch | None
+        self,
+        groups: list[PromptGroup],
+        config: RolloutConfig,
+        temperature: float,
+        most_rows: int,
+        watch: Watch | None,
+        turns: Turns | None,
     ) -> StepLoop:
         """What decodes these groups."""
 
@@ -136,13 +143,15 @@ class RolloutEngine(ABC):
         temperature: float | None = None,
         pause_every: int | None = None,
         is_halted: Callable[[], bool] | None = None,
+        turns: Turns | None = None,
     ) -> Generator[list[Completion], None, None]:
         """Micro-groups of one prompt each, as soon as their samples have ended. Closing the iterator frees all KV.
 
         prompt_indices: positions in the step's batch (default 0, 1, ...). sample_indices[n]: samples wanted of prompt n
         (default all G). `evaluation` takes other noise, and always token_budget. `temperature` None: the settings'; 0:
         exact argmax. `pause_every`: an empty list comes out after so many running steps, for a caller that has other
-        work to do in between. `is_halted`: asked before every running step; the stream ends where it says yes.
+        work to do in between. `is_halted`: asked before every running step; the stream ends where it says yes. `turns`:
+        what a sample's turns are answered by, with schedule=token_budget; None: a sample has one.
         """
         config = evaluation_config(self.config) if evaluation else self.config
         request = Request.of(prompt_ids, prompt_indices, sample_indices, config.group_size)
@@ -171,7 +180,7 @@ class RolloutEngine(ABC):
             self.lengths.predict if config.schedule in PREDICTED_SCHEDULES else None,
             predicted_in_rows=self.lengths.waits_for_probe(config),
         )
-        loop = self._loop = self._new_loop(groups, config, temperature, most_rows, watch)
+        loop = self._loop = self._new_loop(groups, config, temperature, most_rows, watch, turns)
         if watch is not None:
             watch.begin(groups, ReplaySettings(config, self.num_pages, loop.planner.parking is not None), step=step)
         self.stats = loop.stats

@@ -13,7 +13,8 @@ from infsample_rl.model.lora import ReceivedAdapters
 from infsample_rl.model.weight_sync.buckets import unpack_buckets
 from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups
-from infsample_rl.rollout.engine.decode_loop import DecodeLoop, DecodeStep
+from infsample_rl.rollout.engine.decode_loop import DecodeLoop
+from infsample_rl.rollout.engine.decode_step import DecodeStep
 from infsample_rl.rollout.engine.engine_pool import EnginePool
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.model_runner import ModelRunner
@@ -21,6 +22,7 @@ from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Sampler
 from infsample_rl.rollout.engine.speculation import speculation_of
+from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.schedule.prompt_group import PromptGroup
 
 
@@ -96,7 +98,13 @@ class SamplingEngine(RolloutEngine):
         self.pool.allocate(sizes)
 
     def _new_loop(
-        self, groups: list[PromptGroup], config: RolloutConfig, temperature: float, most_rows: int, watch: Watch | None
+        self,
+        groups: list[PromptGroup],
+        config: RolloutConfig,
+        temperature: float,
+        most_rows: int,
+        watch: Watch | None,
+        turns: Turns | None,
     ) -> DecodeLoop:
         runner, page_size = self.runner, config.page_size
         sampler = self._new_sampler(temperature)
@@ -116,6 +124,7 @@ class SamplingEngine(RolloutEngine):
             run_ahead=runner.device.type == "cuda",
             watch=watch,
             speculation=self._speculation if config.speculates else None,
+            turns=turns,
         )
 
     def _new_sampler(self, temperature: float) -> Sampler:

@@ -28,6 +28,7 @@ from infsample_rl.rollout.engine.kv_cache import free_bytes
 from infsample_rl.rollout.engine.length_source import LengthSource, Watch
 from infsample_rl.rollout.engine.rollout_engine import RolloutEngine, evaluation_config
 from infsample_rl.rollout.engine.sampler import truncates_at
+from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, Parking
@@ -166,8 +167,16 @@ class VLLMEngine(RolloutEngine):
                 raise ValueError(f"prompt {index} has {size} tokens, data.max_prompt_tokens is {self._longest}")
 
     def _new_loop(
-        self, groups: list[PromptGroup], config: RolloutConfig, temperature: float, most_rows: int, watch: Watch | None
+        self,
+        groups: list[PromptGroup],
+        config: RolloutConfig,
+        temperature: float,
+        most_rows: int,
+        watch: Watch | None,
+        turns: Turns | None,
     ) -> VLLMLoop:
+        if turns is not None:
+            raise ValueError("rollout.engine=vllm samples single turns alone; set rollout.engine=native")
         truncates = truncates_at(temperature, config.top_p, config.top_k, config.min_p, len(self.tokenizer))
         options = {"temperature": temperature, "logprobs": int(truncates), "detokenize": False, "ignore_eos": True}
         sampling, delta = self._vllm.SamplingParams, self._vllm.sampling_params.RequestOutputKind.DELTA

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from infsample_rl.rollout.schedule.schedules import Schedule, SharedQueue, make_schedule
-from infsample_rl.types import Forecast, MaybeNone
+from infsample_rl.types import Episode, Forecast, MaybeNone
 
 Predict = Callable[[list[int], list[list[int]]], list[float]]  # (prompt ids, prefixes) -> response lengths
 
@@ -35,7 +35,10 @@ class Sample:
     tokens: array = field(default_factory=lambda: array("i"))
     logprobs: array = field(default_factory=lambda: array("f"))
     sampling_logprobs: array = field(default_factory=lambda: array("f"))
+    num_observed: int = 0  # of its tokens, those that an environment gave
+    num_unseen: int = 0  # newest tokens that no row has run yet: an observation, and the stop token before it
     finish_reason: str = ""  # once it has ended
+    episode: Episode | None = None  # once its environment has ended
     forecast: Forecast | None = None
 
     @property

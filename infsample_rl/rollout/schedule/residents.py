@@ -37,21 +37,38 @@ class Residents:
         self.resident: list[PromptGroup] = []
         self.running: list[Sample] = []
         self.line: list[Sample] = []  # token_budget: preempted samples, and at most one that has not started
+        self.away: list[Sample] = []  # turns that have ended: outside the slots until an environment answers
         self.num_preemptions = self.parked_tokens = 0
         self._free_slots = list(range(num_slots))  # ascending
         self._keepers: list[Sample] = []  # samples that wait with the KV of their prefix
         self._rows_left = False  # since the last plan
         self._plan = StepPlan()
 
+    def send_away(self, sample: Sample) -> None:
+        """A row's newest token ended its turn: it leaves its slot, and keeps its KV until the pages are needed."""
+        self._leave(sample)
+        sample.num_kv_tokens = sample.num_tokens - 1
+        self.away.append(sample)
+
+    def take_back(self, sample: Sample, observed: int) -> None:
+        """A sample that was away has `observed` tokens more, and waits in line for a slot."""
+        self.away.remove(sample)
+        sample.num_tokens += observed
+        sample.num_observed += observed
+        sample.num_unseen = observed
+        self.line.append(sample)
+
     def _make_room(self, count: int, taker: Sample) -> bool:
         """Free pages until there are `count`. False: `taker` itself had to go.
 
-        Kept prefixes give way first, then what preempted samples still hold, page by page, then prompts without rows,
-        then rows.
+        Kept prefixes give way first, then samples that are away, then what preempted samples still hold, page by page,
+        then prompts without rows, then rows.
         """
         while self.pool.num_free < count:
             if self._keepers:
                 self._forget(self._keepers.pop())
+            elif holders := [sample for sample in self.away if sample.pages]:
+                self._give_up(holders[-1])
             elif self.policy is not None and (donors := [sample for sample in self.line if sample.pages]):
                 donor = donors[self.policy.donor(donors)]
                 self.pool.release([donor.pages.pop()])
@@ -77,6 +94,14 @@ class Residents:
             self.pool.release(sample.pages)
             sample.pages = []
         self.line.append(sample)
+
+    def _give_up(self, sample: Sample) -> None:
+        """Of a sample that is away: its KV outside the pool, where there is a place for it, else its last page."""
+        if self._park(sample, sample.pages, sample.num_kv_tokens):
+            self.pool.release(sample.pages)
+            sample.pages = []
+        else:
+            self.pool.release([sample.pages.pop()])
 
     def _forget(self, sample: Sample) -> None:
         self.pool.release(sample.pages)
@@ -131,9 +156,10 @@ class Residents:
         for sample in [sample for sample in self._keepers if sample.group is group]:
             self._forget(sample)
         self._keepers = [sample for sample in self._keepers if sample.group is not group]
-        for sample in [sample for sample in self.line if sample.group is group]:
-            self._forget(sample)
-            self.line.remove(sample)
+        for samples in (self.line, self.away):
+            for sample in [sample for sample in samples if sample.group is group]:
+                self._forget(sample)
+                samples.remove(sample)
         self.resident.remove(group)
         self._forget_parked(group)
         if group.pages is not None:

@@ -42,7 +42,7 @@ class StepPlanner(Residents):
         self._longest = self._kv_area = 0  # of the responses that have ended: tokens, and tokens held summed over steps
         shortest = min((len(group.prompt_ids) - group.own_tokens for group in groups), default=0)
         self._response_pages = max(1, pool.num_pages - pool.pages_for(shortest))
-        self._max_new_tokens = max_new_tokens
+        self.max_new_tokens = max_new_tokens
         self._full_pages = pool.pages_for(max_new_tokens + max((group.own_tokens for group in groups), default=0))
         self._num_admitted = 0
 
@@ -63,13 +63,15 @@ class StepPlanner(Residents):
         return bool(self.running) and not (self._plan.rows_changed or self._rows_left or self._keepers)
 
     def next_step(self) -> StepPlan:
-        """Plan one running step. RuntimeError when nothing can run although samples are left (never, unless a schedule
-        is broken)."""
+        """Plan one running step, without rows where all that are left are away. RuntimeError when nothing can run
+        although samples are left (never, unless a schedule is broken)."""
         plan = self._plan = StepPlan()
         self._grow_rows()
         self._fill_slots()
-        if not self.running:
+        if not self.running and not self.away:
             raise RuntimeError("no sample could start, yet some are not finished")
+        if not self.running:
+            return plan
         if plan.rows_changed or self._rows_left:
             plan.rows_changed = True
             place = {id(group): position for position, group in enumerate(self.resident)}
@@ -87,7 +89,7 @@ class StepPlanner(Residents):
         if (
             self._rows_left
             or not self.running
-            or any(sample.num_tokens in (self._max_new_tokens, sample.wait_at) for sample in self.running)
+            or any(sample.num_tokens in (self.max_new_tokens, sample.wait_at) for sample in self.running)
         ):
             return None
         growing = [sample for sample in self.running if len(sample.pages) * self.pool.page_size < sample.tokens_to_hold]
@@ -111,7 +113,7 @@ class StepPlanner(Residents):
         """Pages that nobody holds for the KV of up to `drafts` tokens drafted for a row of this step, so many as
         max_new_tokens and its prefix allow; for how many there are. No row gives way for a draft."""
         size = self.pool.page_size
-        most = min(drafts, (sample.wait_at or self._max_new_tokens) - sample.num_tokens)
+        most = min(drafts, (sample.wait_at or self.max_new_tokens) - sample.num_tokens)
         in_tokens = len(sample.pages) * size - (sample.tokens_to_hold - 1)
         lacking = self.pool.pages_for(max(0, most - in_tokens))
         pages = self.pool.take(min(lacking, self.pool.num_free))
@@ -135,17 +137,30 @@ class StepPlanner(Residents):
     def end_step(self, ended: Sequence[Sample]) -> None:
         """`ended`: rows whose newest token was their last. Samples at the end of their prefix leave by themselves."""
         for sample in ended:
-            self._longest = max(self._longest, sample.num_tokens)
-            self._kv_area += sample.num_tokens * (sample.num_tokens + 1) // 2
             self._leave(sample)
-            self._forget(sample)
-            if sample.group.finish(sample) and self.policy is not None:
-                self.policy.observe_finished(sample.group_id, sample.num_tokens)
+            self._finish(sample)
         for sample in [sample for sample in self.running if sample.num_tokens == sample.wait_at]:
             self._leave(sample)
             sample.num_kv_tokens = sample.num_tokens - 1
             self._keepers.append(sample)
             sample.group.keep_waiting(sample)
+        self._drop_done()
+
+    def end_away(self, sample: Sample) -> None:
+        """A sample that was away has ended there."""
+        self.away.remove(sample)
+        self._finish(sample)
+        self._drop_done()
+
+    def _finish(self, sample: Sample) -> None:
+        sampled = sample.num_tokens - sample.num_observed
+        self._longest = max(self._longest, sampled)
+        self._kv_area += sampled * (sampled + 1) // 2
+        self._forget(sample)
+        if sample.group.finish(sample) and self.policy is not None:
+            self.policy.observe_finished(sample.group_id, sample.num_tokens)
+
+    def _drop_done(self) -> None:
         for group in [group for group in self.resident if group.is_done]:
             self._drop_group(group)
 
@@ -165,8 +180,7 @@ class StepPlanner(Residents):
             if indices:
                 given[group.prompt_index] = sorted(indices)
         self.waiting = deque(group for group in self.waiting if not group.is_done)
-        for group in [group for group in self.resident if group.is_done]:
-            self._drop_group(group)
+        self._drop_done()
         return given
 
     def drop_all(self) -> None:
@@ -264,10 +278,11 @@ class StepPlanner(Residents):
             self._plan.restored.append(sample)
         else:
             sample.num_kv_tokens = min(sample.num_kv_tokens, len(sample.pages) * pool.page_size)
-            lost = max(0, sample.num_tokens - 1) - sample.num_kv_tokens
-            if lost:
-                self._plan.rebuilt.append(sample)
-                self.recomputed_tokens += lost
+        lacking = max(0, sample.num_tokens - 1) - sample.num_kv_tokens
+        if lacking:
+            self._plan.rebuilt.append(sample)
+            self.recomputed_tokens += lacking - sample.num_unseen
+            sample.num_unseen = 0
         sample.pages += pool.take(new_pages)
         sample.slot = slot
         self._free_slots.remove(slot)

@@ -1,0 +1,47 @@
+"""Settings of environments: what a policy acts in, over several turns. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from infsample_rl.config.fields import check_bounds, setting
+
+
+def _is_set(config: Any) -> bool:
+    return bool(config.environment.is_set)
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig:
+    """The environment of a trajectory, and what bounds it."""
+
+    factory: str | None = setting(
+        None,
+        "the environment's class, as path/to/file.py:Class: TRL's form (reset(**row), its public methods as tools, "
+        "get_reward()) or gymnasium's (reset(seed, options), step(action)); none: a response has one turn",
+    )
+    tools: list[str] = setting([], "functions that the model may call, as path/to/file.py:function, without a state")
+    max_turns: int = setting(16, "turns of a trajectory that the policy samples", low=1, read_if=_is_set)
+    max_observation_tokens: int = setting(
+        1024, "tokens of one observation; what is longer is cut in its middle", low=16, read_if=_is_set
+    )
+    timeout_s: float = setting(
+        30.0,
+        "seconds that a call may take before its environment is ended and counts as failed",
+        above=0,
+        read_if=_is_set,
+    )
+    workers: int = setting(8, "calls of one rollout worker's environments at a time", low=1, read_if=_is_set)
+
+    def __post_init__(self) -> None:
+        check_bounds("environment", self)
+        for name, path in [("factory", self.factory), *(("tools", tool) for tool in self.tools)]:
+            file, _, function = (path or "").rpartition(":")
+            if path is not None and not (file.endswith(".py") and function):
+                raise ValueError(f"environment.{name} must be path/to/file.py:NAME, got {path!r}")
+
+    @property
+    def is_set(self) -> bool:
+        """Whether trajectories have an environment."""
+        return self.factory is not None or bool(self.tools)

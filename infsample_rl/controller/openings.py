@@ -1,0 +1,53 @@
+"""Prompts that go on with what their environments say at the beginning."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from infsample_rl.config import Config
+from infsample_rl.data.chat import with_opening
+from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
+from infsample_rl.types import EpisodeStart, Prompt
+
+
+class Openings:
+    """Opens an episode for every prompt, the same for all its samples; nothing where there are no environments."""
+
+    def __init__(self, config: Config, tokenizer: Any, host: EnvironmentHost | None) -> None:
+        self._config, self._tokenizer, self._host = config, tokenizer, host
+
+    def open(self, prompts: list[Prompt], *, position: int) -> list[Prompt]:
+        """The prompts with their starts. `position`: of the first in the run's data, so that a seed comes once.
+
+        An environment that does not begin fails in each of its samples again, which is counted there: its prompt goes
+        on without. ValueError for a prompt that gets too long."""
+        if self._host is None or not prompts:
+            return prompts
+        with ThreadPoolExecutor(self._config.environment.workers) as threads:
+            return list(threads.map(self._open, prompts, range(position, position + len(prompts))))
+
+    def close(self) -> None:
+        """End the processes of the environments."""
+        if self._host is not None:
+            self._host.close()
+
+    def _open(self, prompt: Prompt, position: int) -> Prompt:
+        assert self._host is not None
+        start = EpisodeStart(seed_of(self._config.run.seed, position, prompt), prompt.columns)
+        try:
+            said = self._host.opening(*start)
+        except EnvironmentFailed:
+            said = ""
+        if said:
+            data = self._config.data.parts[prompt.source]
+            prompt = with_opening(prompt, said, self._tokenizer, data, self._host.tools)
+        return dataclasses.replace(prompt, start=start)
+
+
+def seed_of(seed: int, position: int, prompt: Prompt) -> int:
+    """Of an episode, 0 to 2**31 - 1."""
+    digest = hashlib.sha256(f"{seed}|{position}|{prompt.place}".encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1

@@ -1,0 +1,221 @@
+"""The environments of a process's trajectories, each in a process of its own: their caller's side.
+
+A call is asked for and answered later, through one queue, in whatever order calls end; `environment.workers` of them
+run at a time. A call that outlives its limit costs its environment, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from infsample_rl.config import Config, RewardFunctionConfig
+from infsample_rl.reward.isolation import environment_of, isolation_of
+
+START_LIMIT_S = 300.0  # a user's file may import a large library
+END_LIMIT_S = 20.0  # for the keeper to end all there is
+MOST_UNREAD = 1 << 24  # bytes of one reply
+MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
+    "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
+)
+
+
+class EnvironmentFailed(Exception):
+    """An environment is gone; the message says why."""
+
+
+@dataclass
+class _Episode:
+    """One environment that has been asked for."""
+
+    seed: int
+    columns: dict[str, Any]
+    line: Connection | None = None  # to its process, once it has one
+    pid: int = 0
+    unread: bytes = b""
+    opening: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
+
+
+class EnvironmentHost:
+    """Environments of the class or the functions that `environment` names."""
+
+    def __init__(self, config: Config) -> None:
+        """Import them in a process of their own; ValueError in one line when they cannot be had."""
+        own = config.environment
+        files = [RewardFunctionConfig(name=name) for name in filter(None, [own.factory, *own.tools])]
+        isolation = replace(isolation_of(config.reward, files), most_processes=MOST_PROCESSES)
+        self._config, self._episodes = own, dict[Hashable, _Episode]()
+        self.answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]] = queue.SimpleQueue()
+        self._control, theirs = socket.socketpair()
+        self._hand_over = threading.Lock()
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), json.dumps(asdict(isolation))]
+        with theirs:
+            self._keeper = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is left to the parent
+                pass_fds=[theirs.fileno()],
+                env=environment_of(isolation, os.environ),
+            )
+            assert self._keeper.stdin is not None and self._keeper.stdout is not None
+            self._requests = Connection(os.dup(self._keeper.stdin.fileno()), readable=False)
+            self._keeper.stdin.close()
+            self._requests.send_bytes(pickle.dumps((own, theirs.fileno())))
+        started = self._read_start()
+        if "error" in started:
+            self.close()
+            raise ValueError(started["error"])
+        self.form: str = started["form"]
+        self.tools: list[dict[str, Any]] = started["tools"]
+        self._threads = ThreadPoolExecutor(own.workers, thread_name_prefix="environments")
+
+    def ask(self, key: Hashable, what: str, *given: Any) -> None:
+        """Ask the environment of `key` for what environment_process serves; (key, reply) comes into `answers`, or
+        (key, {"failed": why})."""
+        episode = self._episodes[key]
+        self._threads.submit(self._answer, key, episode, what, *given)
+
+    def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
+        """There is to be an environment of `key`, made when it is first asked."""
+        self._episodes[key] = _Episode(seed, columns)
+
+    def opening(self, seed: int, columns: dict[str, Any]) -> str:
+        """What an environment says at its beginning. EnvironmentFailed when it does not begin."""
+        episode = _Episode(seed, columns)
+        try:
+            self._begin(episode)
+        finally:
+            self._end(episode)
+        return episode.opening
+
+    def end(self, key: Hashable) -> None:
+        """The environment of `key` is not wanted any more, nor what it was asked for."""
+        episode = self._episodes.pop(key, None)
+        if episode is not None:
+            self._end(episode)
+
+    def close(self) -> None:
+        """End all environments."""
+        for key in list(self._episodes):
+            self.end(key)
+        self._control.close()
+        self._requests.close()
+        self._keeper.terminate()
+        try:
+            self._keeper.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            self._keeper.wait()
+        if self._keeper.stdout is not None:
+            self._keeper.stdout.close()
+        if hasattr(self, "_threads"):
+            self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _answer(self, key: Hashable, episode: _Episode, what: str, *given: Any) -> None:
+        try:
+            with episode.lock:
+                if episode.line is None:
+                    self._begin(episode)
+                found = self._call(episode, what, *given)
+        except EnvironmentFailed as error:
+            self._end(episode)
+            found = {"failed": str(error)}
+        if self._episodes.get(key) is episode:
+            self.answers.put((key, found))
+
+    def _begin(self, episode: _Episode) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                with self._hand_over:
+                    socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise EnvironmentFailed("the process that makes environments is gone") from None
+        episode.line = Connection(ours.detach())
+        episode.pid = self._call(episode, "reset", episode.seed, episode.columns)["pid"]
+        episode.opening = str(self._receive(episode, self._config.timeout_s)["said"])
+
+    def _call(self, episode: _Episode, *request: Any) -> dict[str, Any]:
+        assert episode.line is not None
+        try:
+            episode.line.send_bytes(pickle.dumps(request))
+        except OSError:
+            raise EnvironmentFailed("its process ended") from None
+        return self._receive(episode, self._config.timeout_s)
+
+    def _receive(self, episode: _Episode, limit_s: float) -> dict[str, Any]:
+        """The next line of its process, within the limit."""
+        line, deadline = episode.line, time.monotonic() + limit_s
+        assert line is not None
+        while True:
+            text, ended, rest = episode.unread.partition(b"\n")
+            if ended:
+                episode.unread = rest
+                return self._open(text)
+            if len(episode.unread) > MOST_UNREAD:
+                raise EnvironmentFailed("it wrote into the line of its answers")
+            left = deadline - time.monotonic()
+            if left <= 0 or not wait([line], left):
+                raise EnvironmentFailed(f"timed out after {limit_s:g} s (environment.timeout_s)")
+            try:
+                read = os.read(line.fileno(), 1 << 16)
+            except OSError:
+                read = b""
+            if not read:
+                raise EnvironmentFailed("its process ended")
+            episode.unread += read
+
+    def _open(self, text: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise EnvironmentFailed("it wrote into the line of its answers")
+        if "failed" in found and "said" not in found:
+            raise EnvironmentFailed(str(found["failed"]))
+        return found
+
+    def _end(self, episode: _Episode) -> None:
+        """Its process and what it started, also one that does not answer."""
+        if episode.line is not None:
+            episode.line.close()
+        if episode.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(episode.pid, signal.SIGKILL)
+        episode.pid = 0
+
+    def _read_start(self) -> dict[str, Any]:
+        """What the process says once it has imported everything."""
+        assert self._keeper.stdout is not None
+        deadline, text = time.monotonic() + START_LIMIT_S, b""
+        while b"\n" not in text.lstrip(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not wait([self._keeper.stdout.fileno()], left):
+                self.close()
+                raise ValueError(f"environment: importing it did not end in {START_LIMIT_S:.0f} s")
+            read = os.read(self._keeper.stdout.fileno(), 1 << 16)
+            if not read:
+                return {"error": "environment: the process that imports it died"}
+            text += read
+        found: dict[str, Any] = json.loads(text.lstrip(b"\n").split(b"\n")[0])
+        return found if "died" not in found else {"error": f"environment: its process died ({found['died']})"}

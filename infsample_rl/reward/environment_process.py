@@ -1,0 +1,210 @@
+"""A user's environment, held to reward.isolation: a process that has imported its file, and a fork of it for every
+trajectory, so that whatever one does is its own.
+
+It is forked by `keeper` for `environment_host.EnvironmentHost`. What comes in is pickled, what goes out is a line of
+JSON, so that the host unpickles nothing a user's code could have made.
+
+    host                                    this process
+    EnvironmentConfig               ->
+                                    <-      {"pid": ..., "form": "tools", "tools": [schema, ...]} or {"error": "..."}
+    a socket                        ->      a fork, which talks through it:
+    ("reset", seed, columns)        ->
+                                    <-      {"pid": ...}, then {"said": "..."}, what the episode opens with
+    ("call", [(name, arguments)])   ->
+                                    <-      {"said": ["...", ...], "failed": 0}, an answer to every call
+    ("act", text)                   ->
+                                    <-      {"said": "...", "reward": 0.0, "ended": false}, of gymnasium's form
+    ("reward",)                     ->
+                                    <-      {"reward": 1.0}, null where the environment has none
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.reward.function_process import own_pipes, reply
+from infsample_rl.reward.functions import as_reward
+from infsample_rl.reward.hidden_values import without_values
+from infsample_rl.reward.isolation import Isolation, isolate
+from infsample_rl.reward.user_function import describe_error, import_name
+
+MOST_SAID = 1 << 20  # characters of one observation; max_observation_tokens cuts it further
+TOOLS, GYMNASIUM = "tools", "gymnasium"
+
+
+def main(isolation: Isolation) -> None:
+    """Serve the host at the other end of stdin, stdout and the socket it names until it closes them."""
+    requests, replies = own_pipes()
+    try:
+        isolate(isolation)
+        config, control = pickle.loads(requests.recv_bytes())
+        maker = Maker(config)
+    except (ValueError, EOFError) as error:
+        reply(replies, {"error": without_values(str(error))})
+        os._exit(1)
+    reply(replies, {"pid": os.getpid(), "form": maker.form, "tools": maker.schemas})
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
+    with socket.socket(fileno=control) as host:
+        while True:
+            _, handed, _, _ = socket.recv_fds(host, 1, 1)
+            if not handed:
+                os._exit(0)
+            if os.fork() == 0:
+                host.close()
+                requests.close()
+                os.close(replies)
+                serve(Connection(handed[0]), maker)
+            os.close(handed[0])
+
+
+class Maker:
+    """Makes environments of a user's class, or gives plain functions as the tools of one without a state."""
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        """Imports the files. ValueError in one line for what is not there, or is in neither form."""
+        self.path = (config.factory or config.tools[0]).rpartition(":")[0]
+        self.factory = None if config.factory is None else import_name(*_parts(config.factory), "environment.factory")
+        self.functions = [import_name(*_parts(tool), "environment.tools") for tool in config.tools]
+        made = None if self.factory is None else self.factory
+        self.form = GYMNASIUM if callable(getattr(made, "step", None)) else TOOLS
+        if made is not None and not callable(getattr(made, "reset", None)):
+            raise ValueError(f"environment.factory={config.factory} has no method reset")
+        if self.form == GYMNASIUM and self.functions:
+            raise ValueError(f"environment.tools cannot be beside environment.factory={config.factory}, which has step")
+        methods = [] if made is None or self.form == GYMNASIUM else _tools_of(made)
+        self.schemas = [_schema(function) for function in (*methods, *self.functions)]
+        if self.form == TOOLS and not self.schemas:
+            raise ValueError(f"environment.factory={config.factory} has neither a public method as a tool nor step")
+
+    def make(self) -> Any:
+        """A new environment; None where there are functions alone."""
+        return None if self.factory is None else self.factory()
+
+    def tools(self, made: Any) -> dict[str, Callable[..., Any]]:
+        """By their names."""
+        own = [] if made is None or self.form == GYMNASIUM else _tools_of(type(made))
+        methods = {each.__name__: getattr(made, each.__name__) for each in own}
+        return methods | {function.__name__: function for function in self.functions}
+
+
+def serve(host: Connection, maker: Maker) -> None:
+    """Be the environment of one trajectory until the host is gone."""
+    os.setsid()  # so that it is ended with all it starts
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    made: Any = None
+    runner, tools = asyncio.Runner(), dict[str, Callable[..., Any]]()
+
+    def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        found = function(*arguments, **named)
+        return runner.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+    try:
+        while True:
+            what, *given = pickle.loads(host.recv_bytes())
+            if what == "reset":
+                reply(host.fileno(), {"pid": os.getpid()})
+                made = maker.make()
+                tools = maker.tools(made)
+                reply(host.fileno(), {"said": _opening(call, made, maker.form, *given)})
+            elif what == "call":
+                reply(host.fileno(), _answers(call, tools, maker.path, *given))
+            elif what == "act":
+                reply(host.fileno(), _acted(*call(made.step, *given)[:4]))
+            else:
+                reward = call(made.get_reward) if callable(getattr(made, "get_reward", None)) else None
+                reply(host.fileno(), {"reward": None if reward is None else _number(reward)})
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the host does not want it any more
+    except BaseException as error:  # this process is the sandbox: sys.exit() in it ends no more than its trajectory
+        reply(host.fileno(), {"failed": without_values(describe_error(error, os.path.abspath(maker.path)))})
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _opening(call: Callable[..., Any], made: Any, form: str, seed: int, columns: dict[str, Any]) -> str:
+    if made is None:
+        return ""
+    if form == GYMNASIUM:
+        said = call(made.reset, seed=seed, options=columns)
+        said = said[0] if isinstance(said, tuple) else said
+        return "" if said is None else _text(said)
+    parameters = inspect.signature(made.reset).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    given = {"seed": seed} | columns
+    said = call(made.reset, **{name: value for name, value in given.items() if takes_all or name in parameters})
+    return "" if said is None else _text(said)
+
+
+def _answers(
+    call: Callable[..., Any], tools: dict[str, Callable[..., Any]], path: str, calls: list[tuple[str, dict[str, Any]]]
+) -> dict[str, Any]:
+    """What the tools say, one after another; one that raises says so to the model."""
+    said, failed = [], 0
+    for name, arguments in calls:
+        try:
+            said.append(_text(call(tools[name], **arguments)))
+        except Exception as error:
+            failed += 1
+            said.append(f"error: {without_values(describe_error(error, os.path.abspath(path)))}")
+    return {"said": said, "failed": failed}
+
+
+def _acted(observation: Any, reward: Any, terminated: Any, truncated: Any) -> dict[str, Any]:
+    return {"said": _text(observation), "reward": _number(reward), "ended": bool(terminated or truncated)}
+
+
+def _number(value: Any) -> float:
+    number, problem = as_reward(value)
+    if number is None:
+        raise ValueError(f"the reward {problem}")
+    return number
+
+
+def _text(value: Any) -> str:
+    """What an environment says, as text that can be sent; of what is far too long its two ends."""
+    text = value if isinstance(value, str) else str(value)
+    if len(text) > MOST_SAID:
+        text = text[: MOST_SAID // 2] + text[-MOST_SAID // 2 :]
+    return without_values(text).encode(errors="replace").decode()
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+def _tools_of(made: Any) -> list[Callable[..., Any]]:
+    """The public methods of a class but reset and get_reward, in the order in which they are written."""
+    names = [name for each in reversed(made.__mro__[:-1]) for name in vars(each)]
+    return [
+        getattr(made, name)
+        for name in dict.fromkeys(names)
+        if not name.startswith("_") and name not in ("reset", "get_reward", "close") and callable(getattr(made, name))
+    ]
+
+
+def _schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """As chat templates take it. ValueError in one line where its docstring or its types do not say enough."""
+    from transformers.utils.chat_template_utils import get_json_schema  # here: it takes a second
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(f"{name} cannot be a tool: {' '.join(str(error).split())}") from None
+    return json.loads(json.dumps(schema))
+
+
+def _parts(name: str) -> tuple[str, str]:
+    path, _, function = name.rpartition(":")
+    return path, function

@@ -1,0 +1,1 @@
+"""Trajectories of several turns: what a turn asks for, and what comes back."""

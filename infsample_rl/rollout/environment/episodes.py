@@ -1,0 +1,165 @@
+"""The turns of a call's samples, answered by their environments while others decode."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.rollout.engine.turns import Answer
+from infsample_rl.rollout.schedule.prompt_group import Sample
+from infsample_rl.types import Episode, EpisodeStart
+
+CUT = "\n[...]\n"  # in the place of what an observation has too much
+
+
+class Environments(Protocol):
+    """Where environments run, each in a process of its own: reward/environment_host.py."""
+
+    form: str  # "tools" or "gymnasium"
+    tools: list[dict[str, Any]]
+    answers: queue.SimpleQueue[tuple[Hashable, dict[str, Any]]]
+
+    def open(self, key: Hashable, seed: int, columns: dict[str, Any]) -> None:
+        """There is to be an environment of `key`."""
+
+    def ask(self, key: Hashable, what: str, *given: Any) -> None:
+        """Ask it, for a reply that comes into `answers`."""
+
+    def end(self, key: Hashable) -> None:
+        """It is not wanted any more."""
+
+
+@dataclass(slots=True)
+class _State:
+    """One trajectory."""
+
+    sample: Sample
+    key: int
+    turns: int = 0
+    calls: int = 0
+    begun: int = 0  # tokens before the turn that is sampled
+    reward: float = 0.0  # so far, of gymnasium's form
+    is_last: bool = False  # no turn is sampled any more
+    names: tuple[str, ...] = ()  # of the tools that have been asked
+    asked_at: float = 0.0
+    waited_s: float = 0.0
+
+
+class Episodes:
+    """Turns of one call of an engine (engine/turns.py)."""
+
+    def __init__(
+        self,
+        environments: Environments,
+        template: TurnTemplate,
+        config: EnvironmentConfig,
+        starts: Mapping[int, EpisodeStart],
+    ) -> None:
+        """`starts`: by prompt_index, what an environment begins with."""
+        self._environments, self._template, self._config, self._starts = environments, template, config, starts
+        self._tokenizer, self._keys = template.tokenizer, count()
+        self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
+        self._ready: list[Answer] = []  # answered without an environment
+
+    def end(self, sample: Sample, reason: str) -> None:
+        """As Turns.end."""
+        state = self._of_sample.get(sample) or self._open(sample)
+        is_new = len(sample.tokens) > state.begun
+        state.turns += is_new
+        state.is_last = reason == "length" or state.turns >= self._config.max_turns
+        turn = list(sample.tokens[state.begun :])
+        state.begun = len(sample.tokens)
+        if self._environments.form == "gymnasium":
+            if is_new:
+                self._ask(state, "act", self._tokenizer.decode(turn, skip_special_tokens=True))
+            else:  # its last observation had no room
+                self._finish(state, state.reward)
+            return
+        found = self._template.parse(self._tokenizer.decode(turn)) if is_new and not state.is_last else None
+        if found is None or not (found.calls or found.problem):
+            state.is_last = True
+            self._ask(state, "reward")
+        elif found.problem:
+            state.calls += 1
+            self._observe(state, [{"role": "tool", "content": f"error: {found.problem}"}])
+        else:
+            state.calls += len(found.calls)
+            state.names = tuple(call.name for call in found.calls)
+            self._ask(state, "call", [tuple(call) for call in found.calls])
+
+    def take(self, *, wait_s: float) -> list[Answer]:
+        """As Turns.take."""
+        replies = self._environments.answers
+        try:
+            if not self._ready and wait_s > 0:
+                self._hear(*replies.get(timeout=wait_s))
+            while True:
+                self._hear(*replies.get_nowait())
+        except queue.Empty:
+            pass
+        found, self._ready = self._ready, []
+        return found
+
+    def close(self) -> None:
+        """As Turns.close."""
+        for key in list(self._of_key):
+            self._environments.end(key)
+        self._of_key.clear()
+        self._of_sample.clear()
+
+    def _open(self, sample: Sample) -> _State:
+        state = self._of_sample[sample] = _State(sample, next(self._keys))
+        self._of_key[state.key] = state
+        start = self._starts[sample.group.prompt_index]
+        self._environments.open(state.key, start.seed, start.columns)
+        return state
+
+    def _ask(self, state: _State, what: str, *given: Any) -> None:
+        state.asked_at = time.monotonic()
+        self._environments.ask(state.key, what, *given)
+
+    def _hear(self, key: Hashable, reply: dict[str, Any]) -> None:
+        """A reply; one to a call that is over is not wanted."""
+        state = self._of_key.get(key)
+        if state is None:
+            return
+        state.waited_s += time.monotonic() - state.asked_at
+        if "said" not in reply and "failed" in reply:
+            self._finish(state, None, reply["failed"])
+        elif "said" not in reply:
+            self._finish(state, reply["reward"])
+        elif "ended" in reply:
+            state.reward += reply["reward"]
+            if reply["ended"] or state.is_last:
+                self._finish(state, state.reward)
+            else:
+                self._observe(state, [{"role": "user", "content": reply["said"]}])
+        else:
+            named = zip(state.names, reply["said"], strict=True)
+            self._observe(state, [{"role": "tool", "name": name, "content": said} for name, said in named])
+
+    def _observe(self, state: _State, messages: list[dict[str, Any]]) -> None:
+        shown = [each | {"content": self._cut(each["content"])} for each in messages]
+        ids = self._template.observation_ids(shown, state.sample.tokens[-1])
+        state.begun += len(ids)
+        self._ready.append(Answer(state.sample, ids, None))
+
+    def _finish(self, state: _State, reward: float | None, failure: str = "") -> None:
+        self._environments.end(state.key)
+        del self._of_key[state.key], self._of_sample[state.sample]
+        episode = Episode(reward=reward, failure=failure, turns=state.turns, calls=state.calls, waited_s=state.waited_s)
+        self._ready.append(Answer(state.sample, [], episode))
+
+    def _cut(self, text: str) -> str:
+        """An observation of at most environment.max_observation_tokens, its middle left out."""
+        most = self._config.max_observation_tokens
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= most:
+            return text
+        return self._tokenizer.decode(ids[: most // 2]) + CUT + self._tokenizer.decode(ids[-(most // 2) :])

@@ -1,0 +1,61 @@
+"""Prompts go on with what their environments say, from a seed of their own."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.config.loading import load_config
+from infsample_rl.controller.openings import Openings, seed_of
+from infsample_rl.reward.environment_host import EnvironmentFailed
+from infsample_rl.types import Prompt
+from tests.conftest import byte_tokenizer
+
+
+class Host:
+    tools = ()
+
+    def opening(self, seed, columns):
+        if columns["answer"] == "broken":
+            raise EnvironmentFailed("it does not begin")
+        return f"Guess, {columns['answer']}."
+
+
+def prompt(index, answer="5", row=7):
+    messages = [{"role": "user", "content": "A game."}]
+    ids = np.zeros(3, np.int32)
+    columns = {"answer": answer}
+    return Prompt(prompt_index=index, row=row, messages=messages, text="", token_ids=ids, columns=columns)
+
+
+def openings(**data):
+    config = load_config([])
+    config = replace(config, environment=EnvironmentConfig(factory="a.py:A"), data=replace(config.data, **data))
+    return Openings(config, byte_tokenizer(), Host())
+
+
+def test_the_last_user_message_goes_on_with_it():
+    [opened] = openings().open([prompt(0)], position=40)
+    assert opened.messages == [{"role": "user", "content": "A game.\n\nGuess, 5."}]
+    assert opened.text == "<|im_start|>user\nA game.\n\nGuess, 5.<|im_end|>\n<|im_start|>assistant\n"
+    assert byte_tokenizer().decode(opened.token_ids.tolist()) == opened.text
+    assert opened.start.columns == {"answer": "5"} and opened.start.seed == seed_of(0, 40, opened)
+
+
+def test_every_place_in_the_data_has_a_seed_of_its_own_that_comes_again():
+    opened = openings().open([prompt(0), prompt(1), prompt(2, row=8)], position=40)
+    again = openings().open([prompt(0), prompt(1), prompt(2, row=8)], position=40)
+    seeds = [each.start.seed for each in opened]
+    assert len(set(seeds)) == 3 and [each.start.seed for each in again] == seeds
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_one_that_does_not_begin_leaves_its_prompt_as_it_is():
+    [opened] = openings().open([prompt(0, "broken")], position=0)
+    assert opened.messages == prompt(0).messages and opened.start is not None
+
+
+def test_a_prompt_that_gets_too_long_is_refused_with_the_bound():
+    with pytest.raises(ValueError, match="row 7 has 37 tokens with what its environment says, data.max_prompt_tokens"):
+        openings(max_prompt_tokens=20).open([prompt(0)], position=0)

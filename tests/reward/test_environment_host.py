@@ -1,0 +1,256 @@
+"""A user's environments: TRL's form and gymnasium's, many at a time, and what one does costs its trajectory alone."""
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infsample_rl.config import Config
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.config.loading import load_config
+from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
+
+COUNTER = '''
+import asyncio, os, subprocess, time
+
+
+class Counter:
+    """TRL's form."""
+
+    def reset(self, target, seed=None, **columns):
+        if target == "broken":
+            raise RuntimeError("no such target")
+        self.target, self.seed, self.total = target, seed, 0
+        return f"Reach {target} from {seed}."
+
+    def add(self, amount: int) -> str:
+        """Adds to the total.
+
+        Args:
+            amount: What is added.
+        """
+        self.total += amount
+        return f"The total is {self.total}."
+
+    async def slowly(self, seconds: float) -> float:
+        """Waits.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return seconds
+
+    def misbehave(self, how: str) -> str:
+        """Does something bad.
+
+        Args:
+            how: What.
+        """
+        if how == "raise":
+            raise ValueError("it broke")
+        if how == "exit":
+            os._exit(3)
+        if how == "hang":
+            subprocess.Popen(["sleep", "1234"])
+            time.sleep(1234)
+        if how == "print":
+            print("x" * 10_000_000)
+        if how == "long":
+            return "a" * 5_000_000 + "end"
+        return how
+
+    def _hidden(self):
+        pass
+
+    def get_reward(self) -> float:
+        return float("nan") if self.total < 0 else float(self.total == self.target)
+
+
+class Game:
+    """gymnasium's form."""
+
+    def reset(self, seed=None, options=None):
+        self.left = 2
+        return f"seed {seed}, {options['target']}", {}
+
+    def step(self, action):
+        self.left -= 1
+        return f"you said {action}", 0.5, self.left == 0, False, {}
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: Any.
+    """
+    return 2 * number
+
+
+def undescribed(number):
+    return number
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "counter.py"
+    path.write_text(COUNTER)
+    return path
+
+
+def config_of(timeout_s=20.0, **environment) -> Config:
+    return replace(load_config([]), environment=EnvironmentConfig(timeout_s=timeout_s, **environment))
+
+
+@pytest.fixture(scope="module")
+def host(file):
+    made = EnvironmentHost(config_of(factory=f"{file}:Counter"))
+    yield made
+    made.close()
+
+
+def answers(host, count, seconds=30.0):
+    found = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < count:
+        key, reply = host.answers.get(timeout=max(0.1, deadline - time.monotonic()))
+        found[key] = reply
+    return found
+
+
+def asked(host, *request, key="one", target=5, end=True):
+    host.open(key, 7, {"target": target})
+    host.ask(key, *request)
+    reply = answers(host, 1)[key]
+    if end:
+        host.end(key)
+    return reply
+
+
+def test_public_methods_are_tools_with_their_schemas(host):
+    assert host.form == "tools"
+    functions = [tool["function"] for tool in host.tools]
+    assert [function["name"] for function in functions] == ["add", "slowly", "misbehave"]
+    assert functions[0]["parameters"] == {
+        "type": "object",
+        "properties": {"amount": {"type": "integer", "description": "What is added."}},
+        "required": ["amount"],
+    }
+
+
+def test_an_episode_opens_keeps_its_state_and_is_rewarded(host):
+    assert host.opening(7, {"target": 5, "unused": 1}) == "Reach 5 from 7."
+    reply = asked(host, "call", [("add", {"amount": 2}), ("add", {"amount": 3})], end=False)
+    assert reply == {"said": ["The total is 2.", "The total is 5."], "failed": 0}
+    host.ask("one", "reward")
+    assert answers(host, 1)["one"] == {"reward": 1.0}
+    host.end("one")
+
+
+def test_async_methods_are_awaited_and_episodes_run_beside_each_other(host):
+    started = time.monotonic()
+    for key in range(4):
+        host.open(key, 0, {"target": 1})
+        host.ask(key, "call", [("slowly", {"seconds": 1.0})])
+    assert answers(host, 4) == {key: {"said": ["1.0"], "failed": 0} for key in range(4)}
+    assert time.monotonic() - started < 3.5
+    for key in range(4):
+        host.end(key)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("raise", "error: ValueError: it broke ("), ("print", "print"), ("long", "a" * 100)]
+)
+def test_what_a_tool_does_wrong_is_said_to_the_model(host, how, said):
+    reply = asked(host, "call", [("misbehave", {"how": how})])
+    assert reply["said"][0].startswith(said) and reply["failed"] == (how == "raise")
+    assert len(reply["said"][0]) <= 1 << 20 and (how != "long" or reply["said"][0].endswith("end"))
+
+
+def test_a_process_that_ends_costs_its_own_episode(host):
+    host.open("other", 1, {"target": 3})
+    host.ask("other", "call", [("add", {"amount": 3})])
+    assert answers(host, 1)["other"]["said"] == ["The total is 3."]
+    assert asked(host, "call", [("misbehave", {"how": "exit"})]) == {"failed": "its process ended"}
+    host.ask("other", "reward")
+    assert answers(host, 1)["other"] == {"reward": 1.0}
+    host.end("other")
+
+
+def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Counter", timeout_s=2.0))
+    try:
+        assert asked(host, "call", [("misbehave", {"how": "hang"})]) == {
+            "failed": "timed out after 2 s (environment.timeout_s)"
+        }
+        for child in psutil.Process(host._keeper.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                assert "1234" not in child.cmdline()
+        assert asked(host, "call", [("add", {"amount": 1})], key="two")["said"] == ["The total is 1."]
+    finally:
+        host.close()
+    assert not psutil.pid_exists(host._keeper.pid) or not psutil.Process(host._keeper.pid).is_running()
+
+
+def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
+    failed = asked(host, "call", [("add", {"amount": 1})], target="broken")["failed"]
+    assert failed.startswith("RuntimeError: no such target (") and "counter.py:" in failed
+    with pytest.raises(EnvironmentFailed, match="no such target"):
+        host.opening(0, {"target": "broken"})
+    asked(host, "call", [("add", {"amount": -1})], end=False)
+    host.ask("one", "reward")
+    assert "the reward returned nan" in answers(host, 1)["one"]["failed"]
+    host.end("one")
+
+
+def test_gymnasiums_form_is_told_by_its_step(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Game"))
+    try:
+        assert (host.form, host.tools) == ("gymnasium", [])
+        assert host.opening(3, {"target": 9}) == "seed 3, 9"
+        assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
+        host.ask("one", "act", "right")
+        assert answers(host, 1)["one"]["ended"] is True
+    finally:
+        host.close()
+
+
+def test_functions_alone_are_tools(file):
+    host = EnvironmentHost(config_of(tools=[f"{file}:double"]))
+    try:
+        assert host.opening(0, {}) == ""
+        assert asked(host, "call", [("double", {"number": 4})]) == {"said": ["8"], "failed": 0}
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"factory": "{}:Countr"}, "has no class Countr; its classes are Counter, Game; did you mean Counter?"),
+        ({"tools": ["{}:undescribed"]}, "undescribed cannot be a tool: "),
+        ({"factory": "/no/such.py:Counter"}, "environment.factory: no file /no/such.py"),
+        ({"factory": "{}:Game", "tools": ["{}:double"]}, "environment.tools cannot be beside"),
+    ],
+)
+def test_what_cannot_be_is_one_line(file, settings, said):
+    given = {
+        name: [each.format(file) for each in value] if isinstance(value, list) else value.format(file)
+        for name, value in settings.items()
+    }
+    with pytest.raises(ValueError) as error:
+        EnvironmentHost(config_of(**given))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_episode_that_has_ended_leaves_no_file_open(host):
+    before = set(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        asked(host, "call", [("add", {"amount": 1})], key=number)
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1

@@ -1,0 +1,138 @@
+"""What a turn asks its environment for, and what is answered where it asks for nothing that can be done."""
+
+import queue
+
+import pytest
+
+from infsample_rl.config.environment import EnvironmentConfig
+from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.rollout.environment.episodes import Episodes
+from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
+from infsample_rl.types import EpisodeStart
+from tests.conftest import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+
+
+class Host:
+    """Notes what it is asked; replies are put in by the test."""
+
+    def __init__(self, form):
+        self.form, self.tools = form, [ADD] if form == "tools" else []
+        self.answers, self.opened, self.asked, self.ended = queue.SimpleQueue(), {}, [], []
+
+    def open(self, key, seed, columns):
+        self.opened[key] = (seed, columns)
+
+    def ask(self, key, what, *given):
+        self.asked.append((key, what, *given))
+
+    def end(self, key):
+        self.ended.append(key)
+
+
+def make(form="tools", **settings):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    host = Host(form)
+    template = TurnTemplate.of(tokenizer, {}, host.tools, [tokenizer.eos_token_id])
+    starts = {4: EpisodeStart(11, {"answer": "5"})}
+    return Episodes(host, template, EnvironmentConfig(factory="a.py:A", **settings), starts), host, tokenizer
+
+
+def sampled(tokenizer, text, sample=None):
+    sample = sample or Sample(PromptGroup(4, [1], [0], GroupSettings("token_budget", 1, 1), lambda _: 0), 0, 0, 0)
+    sample.tokens.extend(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return sample
+
+
+def test_calls_are_asked_for_and_their_answers_are_observed():
+    episodes, host, tokenizer = make()
+    sample = sampled(tokenizer, CALL)
+    episodes.end(sample, "stop")
+    assert host.opened == {0: (11, {"answer": "5"})} and host.asked == [(0, "call", [("add", {"a": 2})])]
+    assert episodes.take(wait_s=0) == []
+    host.answers.put((0, {"said": ["It is 2."], "failed": 0}))
+    [answer] = episodes.take(wait_s=0)
+    behind = "\n<|im_start|>tool\nIt is 2.<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(answer.observed) == behind and answer.episode is None
+    sample.tokens.extend(answer.observed)
+    episodes.end(sampled(tokenizer, "It is 2.<|im_end|>", sample), "stop")
+    assert host.asked[1:] == [(0, "reward")]
+    host.answers.put((0, {"reward": 0.5}))
+    [answer] = episodes.take(wait_s=0)
+    episode = answer.episode
+    assert (episode.reward, episode.turns, episode.calls, episode.failure) == (0.5, 2, 1, "")
+    assert host.ended == [0]
+
+
+def test_a_call_that_cannot_be_made_is_answered_without_the_environment():
+    episodes, host, tokenizer = make()
+    episodes.end(sampled(tokenizer, CALL.replace("add", "sub")), "stop")
+    [answer] = episodes.take(wait_s=0)
+    assert "error: there is no tool 'sub'; the tools are add" in tokenizer.decode(answer.observed) and host.asked == []
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_the_last_turn_calls_nothing_any_more(reason):
+    episodes, host, tokenizer = make(max_turns=5 if reason == "length" else 1)
+    episodes.end(sampled(tokenizer, CALL), reason)
+    assert host.asked == [(0, "reward")]
+
+
+def test_what_fails_ends_the_episode_without_a_reward():
+    episodes, host, tokenizer = make()
+    episodes.end(sampled(tokenizer, CALL), "stop")
+    host.answers.put((0, {"failed": "its process ended"}))
+    [answer] = episodes.take(wait_s=0)
+    assert (answer.episode.reward, answer.episode.failure) == (None, "its process ended") and host.ended == [0]
+
+
+def test_of_gymnasiums_form_every_turn_is_an_action_and_rewards_add_up():
+    episodes, host, tokenizer = make("gymnasium")
+    sample = sampled(tokenizer, "left<|im_end|>")
+    episodes.end(sample, "stop")
+    assert host.asked == [(0, "act", "left")]
+    host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
+    [answer] = episodes.take(wait_s=0)
+    assert tokenizer.decode(answer.observed) == "\n<|im_start|>user\na wall<|im_end|>\n<|im_start|>assistant\n"
+    sample.tokens.extend(answer.observed)
+    episodes.end(sampled(tokenizer, "right<|im_end|>", sample), "stop")
+    host.answers.put((0, {"said": "out", "reward": 1.0, "ended": True}))
+    assert episodes.take(wait_s=0)[0].episode.reward == 1.25
+
+
+def test_an_observation_that_had_no_room_is_no_turn():
+    episodes, host, tokenizer = make("gymnasium")
+    sample = sampled(tokenizer, "left<|im_end|>")
+    episodes.end(sample, "stop")
+    host.answers.put((0, {"said": "a wall", "reward": 0.25, "ended": False}))
+    episodes.take(wait_s=0)
+    episodes.end(sample, "length")
+    [answer] = episodes.take(wait_s=0)
+    assert (answer.episode.turns, answer.episode.reward) == (1, 0.25) and len(host.asked) == 1
+
+
+def test_a_long_observation_loses_its_middle():
+    episodes, host, tokenizer = make("gymnasium", max_observation_tokens=16)
+    episodes.end(sampled(tokenizer, "go<|im_end|>"), "stop")
+    host.answers.put((0, {"said": "first " + "x" * 100 + " last", "reward": 0, "ended": False}))
+    [answer] = episodes.take(wait_s=0)
+    assert "user\nfirst xx\n[...]\nxxx last<|im_end|>" in tokenizer.decode(answer.observed)
+
+
+def test_an_answer_to_a_call_that_is_over_is_not_wanted():
+    episodes, host, tokenizer = make()
+    episodes.end(sampled(tokenizer, CALL), "stop")
+    episodes.close()
+    host.answers.put((0, {"said": ["late"], "failed": 0}))
+    assert host.ended == [0] and episodes.take(wait_s=0) == []

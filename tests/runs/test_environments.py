@@ -1,0 +1,97 @@
+"""Trajectories of several turns by the real command: trained, and the same whoever samples them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from infsample_rl.commands.chaos import Target, differences
+from infsample_rl.commands.disturbance import send
+from infsample_rl.observe.phases import phase_of
+
+GAME = '''
+import random, time
+
+
+class Guess:
+    """Says what comes of the last digit or letter of an action."""
+
+    def reset(self, seed=0, options=None):
+        self.dice, self.turns = random.Random(seed), 0
+        return f"Game {self.dice.randint(0, 99)} of {options['answer']}."
+
+    def step(self, action):
+        self.turns += 1
+        time.sleep(self.dice.random() / 50)
+        said = sum(map(ord, action)) % 7
+        if said == 6 and self.turns == 1 and self.dice.random() < 0.2:
+            raise RuntimeError("a bad start")
+        return f"it says {said}", said / 7, self.turns == 3, False, {}
+'''
+STOPS = list(range(40, 140, 4))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> list[str]:
+    path = tmp_path_factory.mktemp("games") / "guess.py"
+    path.write_text(GAME)
+    own = [f"environment.factory={path}:Guess", "reward.functions=[]", f"rollout.stop_token_ids={STOPS}"]
+    sizes = ["data.max_prompt_tokens=128", "rollout.max_new_tokens=150", "learner.max_tokens_per_micro_batch=320"]
+    return [*own, *sizes, "objective=no_kl", "run.checkpoint_every=1", "rollout.slots=null"]
+
+
+@pytest.fixture(scope="module")
+def plain(train, settings):
+    return train(*settings)
+
+
+def without_waits(run):
+    """Rows of metrics but for how long environments took."""
+    kept = ("reward", "response", "learner", "environment", "step")
+    return [
+        {name: value for name, value in row.items() if name.split("/")[0] in kept and "waited" not in name}
+        for row in run.rows
+    ]
+
+
+@pytest.mark.slow
+def test_trajectories_are_trained_and_their_observations_are_not(plain):
+    for row in plain.rows:
+        assert 1 < row["environment/turns_mean"] <= 3 and row["environment/observed_tokens"] > 0
+        assert row["learner/grad_norm"] > 0 and row["rollout/recomputed_tokens"] == 0
+    assert plain.rows[1]["learner/logprob_diff_max"] < 1e-4
+    completions = [json.loads(line) for line in (plain.folder / "completions.jsonl").read_text().splitlines()]
+    assert any("it says" in each["response"] for each in completions) and "Game" in completions[0]["prompt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("cluster.rollout_workers=2", "environment.workers=1"),
+        ("rollout.kv_budget_tokens=320", "rollout.page_size=4"),
+        ("cluster.colocate=true", "rollout.speculate=0"),
+    ],
+    ids=str,
+)
+def test_no_bit_changes_with(train, settings, plain, changes):
+    assert without_waits(train(*settings, *changes)) == without_waits(plain)
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_is_killed_changes_no_bit(command, settings, plain, tmp_path: Path):
+    run = tmp_path / "run"
+    target = Target(command(run, *settings), run)
+    try:
+        killed = False
+        while target.driver.poll() is None and not killed:
+            at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
+            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
+        assert killed and target.driver.wait(timeout=300) == 0
+    finally:
+        target.end()
+    assert "started again" in (run / "run.log").read_text()
+    assert differences(plain.folder, run) == []
