@@ -13,6 +13,7 @@ import pickle
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from infsample_rl.reward.isolation import environment_of, isolation_of
 
 START_LIMIT_S = 300.0  # a user's file may import a large library
 END_LIMIT_S = 20.0  # for the keeper to end all there is
+CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
 MOST_UNREAD = 1 << 24  # bytes of one reply
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
 _PROGRAM = (
@@ -46,8 +48,8 @@ class _Episode:
 
     seed: int
     columns: dict[str, Any]
-    line: Connection | None = None  # to its process, once it has one
-    pid: int = 0
+    line: socket.socket | None = None  # to its process, once it has one
+    pid: int = 0  # of its process, as the system knows it
     unread: bytes = b""
     opening: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)  # its calls are one after another
@@ -135,56 +137,45 @@ class EnvironmentHost:
                 if episode.line is None:
                     self._begin(episode)
                 found = self._call(episode, what, *given)
-        except EnvironmentFailed as error:
+        except Exception as error:  # whatever it is, its sample waits for an answer
             self._end(episode)
-            found = {"failed": str(error)}
+            said = str(error) if isinstance(error, EnvironmentFailed) else f"{type(error).__name__}: {error}"
+            found = {"failed": " ".join(said.split())}
         if self._episodes.get(key) is episode:
             self.answers.put((key, found))
 
     def _begin(self, episode: _Episode) -> None:
-        ours, theirs = socket.socketpair()
+        episode.line, theirs = socket.socketpair()
+        episode.line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         with theirs:
             try:
                 with self._hand_over:
                     socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
             except OSError:
-                ours.close()
                 raise EnvironmentFailed("the process that makes environments is gone") from None
-        episode.line = Connection(ours.detach())
-        episode.pid = self._call(episode, "reset", episode.seed, episode.columns)["pid"]
-        episode.opening = str(self._receive(episode, self._config.timeout_s)["said"])
+        self._call(episode, "reset", episode.seed, episode.columns)
+        episode.opening = str(self._receive(episode)["said"])
 
     def _call(self, episode: _Episode, *request: Any) -> dict[str, Any]:
         assert episode.line is not None
+        message = pickle.dumps(request)
         try:
-            episode.line.send_bytes(pickle.dumps(request))
+            episode.line.settimeout(self._config.timeout_s)
+            episode.line.sendall(struct.pack("!Q", len(message)) + message)
+        except TimeoutError:
+            raise self._too_late() from None
         except OSError:
             raise EnvironmentFailed("its process ended") from None
-        return self._receive(episode, self._config.timeout_s)
+        return self._receive(episode)
 
-    def _receive(self, episode: _Episode, limit_s: float) -> dict[str, Any]:
-        """The next line of its process, within the limit."""
-        line, deadline = episode.line, time.monotonic() + limit_s
-        assert line is not None
-        while True:
-            text, ended, rest = episode.unread.partition(b"\n")
-            if ended:
-                episode.unread = rest
-                return self._open(text)
+    def _receive(self, episode: _Episode) -> dict[str, Any]:
+        """The next line of its process, within environment.timeout_s."""
+        deadline = time.monotonic() + self._config.timeout_s
+        while b"\n" not in episode.unread:
             if len(episode.unread) > MOST_UNREAD:
                 raise EnvironmentFailed("it wrote into the line of its answers")
-            left = deadline - time.monotonic()
-            if left <= 0 or not wait([line], left):
-                raise EnvironmentFailed(f"timed out after {limit_s:g} s (environment.timeout_s)")
-            try:
-                read = os.read(line.fileno(), 1 << 16)
-            except OSError:
-                read = b""
-            if not read:
-                raise EnvironmentFailed("its process ended")
-            episode.unread += read
-
-    def _open(self, text: bytes) -> dict[str, Any]:
+            episode.unread += self._read(episode, deadline - time.monotonic())
+        text, _, episode.unread = episode.unread.partition(b"\n")
         try:
             found = json.loads(text)
         except ValueError:
@@ -194,6 +185,28 @@ class EnvironmentHost:
         if "failed" in found and "said" not in found:
             raise EnvironmentFailed(str(found["failed"]))
         return found
+
+    def _read(self, episode: _Episode, limit_s: float) -> bytes:
+        """Some bytes; from whom, the system says, not the process."""
+        assert episode.line is not None
+        if limit_s <= 0:
+            raise self._too_late()
+        try:
+            episode.line.settimeout(limit_s)
+            read, ancillary, _, _ = episode.line.recvmsg(1 << 16, socket.CMSG_SPACE(CREDENTIALS.size))
+        except TimeoutError:
+            raise self._too_late() from None
+        except OSError:
+            read, ancillary = b"", []
+        if not read:
+            raise EnvironmentFailed("its process ended")
+        for level, kind, data in ancillary:
+            if not episode.pid and (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                episode.pid = CREDENTIALS.unpack(data[: CREDENTIALS.size])[0]
+        return read
+
+    def _too_late(self) -> EnvironmentFailed:
+        return EnvironmentFailed(f"timed out after {self._config.timeout_s:g} s (environment.timeout_s)")
 
     def _end(self, episode: _Episode) -> None:
         """Its process and what it started, also one that does not answer."""

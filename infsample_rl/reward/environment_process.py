@@ -9,7 +9,7 @@ JSON, so that the host unpickles nothing a user's code could have made.
                                     <-      {"pid": ..., "form": "tools", "tools": [schema, ...]} or {"error": "..."}
     a socket                        ->      a fork, which talks through it:
     ("reset", seed, columns)        ->
-                                    <-      {"pid": ...}, then {"said": "..."}, what the episode opens with
+                                    <-      {}, then {"said": "..."}, what the episode opens with
     ("call", [(name, arguments)])   ->
                                     <-      {"said": ["...", ...], "failed": 0}, an answer to every call
     ("act", text)                   ->
@@ -21,15 +21,16 @@ JSON, so that the host unpickles nothing a user's code could have made.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
 import os
 import pickle
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from infsample_rl.config.environment import EnvironmentConfig
@@ -64,8 +65,12 @@ def main(isolation: Isolation) -> None:
                 host.close()
                 requests.close()
                 os.close(replies)
-                serve(Connection(handed[0]), maker)
+                serve(socket.socket(fileno=handed[0]), maker)
             os.close(handed[0])
+
+
+class HostGone(Exception):
+    """The other end of the line is closed."""
 
 
 class Maker:
@@ -98,7 +103,7 @@ class Maker:
         return methods | {function.__name__: function for function in self.functions}
 
 
-def serve(host: Connection, maker: Maker) -> None:
+def serve(host: socket.socket, maker: Maker) -> None:
     """Be the environment of one trajectory until the host is gone."""
     os.setsid()  # so that it is ended with all it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -111,9 +116,9 @@ def serve(host: Connection, maker: Maker) -> None:
 
     try:
         while True:
-            what, *given = pickle.loads(host.recv_bytes())
+            what, *given = pickle.loads(_read(host, struct.unpack("!Q", _read(host, 8))[0]))
             if what == "reset":
-                reply(host.fileno(), {"pid": os.getpid()})
+                reply(host.fileno(), {})  # so that the system tells the host whom it talks with
                 made = maker.make()
                 tools = maker.tools(made)
                 reply(host.fileno(), {"said": _opening(call, made, maker.form, *given)})
@@ -124,25 +129,38 @@ def serve(host: Connection, maker: Maker) -> None:
             else:
                 reward = call(made.get_reward) if callable(getattr(made, "get_reward", None)) else None
                 reply(host.fileno(), {"reward": None if reward is None else _number(reward)})
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the host does not want it any more
+    except HostGone:
+        pass
     except BaseException as error:  # this process is the sandbox: sys.exit() in it ends no more than its trajectory
-        reply(host.fileno(), {"failed": without_values(describe_error(error, os.path.abspath(maker.path)))})
+        with contextlib.suppress(OSError):
+            reply(host.fileno(), {"failed": without_values(describe_error(error, os.path.abspath(maker.path)))})
     sys.stdout.flush()
     os._exit(0)
+
+
+def _read(host: socket.socket, size: int) -> bytes:
+    """So many bytes. HostGone where nobody wants an answer any more."""
+    read = b""
+    while len(read) < size:
+        try:
+            part = host.recv(min(1 << 20, size - len(read)))
+        except OSError:
+            part = b""
+        if not part:
+            raise HostGone
+        read += part
+    return read
 
 
 def _opening(call: Callable[..., Any], made: Any, form: str, seed: int, columns: dict[str, Any]) -> str:
     if made is None:
         return ""
-    if form == GYMNASIUM:
-        said = call(made.reset, seed=seed, options=columns)
-        said = said[0] if isinstance(said, tuple) else said
-        return "" if said is None else _text(said)
     parameters = inspect.signature(made.reset).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    given = {"seed": seed} | columns
+    given = {"seed": seed} | ({"options": columns} if form == GYMNASIUM else columns)
     said = call(made.reset, **{name: value for name, value in given.items() if takes_all or name in parameters})
+    if form == GYMNASIUM and isinstance(said, tuple):
+        said = said[0]  # beside it is info
     return "" if said is None else _text(said)
 
 

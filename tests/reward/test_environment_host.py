@@ -24,6 +24,8 @@ class Counter:
     def reset(self, target, seed=None, **columns):
         if target == "broken":
             raise RuntimeError("no such target")
+        if target == "reset":
+            raise ConnectionResetError("by its server")
         self.target, self.seed, self.total = target, seed, 0
         return f"Reach {target} from {seed}."
 
@@ -124,6 +126,15 @@ def answers(host, count, seconds=30.0):
     return found
 
 
+def sleeps(host):
+    """Whether something below the host still sleeps for 1,234 seconds."""
+    for child in psutil.Process(host._keeper.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if "1234" in child.cmdline():
+                return True
+    return False
+
+
 def asked(host, *request, key="one", target=5, end=True):
     host.open(key, 7, {"target": target})
     host.ask(key, *request)
@@ -189,9 +200,10 @@ def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
         assert asked(host, "call", [("misbehave", {"how": "hang"})]) == {
             "failed": "timed out after 2 s (environment.timeout_s)"
         }
-        for child in psutil.Process(host._keeper.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has ended
-                assert "1234" not in child.cmdline()
+        deadline = time.monotonic() + 20.0
+        while sleeps(host):
+            assert time.monotonic() < deadline, "what a call that was ended has started lives on"
+            time.sleep(0.05)
         assert asked(host, "call", [("add", {"amount": 1})], key="two")["said"] == ["The total is 1."]
     finally:
         host.close()
@@ -201,6 +213,8 @@ def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
 def test_what_the_environment_itself_does_wrong_fails_the_episode(host):
     failed = asked(host, "call", [("add", {"amount": 1})], target="broken")["failed"]
     assert failed.startswith("RuntimeError: no such target (") and "counter.py:" in failed
+    assert asked(host, "reward", target="reset")["failed"].startswith("ConnectionResetError: by its server (")
+    assert "pickle" in asked(host, "reward", target=lambda: 5)["failed"], "an answer comes whatever goes wrong"
     with pytest.raises(EnvironmentFailed, match="no such target"):
         host.opening(0, {"target": "broken"})
     asked(host, "call", [("add", {"amount": -1})], end=False)
@@ -217,6 +231,17 @@ def test_gymnasiums_form_is_told_by_its_step(file):
         assert asked(host, "act", "left", end=False) == {"said": "you said left", "reward": 0.5, "ended": False}
         host.ask("one", "act", "right")
         assert answers(host, 1)["one"]["ended"] is True
+    finally:
+        host.close()
+
+
+def test_a_host_whose_process_is_killed_answers_that_it_is_gone(file):
+    host = EnvironmentHost(config_of(factory=f"{file}:Counter"))
+    try:
+        [server] = psutil.Process(host._keeper.pid).children()
+        server.kill()
+        server.wait()
+        assert asked(host, "reward")["failed"] in ("its process ended", "the process that makes environments is gone")
     finally:
         host.close()
 
