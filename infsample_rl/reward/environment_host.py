@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import queue
@@ -32,6 +33,7 @@ END_LIMIT_S = 20.0  # for the keeper to end all there is
 CREDENTIALS = struct.Struct("3i")  # of who wrote into a socket: process, user, group
 MOST_UNREAD = 1 << 24  # bytes of one reply
 MOST_PROCESSES = 20_000  # one for every trajectory that has begun, and what they start
+FORGED = "it wrote into the line of its answers"
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from infsample_rl.reward.keeper import main; "
     "main(sys.argv[2], 'infsample_rl.reward.environment_process')"
@@ -137,6 +139,8 @@ class EnvironmentHost:
                 if episode.line is None:
                     self._begin(episode)
                 found = self._call(episode, what, *given)
+            if not _is_reply(found, what, *given):
+                raise EnvironmentFailed(FORGED)
         except Exception as error:  # whatever it is, its sample waits for an answer
             self._end(episode)
             said = str(error) if isinstance(error, EnvironmentFailed) else f"{type(error).__name__}: {error}"
@@ -173,7 +177,7 @@ class EnvironmentHost:
         deadline = time.monotonic() + self._config.timeout_s
         while b"\n" not in episode.unread:
             if len(episode.unread) > MOST_UNREAD:
-                raise EnvironmentFailed("it wrote into the line of its answers")
+                raise EnvironmentFailed(FORGED)
             episode.unread += self._read(episode, deadline - time.monotonic())
         text, _, episode.unread = episode.unread.partition(b"\n")
         try:
@@ -181,7 +185,7 @@ class EnvironmentHost:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise EnvironmentFailed("it wrote into the line of its answers")
+            raise EnvironmentFailed(FORGED)
         if "failed" in found and "said" not in found:
             raise EnvironmentFailed(str(found["failed"]))
         return found
@@ -232,3 +236,17 @@ class EnvironmentHost:
             text += read
         found: dict[str, Any] = json.loads(text.lstrip(b"\n").split(b"\n")[0])
         return found if "died" not in found else {"error": f"environment: its process died ({found['died']})"}
+
+
+def _is_reply(found: dict[str, Any], what: str, *given: Any) -> bool:
+    """Whether it is what environment_process answers to the request."""
+    said = found.get("said")
+    if what == "call":
+        return isinstance(said, list) and len(said) == len(given[0]) and all(isinstance(text, str) for text in said)
+    if what == "act":
+        return isinstance(said, str) and isinstance(found.get("ended"), bool) and _is_number(found.get("reward"))
+    return "reward" in found and (found["reward"] is None or _is_number(found["reward"]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

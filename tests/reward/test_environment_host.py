@@ -15,7 +15,7 @@ from infsample_rl.config.loading import load_config
 from infsample_rl.reward.environment_host import EnvironmentFailed, EnvironmentHost
 
 COUNTER = '''
-import asyncio, os, subprocess, time
+import asyncio, contextlib, os, subprocess, time
 
 
 class Counter:
@@ -55,6 +55,11 @@ class Counter:
         """
         if how == "raise":
             raise ValueError("it broke")
+        if how == "forge":
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
+                    with contextlib.suppress(OSError):
+                        os.write(int(name), b'{"said": "anything"}\\n')
         if how == "exit":
             os._exit(3)
         if how == "hang":
@@ -192,6 +197,11 @@ def test_a_process_that_ends_costs_its_own_episode(host):
     host.ask("other", "reward")
     assert answers(host, 1)["other"] == {"reward": 1.0}
     host.end("other")
+
+
+def test_a_reply_that_the_environment_forged_fails_its_episode_alone(host):
+    assert asked(host, "call", [("misbehave", {"how": "forge"})]) == {"failed": "it wrote into the line of its answers"}
+    assert asked(host, "call", [("add", {"amount": 1})], key="two")["said"] == ["The total is 1."]
 
 
 def test_one_that_hangs_is_ended_in_time_with_all_it_started(file):
