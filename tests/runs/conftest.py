@@ -63,10 +63,10 @@ def command(tiny_qwen3, sums_file, reward_file) -> Callable[..., list[str]]:
 
 @pytest.fixture(scope="session")
 def train(command, tmp_path_factory) -> Callable[..., Run]:
-    """Runs the command in a new folder."""
+    """Runs the command in `folder` or a new one."""
 
-    def run(*changes: str) -> Run:
-        folder = tmp_path_factory.mktemp("run") / "run"
+    def run(*changes: str, folder: Path | None = None) -> Run:
+        folder = folder or tmp_path_factory.mktemp("run") / "run"
         started = command(folder, *changes)
         done = subprocess.run(started, capture_output=True, text=True, timeout=400, cwd=folder.parent)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
