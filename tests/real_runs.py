@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import NamedTuple
+
+from infsample_rl.commands.disturbance import Target, send
+from infsample_rl.observe.phases import phase_of
 
 Row = dict[str, float]
 
@@ -21,3 +25,17 @@ def same_everywhere(row: Row) -> Row:
     return {
         name: value for name, value in row.items() if name.split("/")[0] in ("reward", "response", "learner", "step")
     }
+
+
+def kill_a_decoding_worker(command: list[str], run: Path) -> None:
+    """Start a run, kill its rollout worker while it decodes, and wait for the end."""
+    target = Target(command, run)
+    try:
+        killed = False
+        while target.driver.poll() is None and not killed:
+            at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
+            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
+        assert killed and target.driver.wait(timeout=300) == 0
+    finally:
+        target.end()
+    assert "started again" in (run / "run.log").read_text()

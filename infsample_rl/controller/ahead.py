@@ -57,6 +57,7 @@ def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
     lengths = arrays["lengths"]
     token_ids, logprobs = split(arrays["token_ids"], lengths), split(arrays["logprobs"], lengths)
     truncated = split(arrays["sampling_logprobs"], lengths) if "sampling_logprobs" in arrays else None
+    episodes = facts.get("episodes") or [None] * len(lengths)  # older checkpoints know of none
     completions = [
         Completion(
             prompt_index=int(arrays["prompt_indices"][place]),
@@ -68,7 +69,7 @@ def read_ahead(checkpoint: Path | None) -> list[list[Completion]]:
             policy_version=facts["policy_version"],
             episode=episode and Episode(**episode),
         )
-        for place, (reason, episode) in enumerate(zip(facts["finish_reasons"], facts["episodes"], strict=True))
+        for place, (reason, episode) in enumerate(zip(facts["finish_reasons"], episodes, strict=True))
     ]
     numbered = zip(arrays["micro_groups"].tolist(), completions, strict=True)
     return [[completion for _, completion in group] for _, group in groupby(numbered, key=lambda pair: pair[0])]

@@ -184,6 +184,16 @@ WRONG = [
         "reward.isolation must be one of none, limits, sandbox, got 'sandbx'; did you mean sandbox?",
     ),
     (["reward.memory_limit=64MB"], "reward.memory_limit must be >= 256MiB, got 64MB; the nearest that works is 256MiB"),
+    (
+        ["environment.factory=a.py:A", "environment.timeout_s=90", "cluster.progress_timeout_s=60"],
+        "environment.timeout_s must be < cluster.progress_timeout_s = 60, got 90: a worker that only waits for one",
+    ),
+    (
+        ["environment.factory=a.py:A", "rollout.schedule=arrival"],
+        "rollout.schedule must be token_budget, got arrival: samples that wait for their environment",
+    ),
+    (["environment.factory=a.py"], "environment.factory must be path/to/file.py:NAME, got 'a.py'"),
+    (["reward.functions=[environment]"], "reward.functions: environment needs environment.factory"),
     (["reward.memory_limit=much"], "reward.memory_limit must be a size as 24GB or 512MiB, got 'much'"),
     (["reward.environment=[NO_SUCH_KEY]"], "reward.environment names NO_SUCH_KEY, which is not set"),
     (["reward.isolation=sandbox", "reward.read_paths=[/no/folder]"], "reward.read_paths: there is no /no/folder"),

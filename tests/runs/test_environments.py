@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
-from infsample_rl.commands.chaos import Target, differences
-from infsample_rl.commands.disturbance import send
-from infsample_rl.observe.phases import phase_of
+from infsample_rl.commands.chaos import differences
+from tests.real_runs import kill_a_decoding_worker
 
 GAME = '''
 import random, time
@@ -84,14 +82,5 @@ def test_no_bit_changes_with(train, settings, plain, changes):
 @pytest.mark.slow
 def test_a_rollout_worker_that_is_killed_changes_no_bit(command, settings, plain, tmp_path: Path):
     run = tmp_path / "run"
-    target = Target(command(run, *settings), run)
-    try:
-        killed = False
-        while target.driver.poll() is None and not killed:
-            at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
-            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
-        assert killed and target.driver.wait(timeout=300) == 0
-    finally:
-        target.end()
-    assert "started again" in (run / "run.log").read_text()
+    kill_a_decoding_worker(command(run, *settings), run)
     assert differences(plain.folder, run) == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from infsample_rl.commands.chaos import differences
-from infsample_rl.commands.disturbance import Target, send
 from infsample_rl.learner.cpu_adam import compile_cpu_adam
-from infsample_rl.observe.phases import phase_of
-from tests.real_runs import same_everywhere
+from tests.real_runs import kill_a_decoding_worker, same_everywhere
 
 POLICY = Path(__file__).resolve().parents[2] / "infsample_rl" / "assets" / "kk_tiny" / "policy"
 BITS = (  # settings that may not change a bit
@@ -269,17 +266,3 @@ def test_a_vllm_that_is_killed_is_replaced_and_draws_the_same(command, plain_pol
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row, wanted in zip(rows, plain_policy.rows, strict=True):
         close(row, wanted)
-
-
-def kill_a_decoding_worker(command: list[str], run: Path) -> None:
-    """Start a run, kill its rollout worker while it decodes, and wait for the end."""
-    target = Target(command, run)
-    try:
-        killed = False
-        while target.driver.poll() is None and not killed:
-            at_work = (pid for pid, roles in target.processes() if "rollout" in roles and phase_of(pid) == "decode")
-            killed = any(send(pid, signal.SIGKILL) for pid in at_work)
-        assert killed and target.driver.wait(timeout=300) == 0
-    finally:
-        target.end()
-    assert "started again" in (run / "run.log").read_text()

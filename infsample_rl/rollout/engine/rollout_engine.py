@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -30,6 +30,17 @@ from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGrou
 from infsample_rl.rollout.schedule.step_planner import StepPlanner
 from infsample_rl.rollout.schedule.token_budget import TokenBudgetPolicy
 from infsample_rl.types import Completion, RowNow
+
+
+class Call(NamedTuple):
+    """What one call decodes, and how."""
+
+    groups: list[PromptGroup]
+    config: RolloutConfig
+    temperature: float
+    most_rows: int
+    watch: Watch | None  # what predicts lengths and learns them
+    turns: Turns | None  # what answers the samples' turns
 
 
 class StepLoop(Protocol):
@@ -94,16 +105,8 @@ class RolloutEngine(ABC):
         """Have a pool for prompts of so many tokens. ValueError for one that does not fit beside a full response."""
 
     @abstractmethod
-    def _new_loop(
-        self,
-        groups: list[PromptGroup],
-        config: RolloutConfig,
-        temperature: float,
-        most_rows: int,
-        watch: Watch | None,
-        turns: Turns | None,
-    ) -> StepLoop:
-        """What decodes these groups."""
+    def _new_loop(self, call: Call) -> StepLoop:
+        """What decodes a call's groups."""
 
     def generate(
         self,
@@ -180,7 +183,7 @@ class RolloutEngine(ABC):
             self.lengths.predict if config.schedule in PREDICTED_SCHEDULES else None,
             predicted_in_rows=self.lengths.waits_for_probe(config),
         )
-        loop = self._loop = self._new_loop(groups, config, temperature, most_rows, watch, turns)
+        loop = self._loop = self._new_loop(Call(groups, config, temperature, most_rows, watch, turns))
         if watch is not None:
             watch.begin(groups, ReplaySettings(config, self.num_pages, loop.planner.parking is not None), step=step)
         self.stats = loop.stats
@@ -224,15 +227,14 @@ class RolloutEngine(ABC):
         self.stats.predict_seconds += self.lengths.seconds_spent - before
         return report
 
-    def _new_planner(
-        self, groups: list[PromptGroup], config: RolloutConfig, most_rows: int, parking: Parking | None, *, parks: bool
-    ) -> StepPlanner:
+    def _new_planner(self, call: Call, parking: Parking | None, *, parks: bool) -> StepPlanner:
         """`parking`: where KV that gives way goes; `parks`: it is copied back from there, not computed again."""
+        config = call.config
         by_budget = config.schedule == "token_budget"
         return StepPlanner(
-            groups,
+            call.groups,
             KVPool(self.num_pages, config.page_size),
-            num_slots=most_rows,
+            num_slots=call.most_rows,
             prompts_at_once=config.most_prompts,
             max_new_tokens=config.max_new_tokens,
             policy=TokenBudgetPolicy(config.page_size, config.max_new_tokens, parks=parks) if by_budget else None,

@@ -16,14 +16,12 @@ from infsample_rl.rollout.engine.call import MicroGroups
 from infsample_rl.rollout.engine.decode_loop import DecodeLoop
 from infsample_rl.rollout.engine.decode_step import DecodeStep
 from infsample_rl.rollout.engine.engine_pool import EnginePool
-from infsample_rl.rollout.engine.length_source import LengthSource, Watch
+from infsample_rl.rollout.engine.length_source import LengthSource
 from infsample_rl.rollout.engine.model_runner import ModelRunner
-from infsample_rl.rollout.engine.rollout_engine import RolloutEngine
+from infsample_rl.rollout.engine.rollout_engine import Call, RolloutEngine
 from infsample_rl.rollout.engine.row_batch import RowBatch
 from infsample_rl.rollout.engine.sampler import Sampler
 from infsample_rl.rollout.engine.speculation import speculation_of
-from infsample_rl.rollout.engine.turns import Turns
-from infsample_rl.rollout.schedule.prompt_group import PromptGroup
 
 
 class SamplingEngine(RolloutEngine):
@@ -97,15 +95,8 @@ class SamplingEngine(RolloutEngine):
             self.pool.check(index, size)
         self.pool.allocate(sizes)
 
-    def _new_loop(
-        self,
-        groups: list[PromptGroup],
-        config: RolloutConfig,
-        temperature: float,
-        most_rows: int,
-        watch: Watch | None,
-        turns: Turns | None,
-    ) -> DecodeLoop:
+    def _new_loop(self, call: Call) -> DecodeLoop:
+        groups, config, temperature, most_rows, watch, turns = call
         runner, page_size = self.runner, config.page_size
         sampler = self._new_sampler(temperature)
         parking = self.pool.open_parking() if config.schedule == "token_budget" else None
@@ -117,7 +108,7 @@ class SamplingEngine(RolloutEngine):
         most = most_rows if self._speculation is None else max(most_rows, MOST_QUERIES)
         batch = RowBatch(most, pages[0], prompts, pages[1], runner.kv.scratch_page, runner.device)
         return DecodeLoop(
-            self._new_planner(groups, config, most_rows, parking, parks=parking is not None),
+            self._new_planner(call, parking, parks=parking is not None),
             DecodeStep(runner, batch, sampler, self.pool.graphs.take(batch, sampler)),
             self._stop_rule(config),
             MicroGroups(groups, config.micro_group, self.policy_version, truncates=sampler.truncates),

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from infsample_rl.config import Config, RolloutConfig
+from infsample_rl.config import Config
 from infsample_rl.model.architecture import KVShape, context_of, last_hidden_size
 from infsample_rl.model.generation import load_generation_config
 from infsample_rl.model.loading import build_outline, load_model_config
@@ -25,14 +25,12 @@ from infsample_rl.model.weight_sync.buckets import unpack_tensors
 from infsample_rl.model.weight_sync.sync import Load
 from infsample_rl.rollout.engine.call import MicroGroups
 from infsample_rl.rollout.engine.kv_cache import free_bytes
-from infsample_rl.rollout.engine.length_source import LengthSource, Watch
-from infsample_rl.rollout.engine.rollout_engine import RolloutEngine, evaluation_config
+from infsample_rl.rollout.engine.length_source import LengthSource
+from infsample_rl.rollout.engine.rollout_engine import Call, RolloutEngine, evaluation_config
 from infsample_rl.rollout.engine.sampler import truncates_at
-from infsample_rl.rollout.engine.turns import Turns
 from infsample_rl.rollout.engine.vllm_loop import VLLMLoop
 from infsample_rl.rollout.schedule.kv_budget import check_pages, free_for_pool, num_pool_pages, rows_in
 from infsample_rl.rollout.schedule.kv_pool import UNBOUNDED, Parking
-from infsample_rl.rollout.schedule.prompt_group import PromptGroup
 from infsample_rl.types import WeightManifest
 
 OLDEST, NEWEST = (0, 26), (0, 32)  # versions of vLLM that this file was written for
@@ -166,15 +164,8 @@ class VLLMEngine(RolloutEngine):
             if size > self._longest:
                 raise ValueError(f"prompt {index} has {size} tokens, data.max_prompt_tokens is {self._longest}")
 
-    def _new_loop(
-        self,
-        groups: list[PromptGroup],
-        config: RolloutConfig,
-        temperature: float,
-        most_rows: int,
-        watch: Watch | None,
-        turns: Turns | None,
-    ) -> VLLMLoop:
+    def _new_loop(self, call: Call) -> VLLMLoop:
+        groups, config, temperature, _, watch, turns = call
         if turns is not None:
             raise ValueError("rollout.engine=vllm samples single turns alone; set rollout.engine=native")
         truncates = truncates_at(temperature, config.top_p, config.top_k, config.min_p, len(self.tokenizer))
@@ -185,7 +176,7 @@ class VLLMEngine(RolloutEngine):
             return sampling(max_tokens=left, output_kind=delta, extra_args={"noise": [key, begun]}, **options)
 
         # What gives way holds no page: vLLM computes it again, less what its prefix cache still has.
-        planner = self._new_planner(groups, config, most_rows, Parking(UNBOUNDED), parks=False)
+        planner = self._new_planner(call, Parking(UNBOUNDED), parks=False)
         micro_groups = MicroGroups(groups, config.micro_group, self.policy_version, truncates=truncates)
         engine, stops, page_bytes = self._llm.llm_engine, self._stop_rule(config), self._page_bytes
         return VLLMLoop(engine, params_of, planner, stops, micro_groups, page_bytes, self._preempted, watch)

@@ -15,6 +15,7 @@ from infsample_rl.rollout.engine.turns import Answer
 from infsample_rl.rollout.schedule.prompt_group import Sample
 from infsample_rl.types import Episode, EpisodeStart
 
+KEYS = count()  # of all calls: an answer to one that is over must not look like one to the next
 CUT = "\n[...]\n"  # in the place of what an observation has too much
 
 
@@ -63,7 +64,7 @@ class Episodes:
     ) -> None:
         """`starts`: by prompt_index, what an environment begins with."""
         self._environments, self._template, self._config, self._starts = environments, template, config, starts
-        self._tokenizer, self._keys = template.tokenizer, count()
+        self._tokenizer = template.tokenizer
         self._of_sample, self._of_key = dict[Sample, _State](), dict[Hashable, _State]()
         self._ready: list[Answer] = []  # answered without an environment
 
@@ -114,7 +115,7 @@ class Episodes:
         self._of_sample.clear()
 
     def _open(self, sample: Sample) -> _State:
-        state = self._of_sample[sample] = _State(sample, next(self._keys))
+        state = self._of_sample[sample] = _State(sample, next(KEYS))
         self._of_key[state.key] = state
         start = self._starts[sample.group.prompt_index]
         self._environments.open(state.key, start.seed, start.columns)

@@ -1,11 +1,13 @@
 """What a turn asks its environment for, and what is answered where it asks for nothing that can be done."""
 
 import queue
+from itertools import count
 
 import pytest
 
 from infsample_rl.config.environment import EnvironmentConfig
 from infsample_rl.data.turns import TurnTemplate
+from infsample_rl.rollout.environment import episodes as episodes_module
 from infsample_rl.rollout.environment.episodes import Episodes
 from infsample_rl.rollout.schedule.prompt_group import GroupSettings, PromptGroup, Sample
 from infsample_rl.types import EpisodeStart
@@ -38,6 +40,11 @@ class Host:
 
     def end(self, key):
         self.ended.append(key)
+
+
+@pytest.fixture(autouse=True)
+def first_keys(monkeypatch):
+    monkeypatch.setattr(episodes_module, "KEYS", count())
 
 
 def make(form="tools", **settings):
@@ -128,6 +135,17 @@ def test_a_long_observation_loses_its_middle():
     host.answers.put((0, {"said": "first " + "x" * 100 + " last", "reward": 0, "ended": False}))
     [answer] = episodes.take(wait_s=0)
     assert "user\nfirst xx\n[...]\nxxx last<|im_end|>" in tokenizer.decode(answer.observed)
+
+
+def test_the_next_call_does_not_take_an_answer_to_one_before():
+    before, host, tokenizer = make()
+    before.end(sampled(tokenizer, CALL), "stop")
+    [(key, *_)] = host.asked
+    host.answers.put((key, {"said": ["late"], "failed": 0}))  # and the call is halted before it is read
+    before.close()
+    after = Episodes(host, before._template, before._config, before._starts)
+    after.end(sampled(tokenizer, CALL), "stop")
+    assert host.asked[1][0] != key and after.take(wait_s=0) == []
 
 
 def test_an_answer_to_a_call_that_is_over_is_not_wanted():
